@@ -1,6 +1,6 @@
 """Published training runs beside the price that Merak gives them, from data sheets alone.
 
-    python benchmarks/published_runs.py [--sets S1,S2] [--row TEXT] [--split]
+    python benchmarks/published_runs.py [--sets S1,S2] [--row TEXT] [--suppose unfused|slow-network]
 
 Every row of `data/published_runs.csv` is a model, a layout and the time of an iteration on A100 or
 H100 GPUs, as its authors printed them. The model is built as an ordinary transformers model without
@@ -14,6 +14,9 @@ sums came in February 2022, reductions of gradients beside the backward in Augus
 attention in 2023. Their selective recomputation is that of the attention's scores alone (arXiv
 2205.05198, section 5), which is what an attention operator without flash attention does; so rows
 with it save everything else.
+
+`--suppose` prices the rows as if something were otherwise: kernels of one operator each, or an
+eighth of the network. It asks what a difference could come from; the published table has none.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -227,16 +230,27 @@ class Found:
     activations_gib: float
 
 
-def best(row: Row) -> Found:
-    """The price of the row's layout, the shortest that fits where the source leaves a choice."""
+def _supposed(row: Row, suppose: str | None) -> tuple[bool, Cluster]:
+    """Whether kernels are fused, and the cluster."""
     cluster = cluster_of(row)
+    if suppose == "slow-network":
+        links = [replace(n.network, bytes_per_s=n.network.bytes_per_s / 8) for n in cluster.nodes]
+        nodes = zip(cluster.nodes, links, strict=True)
+        cluster = replace(cluster, nodes=tuple(replace(n, network=link) for n, link in nodes))
+    return suppose != "unfused", cluster
+
+
+def best(row: Row, suppose: str | None = None) -> Found:
+    """The price of the row's layout, the shortest that fits where the source leaves a choice."""
+    is_fused, cluster = _supposed(row, suppose)
     workloads: dict[str, Workload] = {}
     found = []
     for recompute, candidate in candidates(row):
         if recompute not in workloads and any(own.fits for own, _ in found):
             break  # what saves more fits
         if recompute not in workloads:
-            workloads[recompute] = workload_of(row, recompute)
+            workloads[recompute] = made = workload_of(row, recompute)
+            made.kernels = replace(made.kernels, fused=is_fused)
         found.append((price(workloads[recompute], cluster, candidate), workloads[recompute]))
     fitting = [own for own in found if own[0].fits] or found
     chosen, workload = min(fitting, key=lambda own: own[0].step_s)
@@ -255,6 +269,7 @@ def main() -> None:
     )
     parser.add_argument("--sets", default="S1,S2,S3,S4")
     parser.add_argument("--row", default="", help="rows whose model has this text alone")
+    parser.add_argument("--suppose", choices=["unfused", "slow-network"])
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     chosen = arguments.sets.split(",")
@@ -274,7 +289,7 @@ def main() -> None:
     errors: dict[str, list[float]] = {}
     memory: dict[str, list[float]] = {}
     for row in rows:
-        found = best(row)
+        found = best(row, arguments.suppose)
         print(f"| {' | '.join(_cells(row, found, errors, memory))} |", flush=True)
         gc.collect()
     print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,7 +51,55 @@ def llama_of_few_heads(attention: str) -> torch.nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-OTHERS = {"mixtral": mixtral, "t5": t5, "few heads": llama_of_few_heads}
+COMMON = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": cases.VOCABULARY, "use_cache": False,
+    "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+SCALED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+WINDOWED = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "rotary scaling": ("Llama", {"rope_parameters": {**SCALED, "rope_theta": 10000.0}}),
+    "sliding windows": ("Gemma3Text", {**WINDOWED, "head_dim": 8}),
+    "windows of Qwen": ("Qwen2", {**WINDOWED, "use_sliding_window": True}),
+    "sinks": ("GptOss", {**WINDOWED, "head_dim": 8, "num_local_experts": 4}),
+    "biases by distance": ("Bloom", {"n_head": 4, "n_layer": 2}),
+    "latent attention": ("DeepseekV3", LATENT),
+}
+"""Kinds of attention: the model's configuration, and what is its own there."""
+EAGER_ALONE = ("sinks", "biases by distance")
+"""Kinds that transformers has no SDPA of."""
+
+
+def published(kind: str, attention: str) -> torch.nn.Module:
+    """A small version of a model with a kind of attention."""
+    name, own = PUBLISHED[kind]
+    values = {**COMMON, **own}
+    config = getattr(transformers, f"{name}Config")(**values, attn_implementation=attention)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+OTHERS = {
+    "mixtral": mixtral,
+    "t5": t5,
+    "few heads": llama_of_few_heads,
+    **{kind: partial(published, kind) for kind in PUBLISHED},
+}
+
+CHANGED = {
+    "second of two": (True, False),
+    "behind another": (True, True),
+    "end of one": (False, False),
+    "end of another": (False, True),
+}
+"""Batches whose last three tokens alone have labels: (are they a document of their own?, are the
+tokens in front of them others?)."""
+PACKED = {"packed": (True, False), **CHANGED}
 
 
 def case(
@@ -63,10 +112,16 @@ def case(
         if family == "few heads":
             columns = {name: column[:1] for name, column in columns.items()}
         return OTHERS[family](attention).train(), columns
-    if family == "packed":
-        columns = {name: column[:1] for name, column in cases.batch(False).items()}
-        columns["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])
+    if family in PACKED:
+        is_packed, is_changed = PACKED[family]
+        columns = {name: column[:1].clone() for name, column in cases.batch(False).items()}
+        ends = [0, 1, 2] if is_packed else [5, 6, 7]
+        columns["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, *ends]])
         columns["labels"][0, 5] = -100
+        if family in CHANGED:
+            columns["labels"][0, :5] = -100
+            if is_changed:
+                columns["input_ids"][0, :5] = (columns["input_ids"][0, :5] + 7) % cases.VOCABULARY
         return cases.build("llama", attention, dropout), columns
     return cases.build(family, attention, dropout), columns
 
@@ -126,6 +181,8 @@ def test_ranks_equal_one_process(
         slow("few heads", "eager", True),
         slow("t5", "sdpa", True),
         slow("t5", "eager", True),
+        *(slow(kind, "eager", True) for kind in PUBLISHED),
+        *(slow(kind, "sdpa", True) for kind in PUBLISHED if kind not in EAGER_ALONE),
     ],
 )
 def test_other_models_equal_one_process(
@@ -137,6 +194,15 @@ def test_other_models_equal_one_process(
     cases.assert_gradients_equal(found, expected)
     for loss, _, _ in ranks:
         assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def test_packed_documents_do_not_see_each_other(pool: RankPool) -> None:
+    losses = {}
+    for family in CHANGED:
+        ranks = pool.run(loss_and_gradients, 2, family, "sdpa", 0.0, 2, False)
+        losses[family] = ranks[0][0]
+    assert losses["behind another"] == pytest.approx(losses["second of two"], rel=1e-6)
+    assert losses["end of another"] != pytest.approx(losses["end of one"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +225,7 @@ SETUPS = [
         slow((2, 1, 1, 2), {}),
         slow((1, 2, 1, 2), {}),
         slow((1, 1, 2, 2), {"schedule": "zero_bubble_h1"}),
+        slow((2, 2, 1, 2), {}),
     ],
 )
 def test_training_equals_one_process(

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from merak.arguments.fields import AUTO, AutoBatch, TrainingFields, given_arguments
-from merak.core.elastic import AUTO_PLAN
+from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate
+from merak.plan.search.explain import degrees
 from merak.plan.search.pinned import Pinned, pinned_options, planned_options
 from merak.plan.search.plan_file import PlanFile, read_plan
 
@@ -96,13 +97,14 @@ def layout_arguments(candidate: Candidate) -> dict[str, Any]:
 
 def _check_degrees(candidate: Candidate, mesh: Mesh, path: str) -> None:
     dp = mesh.wanted_dp or mesh.dp  # where a host is lost, the rest of the job goes on
-    planned = (candidate.dp, candidate.tp, candidate.pp)
-    if planned == (dp, mesh.tp, mesh.pp):
+    laid = mesh.degrees._replace(dp=dp)
+    planned = GivenDegrees(candidate.dp, candidate.tp, candidate.pp, candidate.cp, candidate.ep)
+    if planned == laid:
         return
-    named = "dp={} tp={} pp={}".format(*planned)
+    named = degrees(planned)
     raise ArgumentsError(
         f"the plan {path} is for {named} ({candidate.world_size} ranks), but merak.init laid "
-        f"{mesh.world_size} ranks out as dp={dp} tp={mesh.tp} pp={mesh.pp}; call "
+        f"{mesh.world_size} ranks out as {degrees(laid)}; call "
         f"merak.init(plan={path!r}) on {candidate.world_size} ranks, or plan again."
     )
 
@@ -215,10 +217,10 @@ def pinned_arguments(arguments: TrainingFields, mesh: Mesh) -> Pinned:
         arguments: as the user gives them.
         mesh: of the job.
     """
-    degrees = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given[:3]
+    given_degrees = mesh.degrees if mesh.given is None else mesh.given
     given = arguments.per_device_train_batch_size
     microbatch = None if isinstance(given, AutoBatch) else int(given)
-    return pinned_options(arguments, degrees, microbatch, given_arguments(arguments))
+    return pinned_options(arguments, given_degrees, microbatch, given_arguments(arguments))
 
 
 def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
@@ -233,6 +235,8 @@ def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
         dp=mesh.dp,
         tp=mesh.tp,
         pp=mesh.pp,
+        cp=mesh.cp,
+        ep=mesh.ep,
         num_microbatches=step_samples(arguments, mesh) // mesh.dp,
         schedule=arguments.schedule,
         schedule_options=pinned.schedule_options,

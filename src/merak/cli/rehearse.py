@@ -31,13 +31,15 @@ class RehearseRequest:
     cluster: str = option(
         MISSING, "--cluster", "C", "What the job is planned for: such as h100:8x128, or a file."
     )
-    rank: int = option(MISSING, "--rank", "R", "The rank to run, 0 to dp × tp × pp − 1.")
+    rank: int = option(MISSING, "--rank", "R", "The rank to run, 0 to dp × cp × tp × pp − 1.")
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )
     dp: int = option(1, "--dp", "D", "Data parallel degree.")
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
+    cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
     microbatch: int = option(1, "--microbatch", "B", "Samples of a microbatch.")
     global_batch: int | None = option(
         None,
@@ -95,7 +97,6 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         MerakError: the plan does not fit the model or the cluster.
     """
     # Heavy imports wait until a command is known to be well formed.
-    from merak.core.mesh import Mesh
     from merak.plan.cluster.fit import usable_by_pp_rank
     from merak.plan.cluster.parse import parse_cluster
     from merak.rehearse.rehearsal import refuse_rank
@@ -106,9 +107,11 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     candidate = _candidate(request)
     here = device_of(request.device)
     cluster = parse_cluster(request.cluster)
-    mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, request.rank, here, None)
+    mesh = candidate.mesh(request.rank, here)
     refuse_rank(mesh, request.steps)
-    usable_by_pp_rank(cluster, mesh.dp, mesh.tp, mesh.pp)  # refuses a cluster that is too small
+    usable_by_pp_rank(
+        cluster, mesh.replicas, mesh.tp, mesh.pp
+    )  # refuses a cluster that is too small
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
     source = model_source(request)
     workload = model_workload(
@@ -129,9 +132,10 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
 
 
 def _candidate(request: RehearseRequest) -> Candidate:
+    from merak.core.elastic import check_expert_degree
     from merak.plan.price.candidate import Candidate
 
-    for name in ("dp", "tp", "pp", "microbatch"):
+    for name in ("dp", "tp", "pp", "cp", "microbatch"):
         if getattr(request, name) < 1:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
     if request.sub_pipelining not in ("on", "off"):
@@ -140,6 +144,8 @@ def _candidate(request: RehearseRequest) -> Candidate:
         dp=request.dp,
         tp=request.tp,
         pp=request.pp,
+        cp=request.cp,
+        ep=check_expert_degree(request.ep, request.tp),
         microbatch=request.microbatch,
         num_microbatches=_num_microbatches(request),
         schedule=request.schedule,

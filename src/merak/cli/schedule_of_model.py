@@ -30,6 +30,8 @@ class StagesRequest:
         None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
     )
     tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
+    cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
     dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
     autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
     device: str | None = sheet_device("What the model's stages run on.")
@@ -64,16 +66,19 @@ def simulate_model(
     """
     _check(request)
     # Heavy imports wait until a command is known to be well formed.
+    from merak.core.elastic import check_expert_degree
     from merak.plan.price.candidate import Candidate
     from merak.plan.price.step import price, simulated_pipeline
 
-    devices = planned_cluster(request.device, request.cluster, stages * request.tp)
+    devices = planned_cluster(request.device, request.cluster, stages * request.cp * request.tp)
     assert devices is not None and request.model is not None
     source = model_source(request)
     workload = model_workload(request, source, global_batch=request.batch * microbatches)
     candidate = Candidate(
         tp=request.tp,
         pp=stages,
+        cp=request.cp,
+        ep=check_expert_degree(request.ep, request.tp),
         microbatch=request.batch,
         num_microbatches=microbatches,
         schedule=name,
@@ -89,6 +94,6 @@ def _check(request: StagesRequest) -> None:
         raise CommandError(
             f"--model {request.model} takes time on devices; name them with --device or --cluster."
         )
-    for flag, value in (("--tp", request.tp), ("--batch", request.batch)):
+    for flag, value in (("--tp", request.tp), ("--cp", request.cp), ("--batch", request.batch)):
         if value < 1:
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")

@@ -139,7 +139,7 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.graph.weights.empty_weights import empty_weights
     from merak.zoo.batches.batch import example_arguments, example_columns
 
-    devices = planned_cluster(request.device, request.cluster, request.tp)
+    devices = planned_cluster(request.device, request.cluster, request.tp * request.cp)
     source = model_source(request)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
@@ -192,7 +192,7 @@ def _report(
         parts=[
             _part(segment, found, shapes, times)
             for segment, found, times in zip(
-                graph.segments, splits, _times(graph, parallel, devices), strict=True
+                graph.segments, splits, _times(graph, parallel, request.cp, devices), strict=True
             )
         ],
         kept_whole=report_opaque(graph),
@@ -211,25 +211,27 @@ def _gathered_tokens(graph: ModelGraph, parallel: TensorParallel, cp: int) -> st
 
 
 def _times(
-    graph: ModelGraph, parallel: TensorParallel, devices: Cluster | None
+    graph: ModelGraph, parallel: TensorParallel, cp: int, devices: Cluster | None
 ) -> Sequence[tuple[float | None, float | None]]:
     """Seconds of the forward and backward of every segment on the first of some devices."""
+    from merak.graph.context_parallel.apply import context_parallel
     from merak.graph.ir.structure import structural_key
-    from merak.plan.cluster.groups import group_of
+    from merak.plan.cluster.groups import groups_of
     from merak.plan.price.kernels import KernelChoice
     from merak.plan.price.segments import price_graph
 
     if devices is None:
         return [(None, None)] * len(graph.segments)
-    group = group_of(devices, parallel.auto_sharder.degree, 1)
     device = devices.nodes[0].device
-    local, fitted = parallel.fit(graph)
+    groups = groups_of(devices, parallel.auto_sharder.degree, cp)
+    whole = parallel if cp == 1 else context_parallel(graph, parallel, cp)
+    local, fitted = whole.fit(graph)
     known: dict[object, SegmentPrice] = {}
     found = []
     for segment in local.segments:
         key = structural_key(segment.graph)
         if key not in known:
-            known[key] = price_graph(fitted(segment)[0].graph, KernelChoice(), device, group)
+            known[key] = price_graph(fitted(segment)[0].graph, KernelChoice(), device, groups)
         found.append((known[key].forward_s, known[key].backward_s))
     return found
 
@@ -303,9 +305,14 @@ def _device_line(report: TraceReport) -> Iterator[str]:
         forward_s = sum(part.forward_seconds or 0.0 for part in report.parts)
         backward_s = sum(part.backward_seconds or 0.0 for part in report.parts)
         yield (
-            f"on one of {report.tp} tensor parallel {report.device}: forward {seconds(forward_s)}, "
-            f"backward {seconds(backward_s)} for a microbatch, by the data sheet"
+            f"on one of {report.tp} tensor parallel{_context(report)} {report.device}: "
+            f"forward {seconds(forward_s)}, backward {seconds(backward_s)} for a microbatch, by "
+            "the data sheet"
         )
+
+
+def _context(report: TraceReport) -> str:
+    return f" × {report.cp} context parallel" if report.cp > 1 else ""
 
 
 def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:

@@ -34,6 +34,12 @@ class GivenDegrees(NamedTuple):
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
+    ep: int | None = None
+
+    @property
+    def axes(self) -> tuple[int | None, ...]:
+        """The degrees whose product is the number of ranks: all but ep."""
+        return self[:4]
 
     def __str__(self) -> str:
         given = self._asdict().items()
@@ -41,7 +47,7 @@ class GivenDegrees(NamedTuple):
 
     def filled(self) -> Degrees:
         """The degrees of a job without a plan, where one that is left out is 1."""
-        return Degrees(*(1 if degree is None else degree for degree in self))
+        return Degrees(*(1 if degree is None else degree for degree in self.axes))
 
     def check(self) -> None:
         """Refuse degrees that are none.
@@ -64,11 +70,20 @@ class GivenDegrees(NamedTuple):
             MeshError: their product does not divide the number of ranks.
         """
         self.check()
-        product = math.prod(degree for degree in self if degree is not None)
-        if num_ranks % product or (None not in self and product != num_ranks):
+        axes = self.axes
+        product = math.prod(degree for degree in axes if degree is not None)
+        if num_ranks % product or (None not in axes and product != num_ranks):
             raise MeshError(
                 f"{self} does not fit {num_ranks} ranks; use degrees whose product "
-                f"{'divides' if None in self else 'is'} that number, or leave them to the plan."
+                f"{'divides' if None in axes else 'is'} that number, or leave them to the plan."
+            )
+        if self.tp is not None:
+            check_expert_degree(self.ep, self.tp)
+        elif self.ep is not None and num_ranks % self.ep:
+            raise MeshError(
+                f"ep={self.ep} does not divide the number of ranks ({num_ranks}), of which "
+                f"tp={self.ep} have the experts of a layer between them; use a divisor, or leave "
+                "ep to the plan."
             )
 
 
@@ -175,6 +190,21 @@ def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
     return Degrees(*found)
 
 
+def plan_expert_degree(path: str | os.PathLike[str]) -> int:
+    """Expert parallel degree of a plan file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        PlanError: it cannot be read, or is no plan.
+    """
+    found = read_plan_content(path).get("candidate", {}).get("ep", 1)
+    if not isinstance(found, int):
+        raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
+    return found
+
+
 def wanted_degrees(
     given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
 ) -> Degrees:
@@ -197,16 +227,11 @@ def wanted_degrees(
                 "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
                 "ranks that are there; leave elastic out, and set global_batch."
             )
-        if given.cp not in (None, 1):
-            raise MeshError(
-                f"cp={given.cp} is given, but plan='auto' searches plans without context "
-                "parallelism; give all degrees and leave plan out, or leave cp out."
-            )
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        given._replace(cp=None).check_ranks(num_ranks)
+        given.check_ranks(num_ranks)
         return Degrees(num_ranks, 1, 1)
     planned = plan_degrees(plan)
-    if any(own not in (None, other) for own, other in zip(given, planned, strict=True)):
+    if any(own not in (None, other) for own, other in zip(given.axes, planned, strict=True)):
         raise PlanError(
             f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
             "plan again."

@@ -21,10 +21,11 @@ from merak.core.elastic import (
     Degrees,
     GivenDegrees,
     check_expert_degree,
+    plan_expert_degree,
     smaller_degrees,
     wanted_degrees,
 )
-from merak.core.errors import MeshError
+from merak.core.errors import MeshError, PlanError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.status import waiting, waiting_for_all
@@ -108,6 +109,11 @@ class Mesh:
     def tp_rank(self) -> int:
         """Tensor parallel coordinate of this rank, its shard."""
         return self.rank % self.tp
+
+    @property
+    def degrees(self) -> GivenDegrees:
+        """All degrees of the job."""
+        return GivenDegrees(self.dp, self.tp, self.pp, self.cp, self.ep)
 
     def rank_at(self, pp_rank: int) -> int:
         """Return the global rank of another pp rank with this rank's other coordinates."""
@@ -197,7 +203,7 @@ def init(
         elastic: whether the job may run in smaller degrees where torchrun has started fewer ranks
             (`--nnodes=MIN:MAX`): dp is lowered first, then pp, then tp. `MerakArguments` then
             raises `gradient_accumulation_steps`, so that a step has the same samples.
-        plan: file that `merak plan` has written, whose degrees count instead of dp, tp and pp; or
+        plan: file that `merak plan` has written, whose degrees count instead of those above; or
             "auto": `MerakTrainer` and `parallelize` search the rest of the degrees.
 
     Returns:
@@ -212,7 +218,7 @@ def init(
     if _current:
         raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     preemption.listen()
-    given = GivenDegrees(dp, tp, pp, cp)
+    given = GivenDegrees(dp, tp, pp, cp, ep)
     wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
     _check_timeout(timeout_s)
@@ -238,11 +244,16 @@ def _expert_degree(
     ep: int | None, wanted: int, tp: int, plan: str | os.PathLike[str] | None
 ) -> int:
     """The expert parallel degree of a job, whose tp may be smaller than it is written for."""
-    if plan == AUTO_PLAN and ep not in (None, 1):
-        raise MeshError(
-            f"ep={ep} is given, but plan='auto' searches plans without expert parallelism; give "
-            "all degrees and leave plan out, or leave ep out."
-        )
+    if plan == AUTO_PLAN:
+        return 1  # until the plan is chosen
+    if plan is not None:
+        planned = plan_expert_degree(plan)
+        if ep not in (None, planned):
+            raise PlanError(
+                f"ep={ep} contradicts the plan {plan}, which has ep={planned}; leave it out, or "
+                "plan again."
+            )
+        ep = planned
     return tp if check_expert_degree(ep, wanted) > 1 else 1
 
 
@@ -258,22 +269,29 @@ def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
     return replace(mesh, wanted_dp=wanted.dp)
 
 
-def lay_out(dp: int, tp: int, pp: int) -> Mesh:
+def lay_out(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Mesh:
     """Lay the ranks of `init(plan="auto")` out as the plan says; a collective of all ranks.
 
     Args:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
+        cp: context parallel degree.
+        ep: expert parallel degree.
 
     Returns:
         The mesh, which `current_mesh()` gives from now on.
     """
     mesh = current_mesh()
-    laid = replace(mesh, dp=dp, tp=tp, pp=pp, given=None)
-    if mesh.device_mesh is not None and (dp, tp, pp) != (mesh.dp, mesh.tp, mesh.pp):
+    laid = replace(mesh, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, given=None)
+    if mesh.device_mesh is not None and (dp, tp, pp, cp) != (
+        mesh.dp,
+        mesh.tp,
+        mesh.pp,
+        mesh.cp,
+    ):
         with waiting_for_all("the groups of ranks of"):
-            device_mesh = connect_mesh(mesh.device, dp, tp, pp, mesh.cp)
+            device_mesh = connect_mesh(mesh.device, dp, tp, pp, cp)
         laid = replace(laid, device_mesh=device_mesh)
         watchdog.move(_place(laid))
     _current[0] = laid

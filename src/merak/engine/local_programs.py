@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from merak.core.errors import ArgumentsError, ShardError, TraceError
+from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
@@ -236,11 +236,6 @@ def local_rewrite(
     Raises:
         ShardError: the degrees do not fit the model.
     """
-    if mesh.cp > 1 and mesh.tp > 1 and sequence:
-        raise ShardError(
-            f"sequence_parallel=True shares out tokens over tp={mesh.tp}, and cp={mesh.cp} already "
-            "does; leave one of them out."
-        )
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     if mesh.cp == 1:
         return tensor

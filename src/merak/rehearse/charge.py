@@ -57,21 +57,38 @@ def charges(calls: Iterable[Call], mesh: Mesh, cluster: Cluster) -> tuple[Charge
 
 
 def seconds_inside(
-    calls: Iterable[Call], mesh: Mesh, cluster: Cluster, actions: Mapping[Place, int]
+    calls: Iterable[Call],
+    mesh: Mesh,
+    cluster: Cluster,
+    actions: Mapping[Place, int],
+    zero: int = 0,
 ) -> dict[Place, float]:
-    """Mean seconds of tensor parallel collectives inside an action, by kind and stage.
+    """Mean seconds of collectives over tp and cp inside an action, by kind and stage.
 
     Args:
         calls: of one rank in one step.
         mesh: the degrees and the rank.
         cluster: the links.
         actions: number of actions of each kind and stage in the step.
+        zero: ZeRO stage, whose exchanges are no part of the segments.
     """
     totals = dict.fromkeys(actions, 0.0)
     for call in calls:
-        if call.action is not None and axis_of(call, mesh) == "tp":
+        if call.action is not None and _is_inside(call, mesh, zero):
             totals[call.action.kind, call.action.stage] += call_seconds(call, cluster)
     return {place: total / actions[place] for place, total in totals.items()}
+
+
+def _is_inside(call: Call, mesh: Mesh, zero: int) -> bool:
+    """Whether a segment makes a call, and not the replicas that reduce gradients.
+
+    Where dp is 1, replicas are those that share tokens: of their calls, all-to-alls are the
+    segments' own, and what sums and gathers tokens as far as no bucket of gradients does.
+    """
+    axis = axis_of(call, mesh)
+    if axis != "cp" or mesh.dp > 1 or call.kind == "all_to_all":
+        return axis in ("tp", "cp")
+    return not zero and call.kind != "all_reduce"
 
 
 def call_seconds(call: Call, cluster: Cluster) -> float:

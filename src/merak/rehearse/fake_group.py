@@ -32,7 +32,8 @@ class Call:
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send",
             "receive" or "barrier".
-        num_bytes: of the whole tensor: the reduced, gathered or sent one.
+        num_bytes: of the whole tensor: the reduced, gathered or sent one; of an all-to-all the one
+            whose shards all ranks hold together.
         ranks: global ranks of the group; of a transfer this rank and its peer.
         action: that called it; None outside of the actions of a schedule.
     """
@@ -162,7 +163,7 @@ class FakeGroup(_ProcessGroup):  # type: ignore[misc]
         """Fill the output with this rank's own rows, again and again."""
         rows = torch.arange(output.shape[0], device=own.device) % max(own.shape[0], 1)
         output.detach().copy_(own.detach()[rows])
-        return self._called("all_to_all", [own])
+        return self._called("all_to_all", [own] * self.size())
 
     def send(self, tensors: list[torch.Tensor], peer: int, *_: Any) -> dist.Work:
         """Send nothing."""

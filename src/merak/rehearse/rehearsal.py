@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from merak.core.elastic import Degrees
 from merak.core.errors import MeshError, PlanError
 from merak.core.mesh import Mesh
 from merak.engine.build import build_with_forecast
@@ -39,7 +40,7 @@ class ActionSeconds:
         stage: of the model.
         count: of them in a step.
         measured_s: computation of one, here.
-        charged_s: its collectives over tp, by the cost model.
+        charged_s: its collectives over tp and cp, by the cost model.
         forecast_s: of one, computation and collectives, as the plan had it.
     """
 
@@ -116,14 +117,14 @@ def rehearse(
         MeshError: there is no such rank.
         MerakError: the plan does not fit the model.
     """
-    mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, rank, device, None)
+    mesh = candidate.mesh(rank, device)
     refuse_rank(mesh, steps)
     planned = price(workload, cluster, candidate)
     chosen = planned.candidate
     stages = priced_stages(workload, cluster, chosen)
     traffic = Traffic()
     measured, forecast = _run(workload, cluster, chosen, mesh, batch, traffic, steps)
-    inside = seconds_inside(measured.calls, mesh, cluster, measured.actions)
+    inside = seconds_inside(measured.calls, mesh, cluster, measured.actions, chosen.zero)
     known = {
         number: _known(stages[number], measured, inside, number, chosen)
         for number in {stage for _, stage in measured.action_s}
@@ -161,8 +162,8 @@ def refuse_rank(mesh: Mesh, steps: int) -> None:
         raise PlanError(f"{steps=} times nothing; use 1 or more.")
     if not 0 <= mesh.rank < mesh.world_size:
         raise MeshError(
-            f"rank {mesh.rank} is none of the {mesh.world_size} ranks of dp={mesh.dp} × "
-            f"tp={mesh.tp} × pp={mesh.pp}; use 0 to {mesh.world_size - 1}."
+            f"rank {mesh.rank} is none of the {mesh.world_size} ranks of "
+            f"{Degrees(mesh.dp, mesh.tp, mesh.pp, mesh.cp)}; use 0 to {mesh.world_size - 1}."
         )
 
 
@@ -205,7 +206,7 @@ def _known(
     candidate: Candidate,
 ) -> Stage:
     """A stage with measured computation and charged collectives."""
-    is_beside = candidate.sub_pipelining == "on" and candidate.tp > 1
+    is_beside = candidate.splits
     compute = _stage_times(measured.action_s, number)
     combined = {
         place: max(seconds, inside[place]) if is_beside else seconds + inside[place]

@@ -114,7 +114,7 @@ def test_pinned_choices_are_named_also_where_they_switch_something_off():
     ("words", "sentence"),
     [
         (["--dp", "4"], "dp=4 takes 4 devices, but the cluster has 2; use smaller degrees"),
-        (["--ep", "2"], "--ep 2 is not there: Merak has no such parallelism; use 1."),
+        (["--ep", "2"], "ep=2 finds no experts to split: no stack of weights is read by grouped"),
         (["--option", "chunks=4"], "--option chunks=4 is of a schedule; name --schedule too."),
         (["--zero", "4"], "--zero 4 is no stage of ZeRO; use 0, 1, 2 or 3."),
         (["--partition", "a"], "--partition a is no list of whole numbers"),

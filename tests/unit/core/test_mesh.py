@@ -187,7 +187,7 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
         ({"dp": True}, "dp=True is not a degree; use a whole number of 1 or more."),
         ({"ep": 0}, "ep=0 is not a degree; use a whole number of 1 or more."),
         ({"ep": 2}, "ep=2 does not fit tp=1, whose ranks have the experts of a layer between them"),
-        ({"ep": 2, "plan": "auto"}, "ep=2 is given, but plan='auto' searches plans without expert"),
+        ({"ep": 2, "plan": "auto"}, "ep=2 does not divide the number of ranks (1)"),
     ],
 )
 def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from merak.core import units
 from merak.core.units import counted, size
+from merak.plan.search.explain import degrees
 
 if TYPE_CHECKING:
     import torch
@@ -177,8 +178,8 @@ def row_of(
         dp=own.dp,
         tp=own.tp,
         pp=own.pp,
-        ep=1,
-        cp=1,
+        ep=own.ep,
+        cp=own.cp,
         microbatch=own.microbatch,
         num_microbatches=own.num_microbatches,
         schedule=own.schedule,
@@ -293,9 +294,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """How every plan lays the job out."""
+    """How every plan lays the job out; cp and ep where a plan has them."""
+    more = [axis for axis in ("cp", "ep") if any(getattr(row, axis) > 1 for row in plans)]
     rows: list[tuple[str, ...]] = [
-        ("#", "dp", "tp", "pp", "microbatches", "zero", "schedule", "recompute")
+        ("#", "dp", "tp", "pp", *more, "microbatches", "zero", "schedule", "recompute")
     ]
     for number, row in enumerate(plans, start=1):
         options = "".join(f" {key}={value}" for key, value in row.schedule_options.items())
@@ -305,6 +307,7 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
             (
                 str(number),
                 *map(str, (row.dp, row.tp, row.pp)),
+                *(str(getattr(row, axis)) for axis in more),
                 f"{row.num_microbatches} of {row.microbatch}",
                 str(row.zero),
                 f"{row.schedule}{options}{extras}",
@@ -361,7 +364,7 @@ def _what_if(own: WhatIf, unit: str) -> str:
     row = own.plan
     return (
         f"{own.what}: {units.seconds(row.step_seconds)}, {row.tokens_per_second_per_device:,.0f} "
-        f"{unit} a second and device, with dp={row.dp} tp={row.tp} pp={row.pp}"
+        f"{unit} a second and device, with {degrees(row)}"
     )
 
 

@@ -40,8 +40,8 @@ class PlanRequest:
     dp: int | None = option(None, "--dp", "D", f"Data parallel degree.{_PINNED}")
     tp: int | None = option(None, "--tp", "T", f"Tensor parallel degree.{_PINNED}")
     pp: int | None = option(None, "--pp", "P", f"Pipeline parallel degree.{_PINNED}")
-    ep: int | None = option(None, "--ep", "E", "Expert parallel degree; 1 is all there is.")
-    cp: int | None = option(None, "--cp", "C", "Context parallel degree; 1 is all there is.")
+    ep: int | None = option(None, "--ep", "E", f"Expert parallel degree, 1 or tp.{_PINNED}")
+    cp: int | None = option(None, "--cp", "C", f"Context parallel degree.{_PINNED}")
     microbatch: int | None = option(
         None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"
     )
@@ -124,6 +124,8 @@ def pinned_of(request: PlanRequest) -> Pinned:
         dp=request.dp,
         tp=request.tp,
         pp=request.pp,
+        cp=request.cp,
+        ep=request.ep,
         microbatch=request.microbatch,
         schedule=request.schedule,
         schedule_options=dict(map(_key_value, request.options or ())),
@@ -144,15 +146,12 @@ def _check_counts(request: PlanRequest) -> None:
         ("--dp", request.dp),
         ("--tp", request.tp),
         ("--pp", request.pp),
+        ("--cp", request.cp),
+        ("--ep", request.ep),
         ("--microbatch", request.microbatch),
     ):
         if value is not None and value < 1:
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")
-    for flag, degree in (("--ep", request.ep), ("--cp", request.cp)):
-        if degree not in (None, 1):
-            raise CommandError(
-                f"{flag} {degree} is not there: Merak has no such parallelism; use 1."
-            )
     price = request.price_per_device_hour
     if price is not None and not (0 <= price < math.inf):
         raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")

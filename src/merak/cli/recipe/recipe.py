@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 
 from merak.core.did_you_mean import did_you_mean
-from merak.core.elastic import AUTO_PLAN, plan_degrees
+from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
@@ -216,7 +216,13 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
             )
-    return Degrees(**planned, elastic=given.elastic, ep=given.ep)
+    ep = plan_expert_degree(plan)
+    if given.ep not in (None, ep):
+        raise CommandError(
+            f"parallel.ep={given.ep} contradicts the plan {plan}, which has ep={ep}; leave it "
+            "out, or plan again."
+        )
+    return Degrees(**planned, elastic=given.elastic, ep=ep)
 
 
 def _arguments(parsed: object) -> dict[str, Any]:

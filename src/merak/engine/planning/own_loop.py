@@ -44,8 +44,8 @@ def plan_loop(
     Raises:
         MerakError: the model cannot be traced, or no plan fits.
     """
-    given = (mesh.dp, mesh.tp, mesh.pp) if mesh.given is None else mesh.given[:3]
-    replicas = given[0] or mesh.dp
+    given = mesh.degrees if mesh.given is None else mesh.given
+    replicas = given.dp or mesh.dp
     workload = Workload(
         source,
         batch.of,
@@ -60,4 +60,5 @@ def plan_loop(
     job = Job(workload, devices, lambda _: None)
     chosen = choose_plan(mesh, job, pinned_options(options, given, None, named))
     planned = replace(options, num_microbatches=chosen.num_microbatches, **planned_options(chosen))
-    return lay_out(chosen.dp, chosen.tp, chosen.pp), planned, batch.of(chosen.microbatch)
+    laid = lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
+    return laid, planned, batch.of(chosen.microbatch)

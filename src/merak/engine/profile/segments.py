@@ -24,6 +24,7 @@ from merak.graph.program.split_backward import WeightGradients, split_weight_gra
 from merak.graph.weights.materialize import materialize
 from merak.plan.cost.calibration import SegmentSeconds
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
+from merak.plan.price.candidate import Form
 from merak.plan.price.workload import Workload
 from merak.plan.profile.profile import SegmentRow
 
@@ -44,9 +45,10 @@ def measure_segments(
         tp: tensor parallel degree, as whose first rank segments run.
     """
     device = watch.device
-    graph = workload.local_graph(microbatch, tp)
+    form = Form(microbatch, tp)
+    graph = workload.local_graph(form)
     whole = workload.graph(microbatch)
-    first = workload.unique(microbatch, tp)
+    first = workload.unique(form)
     model = workload.model
     if any(buffer.is_meta for buffer in model.buffers()):
         materialize(model, [], device=device, seed=0, shards={}, shard_index=0)

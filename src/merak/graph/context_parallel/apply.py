@@ -119,6 +119,12 @@ def context_parallel(
     Raises:
         ShardError: the tokens cannot be shared out.
     """
+    if tensor is not None and tensor.sequence and tensor.auto_sharder.degree > 1:
+        raise ShardError(
+            f"sequence_parallel=True shares out tokens over "
+            f"tp={tensor.auto_sharder.degree}, and cp={degree} "
+            "already does; leave one of them out."
+        )
     lengths = sorted(token_lengths(model))
     if not any(n % degree == 0 for n in lengths):
         if not lengths:

@@ -192,7 +192,7 @@ CROSS_ENTROPIES = _names("cross_entropy_loss")
 
 NLL_LOSSES = _names("nll_loss nll_loss_nd nll_loss2d")
 
-ATTENTIONS = _names("scaled_dot_product_attention attend_sharded")
+ATTENTIONS = _names("scaled_dot_product_attention attend_sharded attend_rows")
 
 ASSERTIONS = _names(
     "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range "

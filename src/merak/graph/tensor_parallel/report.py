@@ -107,15 +107,14 @@ def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | No
 
 
 def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None:
-    """Clause on weights whose outputs the degree does not divide, such as those of few kv-heads.
+    """Weights whose outputs the degree does not divide, such as those of few kv-heads.
 
     Args:
         model: that is sharded.
         parallel: how.
 
     Returns:
-        Such as "tp=8 does not divide the outputs of k_proj.weight and v_proj.weight (4 pieces):
-        every rank holds and computes them whole"; None where all are divided.
+        Such as "k_proj.weight and v_proj.weight (4 pieces)"; None where all are divided.
     """
     degree, groups = parallel.auto_sharder.degree, dict[int, dict[str, None]]()
     for name, count in limits_of(model).items():
@@ -123,12 +122,7 @@ def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None
             short = ".".join(name.split(".")[-2:])
             groups.setdefault(count, {})[short] = None
     found = [f"{_listed(tuple(names))} ({count} pieces)" for count, names in groups.items()]
-    if not found:
-        return None
-    return (
-        f"tp={degree} does not divide the outputs of {', '.join(found)}: every rank holds and "
-        "computes them whole"
-    )
+    return ", ".join(found) or None
 
 
 def _listed(names: Sequence[str]) -> str:

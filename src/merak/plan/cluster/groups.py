@@ -1,8 +1,8 @@
 """The slowest group of ranks of one axis of a job, and the link between two ranks.
 
-Ranks are counted in the order (pp, dp, tp), tp fastest: groups of tp have a stride of 1, those of
-dp one of tp, those of pp one of dp · tp. All groups of an axis communicate at the same time, so
-those of one node share its network.
+Ranks are counted in the order (pp, dp, cp, tp), tp fastest: groups of tp have a stride of 1, those
+of cp one of tp, replicas (dp and cp together) one of tp, those of pp one of dp · cp · tp. All
+groups of an axis communicate at the same time, so those of one node share its network.
 """
 
 from __future__ import annotations
@@ -45,6 +45,35 @@ class Group:
         if self.network is not None:
             rates.append(self.network.bytes_per_s * self.fewest_on_node)
         return min(rates, default=float("inf"))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of the axes that collectives inside segments are over.
+
+    Args:
+        tp: the tensor parallel ranks.
+        cp: the ranks that share tokens.
+    """
+
+    tp: Group
+    cp: Group
+
+    def of(self, axis: str) -> Group:
+        """The group of an axis of the mesh."""
+        group: Group = getattr(self, axis)
+        return group
+
+
+def groups_of(cluster: Cluster, tp: int, cp: int) -> Groups:
+    """The slowest groups of the axes that collectives inside segments are over.
+
+    Args:
+        cluster: the devices.
+        tp: tensor parallel degree.
+        cp: context parallel degree.
+    """
+    return Groups(group_of(cluster, tp, 1), group_of(cluster, cp, tp))
 
 
 def group_of(cluster: Cluster, size: int, stride: int) -> Group:

@@ -106,6 +106,15 @@ _SPECIAL |= ATTENTIONS
 
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
+_OF_TOKENS: Mapping[str, str] = MappingProxyType(
+    {
+        "token_cross_entropy": "cross_entropy_loss",
+        "token_vocab_parallel_cross_entropy": "vocab_parallel_cross_entropy",
+        "token_nll": "nll_loss",
+    }
+)
+"""Losses of a rank's own tokens, and the operators whose work they have."""
+
 _VARIANTS = ("native_", "unsafe_", "_unsafe_")
 """Marks of operators that do the same work as those without."""
 
@@ -209,7 +218,7 @@ def _name(node: fx.Node) -> str:
     name = family(node.target).rpartition("::")[2].rstrip("_")
     for variant in _VARIANTS:
         name = name.removeprefix(variant)
-    return name
+    return _OF_TOKENS.get(name, name)
 
 
 def _inputs(node: fx.Node) -> tuple[TensorMeta, ...]:

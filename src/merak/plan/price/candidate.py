@@ -5,7 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+
+from merak.core.mesh import Mesh
+
+
+class Form(NamedTuple):
+    """What the graphs of a rank depend on: candidates that share it have the same segments.
+
+    Args:
+        microbatch: samples of one microbatch.
+        tp: tensor parallel degree.
+        sequence_parallel: whether activations between blocks are sharded over tp.
+        cp: context parallel degree.
+        ep: expert parallel degree.
+    """
+
+    microbatch: int
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +48,8 @@ class Candidate:
         sequence_parallel: whether activations between blocks are sharded over tp.
         sub_pipelining: "on" or "off".
         partition: segments of every stage; None for the balanced one.
+        cp: context parallel degree, ranks that share the tokens of the same samples.
+        ep: expert parallel degree: 1, or tp where each of its ranks has whole experts.
     """
 
     dp: int = 1
@@ -41,8 +65,40 @@ class Candidate:
     sequence_parallel: bool = False
     sub_pipelining: str = "off"
     partition: tuple[int, ...] | None = None
+    cp: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
         """Devices that it takes."""
-        return self.dp * self.tp * self.pp
+        return self.stage_ranks * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, and sum their gradients: dp × cp."""
+        return self.dp * self.cp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pp rank."""
+        return self.replicas * self.tp
+
+    def mesh(self, rank: int, device: torch.device) -> Mesh:
+        """The mesh of the job, which is only planned.
+
+        Args:
+            rank: of the job.
+            device: of the ranks.
+        """
+        return Mesh(self.dp, self.tp, self.pp, rank, device, None, cp=self.cp, ep=self.ep)
+
+    @property
+    def form(self) -> Form:
+        """What its graphs depend on."""
+        sequence_parallel = self.sequence_parallel and self.tp > 1
+        return Form(self.microbatch, self.tp, sequence_parallel, self.cp, self.ep)
+
+    @property
+    def splits(self) -> bool:
+        """Whether microbatches run as two sub-microbatches."""
+        return self.sub_pipelining == "on" and self.tp > 1 and self.cp == 1

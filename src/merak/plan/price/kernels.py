@@ -1,4 +1,4 @@
-"""The kernels and tensor parallel collectives of a segment, forward and backward, in order.
+"""The kernels of a segment, and its collectives over tp and cp, forward and backward, in order.
 
 By default a device runs what Merak's trace has: every operator is a kernel that reads its inputs
 and writes its outputs. Many published runs had fused kernels, by hand or by a compiler. One rule
@@ -25,6 +25,13 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
 from merak.ops import collectives
+from merak.ops.context_parallel import (
+    exchange_shards,
+    token_cross_entropy,
+    token_nll,
+    token_vocab_parallel_cross_entropy,
+)
+from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import (
     Work,
@@ -66,17 +73,17 @@ class KernelChoice:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel, or a collective over tp.
+    """A kernel, or a collective over tp or cp.
 
     Args:
         work: of the kernel; None for a collective.
-        collective: kind and bytes of the collective, as `collective_seconds` takes them.
+        collective: kind and bytes, as `collective_seconds` takes them, and the axis of the mesh.
         nodes: names of the operators whose values it computes, in a forward.
         is_weight_gradient: whether a split backward leaves it to the W.
     """
 
     work: Work | None = None
-    collective: tuple[str, float] | None = None
+    collective: tuple[str, float, str] | None = None
     nodes: frozenset[str] = frozenset()
     is_weight_gradient: bool = False
 
@@ -105,9 +112,12 @@ _COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
         collectives.slice_to: (None, "all_gather"),
         collectives.reduce_scatter_to: ("reduce_scatter", "all_gather"),
         collectives.gather_with_partial_grad: ("all_gather", "reduce_scatter"),
+        exchange_shards: ("all_to_all", "all_to_all"),
     }
 )
 """Collectives of rewritten graphs, forward and backward."""
+
+_TOKEN_LOSSES = (token_cross_entropy, token_vocab_parallel_cross_entropy, token_nll)
 
 
 def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
@@ -153,11 +163,14 @@ def _kernels(
     work = node_work(node, device_type)
     nodes = frozenset((node.name,))
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
-    if family(node.target) == "vocab_parallel_cross_entropy":
+    if node.target in _TOKEN_LOSSES:  # the number of labels of all ranks
+        forward.append(Kernel(collective=("all_reduce", 8, str(node.args[-1]))))
+    if node.target in (vocab_parallel_cross_entropy, token_vocab_parallel_cross_entropy):
         target = node.args[1]
         assert isinstance(target, fx.Node)
         positions = _size(target) * 4
-        forward += [Kernel(collective=("all_reduce", size)) for size in (positions, 2 * positions)]
+        sizes = (positions, 2 * positions)
+        forward += [Kernel(collective=("all_reduce", size, "tp")) for size in sizes]
     backward = [Kernel(kernel) for kernel in work.backward]
     index = _weight_gradient(node)
     if index is not None and index < len(backward):
@@ -180,10 +193,15 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
         (meta.num_bytes for n in (node, *node.all_input_nodes) for meta in outputs(n)), default=0
     )
     needs_gradient = any(meta.requires_grad for meta in outputs(node))
+    axis = str(node.args[-1])
+    if node.target is exchange_shards:  # of a tensor that all ranks hold shards of
+        side: Any = node.args[1]
+        dim, parts = side
+        whole = whole * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
     passes = []
     for kind in _COLLECTIVES[node.target]:
         copies = [] if choice.fused else [Kernel(Work(2 * whole))]
-        passes.append([*copies, Kernel(collective=(kind, whole))] if kind else [])
+        passes.append([*copies, Kernel(collective=(kind, whole, axis))] if kind else [])
     if node.target is collectives.gather_with_partial_grad:
         # Only the shard is saved, and gathered again for the weight's gradient.
         passes[1] = [*passes[0], *passes[1]]

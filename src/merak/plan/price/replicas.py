@@ -56,11 +56,11 @@ class StageExchange:
 def zero_sharding(candidate: Candidate, master_weights: bool, float32: bool) -> ZeroSharding:
     """What replicas of a candidate shard."""
     return ZeroSharding(
-        degree=candidate.dp if candidate.zero else 1,
-        gradients=candidate.zero >= 2 and candidate.dp > 1,
+        degree=candidate.replicas if candidate.zero else 1,
+        gradients=candidate.zero >= 2 and candidate.replicas > 1,
         master_weights=master_weights,
         float32_gradients=float32,
-        parameters=candidate.zero == 3 and candidate.dp > 1,
+        parameters=candidate.zero == 3 and candidate.replicas > 1,
     )
 
 
@@ -86,12 +86,12 @@ def stage_exchange(
     reduced = _buckets(trained, zero.gradient_bytes(trained))
     held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
     kind = "reduce_scatter" if candidate.zero else "all_reduce"
-    replicas = group_of(cluster, candidate.dp, candidate.tp)
+    replicas = group_of(cluster, candidate.replicas, candidate.tp)
     slows = interference_of(replicas)
     reduce_s = _one_by_one(kind, reduced, replicas)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
-        distance = (copies[1] - copies[0]) * candidate.dp * candidate.tp
+        distance = (copies[1] - copies[0]) * candidate.stage_ranks
         # A pair farther apart than half of the cluster is on two nodes just as that one is.
         pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
         reduce_s += math.log2(len(copies)) * _one_by_one("all_reduce", reduced, pair)
@@ -169,7 +169,7 @@ def tied_seconds(
     """
     if not layout.schedule.is_synchronous:
         return 0.0
-    size = candidate.dp * candidate.tp
+    size = candidate.stage_ranks
     period_s = max(s.whole.forward_s + s.whole.recompute_s + s.whole.backward_s for s in stages)
     total = 0.0
     for name, holders in find_holders(layout.readers(0)).items():

@@ -1,4 +1,4 @@
-"""Seconds of a workload's segments on a device: computation and tensor parallel collectives apart.
+"""Seconds of a workload's segments on a device: computation apart from collectives over tp and cp.
 
 Segments with equal graphs, such as the blocks of a model, are priced once.
 """
@@ -12,14 +12,15 @@ from types import MappingProxyType
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
-from merak.plan.cluster.groups import Group
+from merak.plan.cluster.groups import Groups, groups_of
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work
 from merak.plan.cost.overlap import Step
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
 from merak.plan.cost.segment_time import work_seconds
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, segment_kernels
 from merak.plan.price.workload import Workload
 
@@ -94,26 +95,26 @@ def pass_seconds(steps: Iterable[Step]) -> float:
 
 
 def price_segments(
-    workload: Workload, candidate: Candidate, device: DeviceProfile, group: Group
+    workload: Workload, candidate: Candidate, device: DeviceProfile, cluster: Cluster
 ) -> tuple[SegmentPrice, ...]:
     """Price every segment on a device.
 
     Args:
         workload: the model.
-        candidate: its microbatch, tensor and sequence parallelism.
+        candidate: its microbatch, and its tensor, context, expert and sequence parallelism.
         device: what computes.
-        group: the tensor parallel ranks.
+        cluster: the links between the ranks of its groups.
 
     Returns:
         A price per segment; equal segments have one object.
     """
-    form = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
-    key = ("segments", form, workload.kernels, device.name, id(device), group)
+    form, groups = candidate.form, groups_of(cluster, candidate.tp, candidate.cp)
+    key = ("segments", form, workload.kernels, device.name, id(device), groups)
     if key not in workload.memo:
-        segments = workload.local_graph(*form).segments
-        first = workload.unique(*form)
+        segments = workload.local_graph(form).segments
+        first = workload.unique(form)
         known = {
-            index: price_graph(segments[index].graph, workload.kernels, device, group)
+            index: price_graph(segments[index].graph, workload.kernels, device, groups)
             for index in set(first)
         }
         workload.memo[key] = (tuple(known[index] for index in first), device)
@@ -125,8 +126,8 @@ def model_flops(workload: Workload, microbatch: int) -> float:
     """FLOPs of the whole model for one microbatch, forward and backward, without recomputation."""
     key = ("flops", microbatch)
     if key not in workload.memo:
-        segments = workload.local_graph(microbatch, 1).segments
-        first = workload.unique(microbatch, 1)
+        segments = workload.local_graph(Form(microbatch)).segments
+        first = workload.unique(Form(microbatch))
         known = {index: _flops(segments[index].graph) for index in set(first)}
         workload.memo[key] = sum(known[index] for index in first)
     flops: float = workload.memo[key]
@@ -147,22 +148,23 @@ def _flops(graph: fx.Graph) -> float:
 
 
 def price_graph(
-    graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, group: Group
+    graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, groups: Groups
 ) -> SegmentPrice:
     """Price one graph on a device.
 
     Args:
-        graph: of a segment, rewritten for tp where there is tp.
+        graph: of a segment, rewritten for tp and cp where there are such.
         choice: which kernels there are.
         device: what computes.
-        group: the tensor parallel ranks.
+        groups: the ranks of every axis that the graph's collectives are over.
     """
     kernels = segment_kernels(graph, choice, device.device_type)
     device = _sustained(device)
 
     def seconds(kernel: Kernel) -> Step:
         if kernel.collective is not None:
-            return 0.0, collective_seconds(*kernel.collective, group)
+            kind, num_bytes, axis = kernel.collective
+            return 0.0, collective_seconds(kind, num_bytes, groups.of(axis))
         assert kernel.work is not None
         return work_seconds(kernel.work, device), 0.0
 

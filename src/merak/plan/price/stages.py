@@ -42,7 +42,7 @@ class Stage:
     """A stage: its times, and the parameters that it holds.
 
     Args:
-        whole: its actions with collectives over tp.
+        whole: its actions with collectives over tp and cp.
         compute: the same without them.
         parameters: by name, the rank's shards.
     """
@@ -144,7 +144,7 @@ def boundary_bytes(graph: ModelGraph, partition: Partition) -> tuple[float, ...]
 def stage_links(cluster: Cluster, candidate: Candidate, schedule: Schedule) -> tuple[Link, ...]:
     """The slowest link between each two neighbouring stages, over all replicas and pipes."""
     found = []
-    size = candidate.dp * candidate.tp
+    size = candidate.stage_ranks
     known: dict[tuple[int, int], Link] = {}
     for stage in range(schedule.num_stages - 1):
         pairs = {(pipe[stage], pipe[stage + 1]) for pipe in schedule.pipes}

@@ -20,7 +20,6 @@ from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
-from merak.plan.cluster.groups import group_of
 from merak.plan.constraints import refuse_zero
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.layout import check_stages
@@ -101,14 +100,14 @@ def price(
 
     Args:
         workload: the job.
-        cluster: the devices; ranks are counted in the order (pp, dp, tp), tp fastest.
+        cluster: the devices; ranks are counted in the order (pp, dp, cp, tp), tp fastest.
         candidate: how it is laid out. A plan that does not fit a device's memory has a price, too.
         known: stages whose times are known, such as measured ones, in place of estimates.
 
     Raises:
         PlanError: more ranks than devices, or options that contradict each other.
         ScheduleError: a schedule that is not defined for these counts.
-        ShardError: a tensor parallel degree that does not fit the model.
+        ShardError: a tp, cp or ep that does not fit the model.
         TraceError: a model that cannot be traced.
     """
     laid = _lay_out(workload, cluster, candidate)
@@ -187,8 +186,9 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
     budget = min(_usable(cluster, candidate))
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
-    group = group_of(cluster, candidate.tp, 1)
-    priced = {id(device): price_segments(workload, candidate, device, group) for device in devices}
+    priced = {
+        id(device): price_segments(workload, candidate, device, cluster) for device in devices
+    }
     segments = tuple(priced[id(device)] for device in devices)
     plans = workload.plans(candidate)
     num_stages = plans.base.schedule.num_stages
@@ -212,13 +212,13 @@ def _with_memory(
     forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
     layout = forecast.layout
     ranks = layout.stage_rank
-    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    graph = workload.local_graph(candidate.form)
     stages = price_stages(
         graph,
         [segments[rank] for rank in ranks],
         layout.partition,
         forecast.policy,
-        candidate.sub_pipelining == "on" and candidate.tp > 1,
+        candidate.splits,
     )
     return _Laid(forecast, devices, segments, stages, memory)
 
@@ -242,7 +242,7 @@ def _partition(
         return from_sizes(candidate.partition, num_segments)
     if num_stages == 1:
         return Partition(num_segments, ())
-    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    graph = workload.local_graph(candidate.form)
     sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
     different = {id(own): own for own in prices}
     kinds = {
@@ -285,7 +285,7 @@ def _step(
         stage_exchange(stage, number, cluster, candidate, schedule, zero)
         for number, stage in enumerate(stages)
     ]
-    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    graph = workload.local_graph(candidate.form)
     links = stage_links(cluster, candidate, schedule)
     sizes = boundary_bytes(graph, forecast.layout.partition)
     hides = workload.kernels.hides_reductions
@@ -366,7 +366,7 @@ def _offload_waits(laid: _Laid) -> list[float]:
 
 def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> DeviceProfile:
     """The slowest device of a pp rank's, over all replicas."""
-    size = candidate.dp * candidate.tp
+    size = candidate.stage_ranks
     start, found, before = rank * size, [], 0
     for own in cluster.nodes:
         if before < start + size and start < before + own.num_devices:
@@ -376,7 +376,7 @@ def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> Device
 
 
 def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
-    return usable_by_pp_rank(cluster, candidate.dp, candidate.tp, candidate.pp)
+    return usable_by_pp_rank(cluster, candidate.replicas, candidate.tp, candidate.pp)
 
 
 def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
@@ -405,7 +405,7 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     laid = _lay_out(workload, cluster, candidate)
     schedule, forecast = laid.schedule, laid.forecast
     zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
-    graph = workload.local_graph(candidate.microbatch, candidate.tp, candidate.sequence_parallel)
+    graph = workload.local_graph(candidate.form)
     whole, reduction_s = [], []
     for number, stage in enumerate(laid.stages):
         own = stage_exchange(stage, number, cluster, candidate, schedule, zero)

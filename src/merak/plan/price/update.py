@@ -60,7 +60,6 @@ def update_seconds(
 
 def norm_seconds(cluster: Cluster, candidate: Candidate) -> float:
     """Seconds in which all ranks agree on the norm of the gradients."""
-    size = candidate.dp * candidate.tp
-    groups = [(candidate.tp, 1), (candidate.pp, size)]
-    groups += [(candidate.dp, candidate.tp)] if candidate.zero else []
+    groups = [(candidate.tp, 1), (candidate.pp, candidate.stage_ranks)]
+    groups += [(candidate.replicas, candidate.tp)] if candidate.zero else []
     return sum(collective_seconds("all_reduce", 8, group_of(cluster, *own)) for own in groups)

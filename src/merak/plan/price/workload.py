@@ -1,4 +1,4 @@
-"""A workload: the model of a job at any microbatch, and its segments on a tensor parallel rank."""
+"""A workload: the model of a job at any microbatch, and its segments on one rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from merak.core.gradients import LOW_PRECISION
-from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
+from merak.graph.context_parallel.apply import LocalRewrite, context_parallel
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource
@@ -27,7 +27,7 @@ from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel
 from merak.plan.memory.model import fake_device
 from merak.plan.partition import Partition
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.kernels import KernelChoice
 from merak.plan.step_plans import StepPlans
 
@@ -65,11 +65,12 @@ class Workload:
     """What others derive from the workload and want to have once."""
     _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
     _traced: RepeatedGraphs | None = field(init=False, default=None)
-    _parallel: dict[Any, TensorParallel] = field(init=False, default_factory=dict)
-    _local: dict[Any, ModelGraph] = field(init=False, default_factory=dict)
-    _models: dict[Any, LocalModel] = field(init=False, default_factory=dict)
+    _parallel: dict[Form, TensorParallel] = field(init=False, default_factory=dict)
+    _rewrites: dict[Form, LocalRewrite | None] = field(init=False, default_factory=dict)
+    _local: dict[Form, ModelGraph] = field(init=False, default_factory=dict)
+    _models: dict[Form, LocalModel] = field(init=False, default_factory=dict)
     _optimizers: OptimizerMemories | None = field(init=False, default=None)
-    _unique: dict[Any, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _unique: dict[Form, tuple[int, ...]] = field(init=False, default_factory=dict)
     _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
 
     @property
@@ -125,75 +126,86 @@ class Workload:
             self._graphs[microbatch] = self._traced(microbatch)
         return self._graphs[microbatch]
 
-    def local_graph(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> ModelGraph:
-        """Graph of the whole model as a tensor parallel rank runs it.
+    def local_graph(self, form: Form) -> ModelGraph:
+        """Graph of the whole model as one rank runs it.
 
         Its `parameters` are the whole ones; those of the segments' placeholders are the rank's.
 
         Args:
-            microbatch: samples of one microbatch.
-            tp: tensor parallel degree.
-            sequence_parallel: whether activations between blocks are sharded over tp.
+            form: the microbatch, and the degrees that the graph depends on.
 
         Raises:
-            ShardError: the degree does not fit the model.
+            ShardError: the degrees do not fit the model.
         """
-        key = (microbatch, tp, sequence_parallel and tp > 1)
-        if key not in self._local:
-            local = self.local_model(*key)
-            self._local[key] = replace(local.graph, segments=local.segments)
-        return self._local[key]
+        if form not in self._local:
+            local = self.local_model(form)
+            self._local[form] = replace(local.graph, segments=local.segments)
+        return self._local[form]
 
-    def local_model(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> LocalModel:
-        """The model as a tensor parallel rank runs it, with the memory of its segments.
+    def local_model(self, form: Form) -> LocalModel:
+        """The model as one rank runs it, with the memory of its segments.
 
         Args:
-            microbatch: samples of one microbatch.
-            tp: tensor parallel degree.
-            sequence_parallel: as of `local_graph`.
+            form: as of `local_graph`.
         """
-        key = (microbatch, tp, sequence_parallel and tp > 1)
-        if key not in self._models:
+        if form not in self._models:
             device = fake_device(self.device)
             if self._optimizers is None:
                 self._optimizers = OptimizerMemories(self.optimizer, device)
-            rewrite = self.rewrite(*key) if tp > 1 else None
-            graph = self.graph(microbatch)
-            self._models[key] = LocalModel(graph, rewrite, device, self._optimizers)
-        return self._models[key]
+            graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
+            self._models[form] = LocalModel(graph, rewrite, device, self._optimizers)
+        return self._models[form]
 
-    def unique(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> tuple[int, ...]:
+    def unique(self, form: Form) -> tuple[int, ...]:
         """For each segment of `local_graph`, the number of the first segment with an equal graph.
 
         Args:
-            microbatch: samples of one microbatch.
-            tp: tensor parallel degree.
-            sequence_parallel: as of `local_graph`.
+            form: as of `local_graph`.
         """
-        key = (microbatch, tp, sequence_parallel and tp > 1)
-        if key not in self._unique:
+        if form not in self._unique:
             first: dict[Any, int] = {}
-            self._unique[key] = tuple(
+            self._unique[form] = tuple(
                 first.setdefault(structural_key(segment.graph), segment.index)
-                for segment in self.local_graph(*key).segments
+                for segment in self.local_graph(form).segments
             )
-        return self._unique[key]
+        return self._unique[form]
 
-    def rewrite(self, microbatch: int, tp: int, sequence_parallel: bool = False) -> TensorParallel:
-        """Sharding of the model's weights over tensor parallel ranks.
+    def rewrite(self, form: Form) -> LocalRewrite | None:
+        """Rewriting of the model's segments into those of one rank; None where they are whole.
+
+        Args:
+            form: as of `local_graph`.
 
         Raises:
-            ShardError: the degree does not fit the model.
+            ShardError: the degrees do not fit the model.
         """
-        key = (microbatch, tp, sequence_parallel and tp > 1)
-        if key not in self._parallel:
-            if key[-1]:  # of the same weights
-                own = replace(self.rewrite(microbatch, tp), sequence=True)
+        if form not in self._rewrites:
+            tensor = self.tensor_rewrite(form) if form.tp > 1 else None
+            own: LocalRewrite | None = tensor
+            if form.cp > 1:
+                own = context_parallel(self.graph(form.microbatch), tensor, form.cp)
+            self._rewrites[form] = own
+        return self._rewrites[form]
+
+    def tensor_rewrite(self, form: Form) -> TensorParallel:
+        """Sharding of the model's weights over tensor parallel ranks.
+
+        Args:
+            form: as of `local_graph`; cp does not matter.
+
+        Raises:
+            ShardError: the degrees do not fit the model.
+        """
+        form = form._replace(cp=1)
+        if form not in self._parallel:
+            if form.sequence_parallel:  # of the same weights
+                whole = self.tensor_rewrite(form._replace(sequence_parallel=False))
+                own = replace(whole, sequence=True)
             else:
                 features = given_plan(self.model) if self.features is None else self.features
-                own = tensor_parallel(self.graph(microbatch), features, tp)
-            self._parallel[key] = own
-        return self._parallel[key]
+                own = tensor_parallel(self.graph(form.microbatch), features, form.tp, ep=form.ep)
+            self._parallel[form] = own
+        return self._parallel[form]
 
     def plans(self, candidate: Candidate) -> StepPlans:
         """Schedule of a candidate, and every rank's steps.
@@ -251,9 +263,8 @@ class Workload:
             memory_budget: bytes that a rank may hold, for policies that fill the memory.
             device_profile: of the device, whose kernels' memory is counted; None for `device`'s.
         """
-        key = (candidate.microbatch, candidate.tp, candidate.sequence_parallel)
-        mesh = Mesh(candidate.dp, candidate.tp, candidate.pp, 0, self.device, None)
+        mesh = candidate.mesh(0, self.device)
         layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
-        local = self.local_model(*key)
+        local = self.local_model(candidate.form)
         options = self.options(candidate, memory_budget, device_profile)
         return Forecast(self.model, layout, mesh, local.rewrite, options, local)

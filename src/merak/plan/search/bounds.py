@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -22,7 +23,7 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
 from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.optimizer_memory import optimizer_memory
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.segments import SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
@@ -158,9 +159,9 @@ class JobPricing:
     workload: Workload
     cluster: Cluster
     base: int = 1
-    _forms: dict[tuple[int, int, bool, bool], _Form] = field(init=False, default_factory=dict)
-    _states: dict[int, tuple[_State, _State]] = field(init=False, default_factory=dict)
-    _saved: dict[tuple[int, bool], Held] = field(init=False, default_factory=dict)
+    _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
+    _states: dict[Form, tuple[_State, _State]] = field(init=False, default_factory=dict)
+    _saved: dict[Form, Held] = field(init=False, default_factory=dict)
 
     @property
     def device_bytes(self) -> float:
@@ -206,10 +207,10 @@ class JobPricing:
 
     def _rough_replicas_s(self, candidate: Candidate, pipeline_s: float) -> float:
         """What the exchanges of replicas add, as far as the pipeline does not hide them."""
-        if candidate.dp == 1:
+        if candidate.replicas == 1:
             return 0.0
-        replicas = group_of(self.cluster, candidate.dp, candidate.tp)
-        whole, _ = self._state(candidate.tp)
+        replicas = group_of(self.cluster, candidate.replicas, candidate.tp)
+        whole, _ = self._state(candidate)
         zero, count = candidate.zero, candidate.num_microbatches
         kind = "reduce_scatter" if zero else "all_reduce"
         reduce_s = collective_seconds(kind, whole.gradients / candidate.pp, replicas)
@@ -226,13 +227,13 @@ class JobPricing:
 
         They are no less than the mean over pp ranks, and than those of the largest segment.
         """
-        whole, largest = self._state(candidate.tp)
-        dp, zero = candidate.dp, candidate.zero
-        return max(whole.held(dp, zero) / candidate.pp, largest.held(dp, zero))
+        whole, largest = self._state(candidate)
+        replicas, zero = candidate.replicas, candidate.zero
+        return max(whole.held(replicas, zero) / candidate.pp, largest.held(replicas, zero))
 
     def rough_bytes(self, candidate: Candidate) -> float:
         """Estimate of the memory of a candidate's fullest rank."""
-        own = self._held(candidate.tp, candidate.sequence_parallel)
+        own = self._held(candidate.form)
         scale = candidate.microbatch / self.base
         recompute = str(candidate.recompute)
         if candidate.schedule in SPLIT:  # which hold what was recomputed until the W
@@ -245,20 +246,22 @@ class JobPricing:
         in_flight = min(in_flight, candidate.num_microbatches)
         activations = scale * (held * in_flight / candidate.pp + own.largest)
         # Sharded gradients are sent from copies, and those of a segment are whole before.
-        copies = min(candidate.zero, 2) * self._state(candidate.tp)[1].gradients
+        copies = min(candidate.zero, 2) * self._state(candidate)[1].gradients
         return self.state_bytes(candidate) + activations + copies
 
-    def _held(self, tp: int, sequence_parallel: bool) -> Held:
-        key = (tp, sequence_parallel)
+    def _held(self, form: Form) -> Held:
+        key = form._replace(microbatch=self.base)
         if key not in self._saved:
             device = self.cluster.nodes[0].device
-            self._saved[key] = held_of(self.workload, device, self.base, *key)
+            self._saved[key] = held_of(self.workload, device, key)
         return self._saved[key]
 
-    def _state(self, tp: int) -> tuple[_State, _State]:
-        """State of the whole model on a tensor parallel rank, and that of its largest segment."""
-        if tp not in self._states:
-            graph = self.workload.local_graph(self.base, tp)
+    def _state(self, candidate: Candidate) -> tuple[_State, _State]:
+        """State of the whole model on one rank, and that of its largest segment."""
+        # Sharing out tokens leaves parameters as they are.
+        form = Form(self.base, candidate.tp, ep=candidate.ep)
+        if form not in self._states:
+            graph = self.workload.local_graph(form)
             segments = [_parameters(segment) for segment in graph.segments]
             # Parameters that no segment reads are whole on every rank.
             every = dict(graph.parameters)
@@ -274,22 +277,19 @@ class JobPricing:
                 _State.of(own, states, master_bytes, gradient_bytes) for own in (every, *segments)
             ]
             largest = max(found[1:], key=lambda own: own.held(1, 0), default=found[0])
-            self._states[tp] = found[0], largest
-        return self._states[tp]
+            self._states[form] = found[0], largest
+        return self._states[form]
 
     def _form(self, candidate: Candidate) -> _Form:
-        split = candidate.sub_pipelining == "on"
         key = _key(candidate)
+        _, split = key
         if key not in self._forms:
-            group = group_of(self.cluster, candidate.tp, 1)
             graph = self.workload.graph(candidate.microbatch)
             trained = [
                 any(graph.values[n].requires_grad for n in s.outputs) for s in graph.segments
             ]
-            found = [
-                _form(price_segments(self.workload, candidate, own.device, group), trained, split)
-                for own in self.cluster.nodes
-            ]
+            priced = partial(price_segments, self.workload, candidate, cluster=self.cluster)
+            found = [_form(priced(own.device), trained, split) for own in self.cluster.nodes]
             self._forms[key] = _Form(
                 min(own.forward_s for own in found),
                 min(own.again_s for own in found),
@@ -308,9 +308,8 @@ def _parameters(segment: Segment) -> dict[str, TensorMeta]:
     }
 
 
-def _key(candidate: Candidate) -> tuple[int, int, bool, bool]:
-    split = candidate.sub_pipelining == "on"
-    return candidate.microbatch, candidate.tp, candidate.sequence_parallel, split
+def _key(candidate: Candidate) -> tuple[Form, bool]:
+    return candidate.form, candidate.splits
 
 
 def _form(prices: Sequence[SegmentPrice], trained: Sequence[bool], split: bool) -> _Form:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from merak.core.elastic import check_expert_degree
 from merak.core.errors import PlanError
 from merak.core.units import counted
 from merak.plan.search.pinned import Pinned
@@ -24,11 +25,16 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     Raises:
         PlanError: the degrees do not divide the devices, or the batch; what would fit is named.
     """
-    degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp}
+    # What is not pinned of cp is searched where nothing fits without.
+    degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp, "cp": pinned.cp or 1}
     for axis, degree in (*degrees.items(), ("microbatch", pinned.microbatch)):
         if degree is not None and degree < 1:
             raise PlanError(f"{axis}={degree} is too small; use 1 or more.")
-    named = " × ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree)
+    named = " × ".join(
+        f"{axis}={degree}"
+        for axis, degree in degrees.items()
+        if degree and (axis != "cp" or degree > 1)
+    )
     product = math.prod(degree for degree in degrees.values() if degree)
     if product > num_devices:
         raise PlanError(
@@ -42,14 +48,19 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
         raise PlanError(
             f"{named} does not divide the cluster's {num_devices} devices; use {what}{fitting}."
         )
+    if pinned.ep is not None and pinned.tp is not None:
+        check_expert_degree(pinned.ep, pinned.tp)
     _check_batch(num_devices, global_batch, pinned)
 
 
 def _check_batch(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     dp, why = pinned.dp, ""
     if dp is None and pinned.tp and pinned.pp:
-        dp = num_devices // (pinned.tp * pinned.pp)
-        why = f", which tp={pinned.tp} × pp={pinned.pp} leaves of {counted(num_devices, 'device')},"
+        cp = pinned.cp or 1
+        dp = num_devices // (pinned.tp * pinned.pp * cp)
+        context = f" × cp={cp}" if cp > 1 else ""
+        given = f"tp={pinned.tp} × pp={pinned.pp}{context}"
+        why = f", which {given} leaves of {counted(num_devices, 'device')},"
     each = (dp or 1) * (pinned.microbatch or 1)
     if not global_batch % each:
         return

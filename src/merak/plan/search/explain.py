@@ -74,6 +74,17 @@ def _such_as(rejection: Rejection) -> str:
     return f" ({describe(rejection.candidate)})" if rejection.cause is not Cause.REFUSED else ""
 
 
+def degrees(own: Any) -> str:
+    """The degrees of a candidate in words; cp and ep where they are not 1.
+
+    Args:
+        own: a candidate, or a report's row of one.
+    """
+    named = {name: getattr(own, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    usual = ("dp", "tp", "pp")
+    return " ".join(f"{n}={degree}" for n, degree in named.items() if n in usual or degree > 1)
+
+
 def describe(candidate: Candidate) -> str:
     """The choices of a candidate in one line.
 
@@ -82,7 +93,7 @@ def describe(candidate: Candidate) -> str:
     """
     options = "".join(f" {key}={value}" for key, value in candidate.schedule_options.items())
     parts = [
-        f"dp={candidate.dp} tp={candidate.tp} pp={candidate.pp}",
+        degrees(candidate),
         f"{counted(candidate.num_microbatches, 'microbatch')} of {candidate.microbatch}",
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
         f"zero={candidate.zero}" if candidate.zero else "",

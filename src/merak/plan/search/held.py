@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merak.core.mesh import Mesh, pretended
+from merak.core.mesh import pretended
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.segment_memory import saved_and_outputs
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that a microbatch holds on one tensor parallel rank.
+    """Bytes that a microbatch holds on one rank.
 
     Args:
         saved: between forward and backward, by recomputation.
@@ -29,26 +29,21 @@ class Held:
     largest: float
 
 
-def held_of(
-    workload: Workload, device: DeviceProfile, microbatch: int, tp: int, sequence_parallel: bool
-) -> Held:
+def held_of(workload: Workload, device: DeviceProfile, form: Form) -> Held:
     """Estimate what a microbatch of some samples holds.
 
     Args:
         workload: the model.
         device: whose kernels run.
-        microbatch: samples.
-        tp: tensor parallel degree.
-        sequence_parallel: whether activations between blocks are sharded over tp.
+        form: the microbatch, and the degrees that its graph depends on.
     """
-    form = (microbatch, tp, sequence_parallel)
-    graph, local = workload.local_graph(*form), workload.local_model(*form)
+    graph, local = workload.local_graph(form), workload.local_model(form)
     fake = local.device
     float32 = workload.options(Candidate()).float32_gradients
     measured = local.measured(float32, device.device_type)
-    first = workload.unique(*form)
+    first = workload.unique(form)
     known: dict[int, tuple[int, int]] = {}
-    with pretended(Mesh(1, tp, 1, 0, workload.device, None)):
+    with pretended(Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)):
         for index in sorted(set(first)):
             segment = graph.segments[index]
             saved, outputs = saved_and_outputs(segment, fake, device.device_type)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from merak.core.elastic import GivenDegrees
 from merak.plan.price.candidate import Candidate
 
 
@@ -18,6 +19,8 @@ class Pinned:
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
+        cp: context parallel degree.
+        ep: expert parallel degree.
         microbatch: samples of one microbatch on one replica.
         schedule: name of the schedule.
         schedule_options: options of that schedule's builder.
@@ -32,6 +35,8 @@ class Pinned:
     dp: int | None = None
     tp: int | None = None
     pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
     microbatch: int | None = None
     schedule: str | None = None
     schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -41,6 +46,11 @@ class Pinned:
     sequence_parallel: bool | None = None
     sub_pipelining: str | None = None
     partition: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """An ep above 1 is tp."""
+        if self.tp is None and self.ep is not None and self.ep > 1:
+            object.__setattr__(self, "tp", self.ep)
 
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
@@ -55,7 +65,7 @@ def _is_set(value: Any) -> bool:
 
 def pinned_options(
     options: Any,
-    degrees: tuple[int | None, int | None, int | None],
+    degrees: GivenDegrees,
     microbatch: int | None,
     given: Collection[str] = (),
 ) -> Pinned:
@@ -63,18 +73,15 @@ def pinned_options(
 
     Args:
         options: with the fields of `merak.plan.options.ParallelOptions`.
-        degrees: dp, tp and pp.
+        degrees: of the job; None for those that are searched.
         microbatch: samples of a microbatch.
         given: names of options that the user gives, at their default or not.
     """
-    dp, tp, pp = degrees
     own = options.schedule_options
     is_usual = options.schedule == "1f1b" and not own and "schedule" not in given
     shards = options.sequence_parallel or "sequence_parallel" in given
     return Pinned(
-        dp=dp,
-        tp=tp,
-        pp=pp,
+        **degrees._asdict(),
         microbatch=microbatch,
         schedule=None if is_usual else options.schedule,
         schedule_options=dict(own) if isinstance(own, Mapping) else {},

@@ -173,9 +173,10 @@ def candidate_from(given: Mapping[str, Any]) -> Candidate:
     own["schedule_options"] = MappingProxyType(dict(own["schedule_options"]))
     if own["partition"] is not None:
         own["partition"] = tuple(own["partition"])
-    for name in ("dp", "tp", "pp", "microbatch", "num_microbatches"):
-        if not isinstance(own[name], int) or own[name] < 1:
-            raise ValueError(f"{name}={own[name]!r}")
+    for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "num_microbatches"):
+        number = own.setdefault(name, 1) if name in ("cp", "ep") else own[name]
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r}")
     return Candidate(**own)
 
 

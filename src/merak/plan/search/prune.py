@@ -84,6 +84,8 @@ def _memory_levels(candidate: Candidate) -> tuple[Any, tuple[int, ...]]:
         candidate.dp,
         candidate.tp,
         candidate.pp,
+        candidate.cp,
+        candidate.ep,
         candidate.schedule,
         tuple(sorted(candidate.schedule_options.items())),
         candidate.offload,

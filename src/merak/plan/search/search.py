@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from merak.core.errors import MerakError
 from merak.graph.tensor_parallel.report import undivided_weights
+from merak.graph.tensor_parallel.search.expert_weights import has_experts
 from merak.plan.cluster.cluster import Cluster
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
@@ -17,8 +18,11 @@ from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import memory_rejection
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
-from merak.plan.search.ranking import Cause, Ranking, Rejection
+from merak.plan.search.ranking import Cause, Ranking, Rejected, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
+
+MOST_CP = 64
+"""Largest context parallel degree that is searched."""
 
 _NEAREST = 8
 """Candidates that do not fit, and are priced where no candidate does."""
@@ -48,33 +52,102 @@ def search(
 
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
+        ShardError: a pinned cp or ep does not fit the model.
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
     check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
+    workload.rewrite(  # refuses pinned degrees that the model cannot have, whatever the rest
+        Form(pricing.base, pinned.ep or 1, cp=pinned.cp or 1, ep=pinned.ep or 1)
+    )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
+    if not found.plans and found.refusal is None and pinned.cp is None:
+        job = replace(job, cps=_context_degrees(job))
+        with_context = search_job(job, pricing, pinned, top, most_priced, refusal)
+        if with_context.plans:
+            found = with_context
+    if pinned.ep is None:
+        found = _with_experts(found, workload, pricing, top, refusal)
     return replace(found, notes=tuple(_undivided(workload, job, pinned)))
+
+
+def _context_degrees(job: Job) -> tuple[int, ...]:
+    """Context parallel degrees of a search: 2, 4, 8, … that divide the number of devices."""
+    found = []
+    degree = 2
+    while degree <= MOST_CP and job.num_devices % degree == 0:
+        found.append(degree)
+        degree *= 2
+    return tuple(found)
+
+
+def _with_experts(
+    found: Ranking, workload: Workload, pricing: Pricing, top: int, refusal: Refusal | None
+) -> Ranking:
+    """The ranking with its layouts of tp > 1 also priced with whole experts on every rank."""
+    plans, rejected = list(found.plans), list(found.rejected)
+    num_priced, num_tried = found.num_priced, 0
+    for own in found.plans:
+        candidate = replace(own.candidate, ep=own.candidate.tp, partition=None)
+        if candidate.ep == 1 or not has_experts(workload.graph(candidate.microbatch)):
+            continue
+        why = None if refusal is None else refusal(candidate)
+        num_tried += 1
+        try:
+            price = pricing.price(candidate) if why is None else None
+        except MerakError as error:
+            why, price = str(error).rstrip("."), None
+        num_priced += price is not None
+        if price is not None and price.fits:
+            plans.append(price)
+            if price.step_s > own.step_s:
+                why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with ep=1"
+        elif price is not None:
+            rejection = memory_rejection(price)
+            why = None if rejection is None else rejection.why
+        if why is not None and all(own.what != f"ep={candidate.ep}" for own in rejected):
+            rejected.append(Rejected(f"ep={candidate.ep}", why, 1))
+    plans.sort(key=lambda own: own.step_s)
+    return replace(
+        found,
+        plans=tuple(plans[:top]),
+        rejected=tuple(rejected),
+        num_priced=num_priced,
+        num_candidates=found.num_candidates + num_tried,
+    )
 
 
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
     """What the degrees of tensor parallelism that are searched leave whole on every rank."""
     base = pinned.microbatch or 1
+    degrees = dict[str, list[str]]()
     for tp in searched_tp(job, pinned):
-        if tp > 1 and job.tp_problem(tp) is None:
-            note = undivided_weights(workload.graph(base), workload.rewrite(base, tp))
-            if note is not None:
-                yield note
+        ep = _expert_degree(pinned, tp)
+        if tp > 1 and job.problem(tp, 1, ep) is None:
+            rewrite = workload.tensor_rewrite(Form(base, tp, ep=ep))
+            weights = undivided_weights(workload.graph(base), rewrite)
+            if weights is not None:
+                degrees.setdefault(weights, []).append(str(tp))
+    for weights, own in degrees.items():
+        several = f"{', '.join(own[:-1])} and {own[-1]} do" if len(own) > 1 else f"{own[0]} does"
+        yield (
+            f"tp={several} not divide the outputs of {weights}: every rank holds and computes "
+            "them whole"
+        )
 
 
-def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
+def job_of(
+    workload: Workload, cluster: Cluster, pinned: Pinned, cps: tuple[int, ...] = (1,)
+) -> Job:
     """What the space of a job depends on.
 
     Args:
         workload: the job.
         cluster: the devices.
         pinned: choices that are made already.
+        cps: context parallel degrees that are searched.
     """
     base = pinned.microbatch or 1
     return Job(
@@ -82,7 +155,8 @@ def job_of(workload: Workload, cluster: Cluster, pinned: Pinned) -> Job:
         devices_per_node=max(own.devices_per_node for own in cluster.nodes),
         global_batch=workload.global_batch,
         num_segments=len(workload.graph(base).segments),
-        tp_problem=_tp_problem(workload, base),
+        problem=_problem(workload, base),
+        cps=cps,
         low_sums=workload.low_sums,
     )
 
@@ -151,11 +225,14 @@ def _excess(found: Price | Misfit) -> float:
     return 0.0 if rejection is None else rejection.excess
 
 
-def _tp_problem(workload: Workload, microbatch: int) -> Callable[[int], str | None]:
-    def problem(tp: int) -> str | None:
+def _expert_degree(pinned: Pinned, tp: int) -> int:
+    return tp if pinned.ep == tp else 1
+
+
+def _problem(workload: Workload, microbatch: int) -> Callable[[int, int, int], str | None]:
+    def problem(tp: int, cp: int, ep: int) -> str | None:
         try:
-            if tp > 1:
-                workload.rewrite(microbatch, tp)
+            workload.rewrite(Form(microbatch, tp, cp=cp, ep=ep))
         except MerakError as error:
             return str(error).rstrip(".")
         return None

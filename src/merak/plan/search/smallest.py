@@ -8,6 +8,7 @@ from dataclasses import replace
 from merak.core.errors import MerakError
 from merak.core.units import counted
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing
@@ -112,8 +113,11 @@ def _leanest(workload: Workload, cluster: Cluster, pinned: Pinned) -> Iterator[P
         and candidate.sequence_parallel == (is_sharded and candidate.tp > 1)
         and state_rejection(candidate, pricing) is None
     ]
-    own.sort(key=lambda one: (pricing.state_bytes(one), -one.tp))
-    for candidate in own[:_TRIES]:
+    own.sort(key=pricing.rough_bytes)
+    of_degrees: dict[tuple[int, int, int], Candidate] = {}
+    for candidate in own:
+        of_degrees.setdefault((candidate.dp, candidate.tp, candidate.pp), candidate)
+    for candidate in list(of_degrees.values())[:_TRIES]:
         try:
             yield pricing.price(candidate)
         except MerakError:

@@ -2,7 +2,7 @@
 
 The rules, each of which is printed where it leaves something out:
 
-- All devices are used, and dp · tp · pp is their number, unless all three degrees are pinned.
+- All devices are used, and dp · cp · tp · pp is their number, unless dp, tp and pp are pinned.
 - tp divides what the model's graph can shard, and stays inside a node.
 - dp divides the global batch, and dp · microbatch too; microbatches have 1, 2, 4 … samples.
 - A pipeline has a stage per pp rank at least, each with a segment at least.
@@ -10,6 +10,8 @@ The rules, each of which is printed where it leaves something out:
 - Sequence parallelism and sub-pipelining need tp > 1, sub-pipelining also two samples or more.
 - ZeRO needs dp > 1; ZeRO 3 no split backward.
 - Offloading is searched where it is pinned.
+- Context parallelism is searched where nothing fits without it; it has no sequence parallelism
+  where tp > 1, and no sub-pipelining. Experts are tried whole at the best layouts (ep = tp).
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class Job:
         devices_per_node: of the node with the most.
         global_batch: samples of one step of the whole job.
         num_segments: of the model.
-        tp_problem: why a tensor parallel degree does not fit the model; None where it does.
+        problem: why a tp, cp and ep do not fit the model; None where they do.
+        cps: context parallel degrees that are searched.
         most_microbatch: the largest that is searched.
         low_sums: whether gradients are reduced in another type than ZeRO 3 can.
     """
@@ -70,7 +73,8 @@ class Job:
     devices_per_node: int
     global_batch: int
     num_segments: int
-    tp_problem: Callable[[int], str | None]
+    problem: Callable[[int, int, int], str | None]
+    cps: tuple[int, ...] = (1,)
     most_microbatch: int = MOST_MICROBATCH
     low_sums: bool = False
 
@@ -104,14 +108,16 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     """
     check_degrees(job.num_devices, job.global_batch, pinned)
     space = Space()
-    for tp in _tensor_parallel(job, pinned, space):
-        for pp, dp in _pipelines(job, pinned, tp, space):
+    for tp, cp, ep in _within_stages(job, pinned, space):
+        for pp, dp in _pipelines(job, pinned, tp * cp, space):
             for microbatch in _microbatches(job, pinned, dp, space):
                 whole = job.global_batch // dp // microbatch
                 base = Candidate(
                     dp=dp,
                     tp=tp,
                     pp=pp,
+                    cp=cp,
+                    ep=ep,
                     microbatch=microbatch,
                     num_microbatches=whole,
                     offload=pinned.offload,
@@ -133,25 +139,32 @@ def searched_tp(job: Job, pinned: Pinned) -> list[int]:
     return [tp for tp in divisors(job.num_devices) if tp <= job.devices_per_node]
 
 
-def _tensor_parallel(job: Job, pinned: Pinned, space: Space) -> Iterator[int]:
-    for tp in searched_tp(job, pinned):
-        problem = job.tp_problem(tp)
+def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int, int, int]]:
+    """The tp, cp and ep that fit the model."""
+    ep = pinned.ep or 1
+    cps = job.cps if pinned.cp is None else (pinned.cp,)
+    for tp, cp in itertools.product(searched_tp(job, pinned), cps):
+        if pinned.tp is None and cp > 1 and job.num_devices % (tp * cp):
+            continue
+        problem = job.problem(tp, cp, ep)
         if problem is None:
-            yield tp
-        else:
-            space.reject(f"tp={tp}", problem)
+            yield tp, cp, ep
+        elif not problem.startswith("cp=") or tp == 1:
+            space.reject(f"cp={cp}" if problem.startswith("cp=") else f"tp={tp}", problem)
+    if pinned.cp is None and job.cps == (1,):
+        space.reject("cp≥2", "searched where nothing fits without, but can be pinned")
     beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
     if pinned.tp is None and beyond:
         where = f"the {counted(job.devices_per_node, 'device')} of a node"
         space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
 
 
-def _pipelines(job: Job, pinned: Pinned, tp: int, space: Space) -> Iterator[tuple[int, int]]:
-    """The pp and dp of a tp."""
+def _pipelines(job: Job, pinned: Pinned, ranks: int, space: Space) -> Iterator[tuple[int, int]]:
+    """The pp and dp of so many ranks of tp and cp."""
     if pinned.dp and pinned.pp:
         yield from _fitting(job, pinned.pp, pinned.dp, space)
         return
-    rest = job.num_devices // tp
+    rest = job.num_devices // ranks
     for pp in divisors(rest) if pinned.pp is None else [pinned.pp]:
         if rest % pp or (pinned.dp is not None and rest // pp != pinned.dp):
             continue
@@ -189,9 +202,12 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
 
 def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterator[Candidate]:
     """A layout in all its schedules, with all that can be switched on."""
-    sequences = _choices(pinned.sequence_parallel, (False, True) if base.tp > 1 else (False,))
-    subs = ("off", "on") if base.tp > 1 and base.microbatch > 1 else ("off",)
-    zeros = _choices(pinned.zero, (0, 1, 2, 3) if base.dp > 1 else (0,))
+    own_tokens = base.cp == 1
+    sequences = _choices(
+        pinned.sequence_parallel, (False, True) if base.tp > 1 and own_tokens else (False,)
+    )
+    subs = ("off", "on") if base.tp > 1 and base.microbatch > 1 and own_tokens else ("off",)
+    zeros = _choices(pinned.zero, (0, 1, 2, 3) if base.replicas > 1 else (0,))
     recomputes = _choices(pinned.recompute, RECOMPUTES)
     for name, options in _schedules(job, pinned, base, space):
         combinations = itertools.product(
@@ -212,6 +228,8 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 dp=base.dp,
                 tp=base.tp,
                 pp=base.pp,
+                cp=base.cp,
+                ep=base.ep,
                 microbatch=base.microbatch,
                 num_microbatches=base.num_microbatches,
                 offload=base.offload,

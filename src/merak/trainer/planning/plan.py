@@ -79,7 +79,7 @@ def plan_training(trainer: Any) -> bool:
     job = Job(workload, cluster, _Refusal(args, trainer.train_dataset, mesh).reason)
     if chooses_plan(args):
         chosen = choose_plan(mesh, job, pinned_arguments(args, mesh))
-        lay_out(chosen.dp, chosen.tp, chosen.pp)
+        lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
         set_layout(args, chosen)
     else:
         set_microbatch(args, choose_microbatch(mesh, job, given_layout(args, mesh)))
@@ -159,7 +159,7 @@ class _Refusal:
             candidate: the layout.
         """
         own = candidate
-        key = (own.dp, own.tp, own.pp, own.zero, own.schedule, own.microbatch)
+        key = (own.dp, own.form, own.pp, own.zero, own.schedule)
         if key not in self._known:
             self._known[key] = self._reason(own)
         return self._known[key]
@@ -167,9 +167,7 @@ class _Refusal:
     def _reason(self, candidate: Candidate) -> str | None:
         args = copy.copy(self.args)
         set_layout(args, candidate)
-        mesh = Mesh(
-            candidate.dp, candidate.tp, candidate.pp, self.mesh.rank, self.mesh.device, None
-        )
+        mesh = candidate.mesh(self.mesh.rank, self.mesh.device)
         problem = argument_problem(args, mesh)
         if problem is None and isinstance(self.dataset, Sized):
             batches = range(-(-len(self.dataset) // candidate.microbatch))

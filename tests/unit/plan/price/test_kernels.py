@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
-from merak.plan.cluster.groups import group_of
+from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.price.kernels import Kernel, KernelChoice, segment_kernels
 from merak.plan.price.segments import SegmentPrice, pass_seconds, price_graph
@@ -120,14 +120,14 @@ SECOND = Link("an activation takes a second", 0.0, X)
 
 def priced(graph: fx.Graph, choice: KernelChoice, degree: int) -> SegmentPrice:
     cluster = Cluster((Nodes(DEVICE, degree, 1, SECOND, SECOND),))
-    return price_graph(graph, choice, DEVICE, group_of(cluster, degree, 1))
+    return price_graph(graph, choice, DEVICE, groups_of(cluster, degree, 1))
 
 
 def test_collectives_over_tp_are_those_of_the_graph() -> None:
     graph = Block(tp=True).graph
     found = segment_kernels(graph, FUSED, "cuda")
-    assert [k.collective for k in found.forward if k.collective] == [("all_reduce", X)]
-    assert [k.collective for k in found.backward if k.collective] == [("all_reduce", X)]
+    assert [k.collective for k in found.forward if k.collective] == [("all_reduce", X, "tp")]
+    assert [k.collective for k in found.backward if k.collective] == [("all_reduce", X, "tp")]
     # A ring of two ranks passes half of the activation on twice: a second.
     price = priced(graph, FUSED, 2)
     assert price.forward_s == pytest.approx(3.0)

@@ -14,7 +14,7 @@ from merak.graph.segment.repeated import labels
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
 from merak.plan.partition import from_sizes
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_signature, example_workload
@@ -44,11 +44,11 @@ def llama() -> Workload:
 
 
 def test_repeated_blocks_are_one_class(llama: Workload) -> None:
-    unique = llama.unique(2, 2)
+    unique = llama.unique(Form(2, 2))
     assert len(unique) == len(llama.graph(2).segments)
     assert len(set(unique)) < len(unique)
     assert all(first <= index for index, first in enumerate(unique))
-    assert llama.local_graph(2, 2) is llama.local_graph(2, 2)
+    assert llama.local_graph(Form(2, 2)) is llama.local_graph(Form(2, 2))
     assert (llama.tokens_per_sample, llama.sequence, llama.dtype) == (16, 16, torch.float32)
 
 
@@ -87,8 +87,8 @@ def test_copies_of_a_rewritten_segment_are_what_rewriting_each_gives(
     llama: Workload, sequence: bool
 ) -> None:
     graph = llama.graph(2)
-    model, own = llama.rewrite(2, 2, sequence).fit(graph)
-    found = llama.local_graph(2, 2, sequence)
+    model, own = llama.tensor_rewrite(Form(2, 2, sequence)).fit(graph)
+    found = llama.local_graph(Form(2, 2, sequence))
     copied = 0
     for segment, copy in zip(model.segments, found.segments, strict=True):
         local, _ = own(segment)

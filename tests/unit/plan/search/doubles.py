@@ -34,7 +34,7 @@ def job_of(devices: int = 8, batch: int = 16, segments: int = 6, per_node: int =
         devices_per_node=per_node,
         global_batch=batch,
         num_segments=segments,
-        tp_problem=lambda tp: f"{3} heads" if tp % 3 == 0 else None,
+        problem=lambda tp, cp, ep: f"{3} heads" if tp % 3 == 0 else None,
     )
 
 

@@ -15,7 +15,7 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.cost.device import usable_bytes
 from merak.plan.partition import Partition
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
@@ -119,7 +119,7 @@ def test_a_first_rank_without_the_memory_is_found_before_the_price() -> None:
 def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
     found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)
     device = parse_cluster("h100:2x1").nodes[0].device
-    held = held_of(found, device, 1, 2, sequence_parallel)
+    held = held_of(found, device, Form(1, 2, sequence_parallel))
     own = Candidate(tp=2, sequence_parallel=sequence_parallel)
     whole = Partition(len(found.graph(1).segments), ())
     sizes = found.forecast(own, whole, device_profile=device).saved_bytes()

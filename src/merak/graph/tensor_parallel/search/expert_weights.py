@@ -53,6 +53,11 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
     return found
 
 
+def has_experts(model: ModelGraph) -> bool:
+    """Tell whether a model has stacks of expert weights, which expert parallelism splits."""
+    return any(expert_stacks(segment) for segment in model.segments)
+
+
 def _check(name: str, num_experts: int, ep: int) -> None:
     if num_experts % ep:
         *most, last = map(str, sympy.divisors(num_experts))

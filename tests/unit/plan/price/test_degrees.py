@@ -1,0 +1,96 @@
+"""Forecasts and prices under context and expert parallelism, of the graph that a rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from merak.core.errors import ShardError
+from merak.plan.cluster.parse import parse_cluster
+from merak.plan.memory.ledger import Category
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.step import memory_of, price
+from merak.plan.price.workload import Workload
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.search import search
+from merak.zoo.model_source import ModelSource
+from merak.zoo.workload import example_workload
+
+CLUSTER = parse_cluster("h100:8x1")
+SIZES = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama() -> Workload:
+    config = LlamaConfig(**SIZES, max_position_embeddings=4096)
+    source = ModelSource(LlamaForCausalLM, config, None)
+    return example_workload(source, global_batch=8, sequence=4096)
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Workload:
+    config = MixtralConfig(**SIZES, num_local_experts=8, max_position_embeddings=64)
+    source = ModelSource(MixtralForCausalLM, config, None)
+    return example_workload(source, global_batch=8, sequence=64)
+
+
+def test_activations_are_shared_out_over_cp(llama: Workload) -> None:
+    held = {}
+    for cp in (1, 4):
+        candidate = Candidate(cp=cp, num_microbatches=8)
+        (memory,) = memory_of(llama, CLUSTER, candidate)
+        held[cp] = memory.peak.by_category[Category.ACTIVATIONS]
+    assert held[4] == pytest.approx(held[1] / 4, rel=0.1)
+
+
+def test_cp_shares_out_the_computation_and_adds_exchanges(llama: Workload) -> None:
+    alone, shared = (price(llama, CLUSTER, Candidate(cp=cp, num_microbatches=8)) for cp in (1, 4))
+    assert shared.model_flops == alone.model_flops and shared.tokens == alone.tokens
+    assert shared.compute_s < alone.compute_s
+    assert alone.exposed_communication_s < 1e-12 < shared.exposed_communication_s
+
+
+def test_zero_shards_over_dp_and_cp(llama: Workload) -> None:
+    both, four = (
+        price(llama, CLUSTER, Candidate(zero=1, num_microbatches=8 // dp, dp=dp, cp=cp))
+        for dp, cp in ((2, 2), (4, 1))
+    )
+    assert both.optimizer_s == pytest.approx(four.optimizer_s, rel=1e-3)
+
+
+def test_ranks_of_whole_experts_hold_as_many_parameters(mixtral: Workload) -> None:
+    parameters = [
+        memory_of(mixtral, CLUSTER, Candidate(tp=4, ep=ep, num_microbatches=8))[0]
+        .peak.by_category[Category.PARAMETERS]
+        for ep in (1, 4)
+    ]  # fmt: skip
+    assert parameters[0] == parameters[1]
+
+
+def test_the_search_tries_whole_experts(mixtral: Workload) -> None:
+    found = search(mixtral, CLUSTER, Pinned(tp=4, pp=1, microbatch=1, zero=0), top=3)
+    tried = [own for own in found.plans if own.candidate.ep == 4]
+    left_out = [own for own in found.rejected if own.what == "ep=4"]
+    assert tried or left_out
+
+
+def test_cp_is_searched_where_nothing_fits_without(llama: Workload) -> None:
+    (nodes,) = CLUSTER.nodes
+    device = replace(nodes.device, memory_bytes=30 * 2**20)
+    small = replace(CLUSTER, nodes=(replace(nodes, device=device),))
+    pinned = Pinned(tp=1, pp=1, microbatch=1, zero=0, recompute="off")
+    found = search(llama, small, pinned, top=1)
+    assert found.plans and found.plans[0].candidate.cp > 1
+    without = search(llama, CLUSTER, pinned, top=1)
+    assert without.plans[0].candidate.cp == 1
+    assert any(own.what == "cp≥2" for own in without.rejected)
+
+
+def test_an_ep_without_experts_is_refused(llama: Workload) -> None:
+    with pytest.raises(ShardError, match="ep=2 finds no experts to split"):
+        search(llama, CLUSTER, Pinned(ep=2))
