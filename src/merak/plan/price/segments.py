@@ -49,8 +49,6 @@ class SegmentPrice:
         launch_s: of the forward and the backward, overheads of kernels.
         kernels: what runs.
         seconds: of every kernel of a recomputation.
-        forward_s: of a forward.
-        backward_s: of a backward without recomputation.
     """
 
     graph: fx.Graph
@@ -62,7 +60,9 @@ class SegmentPrice:
     kernels: SegmentKernels
     seconds: tuple[Step, ...]
     forward_s: float = field(init=False)
+    """Seconds of a forward."""
     backward_s: float = field(init=False)
+    """Seconds of a backward without recomputation."""
 
     def __post_init__(self) -> None:
         """Sum the seconds up, once for all that ask."""

@@ -196,10 +196,10 @@ class Workload:
         Raises:
             ShardError: the degrees do not fit the model.
         """
-        form = form._replace(cp=1)
+        form = replace(form, cp=1)
         if form not in self._parallel:
             if form.sequence_parallel:  # of the same weights
-                whole = self.tensor_rewrite(form._replace(sequence_parallel=False))
+                whole = self.tensor_rewrite(replace(form, sequence_parallel=False))
                 own = replace(whole, sequence=True)
             else:
                 features = given_plan(self.model) if self.features is None else self.features

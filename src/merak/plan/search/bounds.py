@@ -250,7 +250,7 @@ class JobPricing:
         return self.state_bytes(candidate) + activations + copies
 
     def _held(self, form: Form) -> Held:
-        key = form._replace(microbatch=self.base)
+        key = replace(form, microbatch=self.base)
         if key not in self._saved:
             device = self.cluster.nodes[0].device
             self._saved[key] = held_of(self.workload, device, key)
