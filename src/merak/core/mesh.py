@@ -343,6 +343,9 @@ def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
     if elastic and smaller is not None:
         return smaller
     fix = "make the product of the degrees equal the number of ranks"
+    beside = num_ranks // wanted.dp
+    fits = wanted._replace(dp=world_size // beside) if world_size % beside == 0 else smaller
+    fix += f", or start {num_ranks}" if fits is None else f", such as {fits}"
     if smaller is not None:
         fix += ", or allow smaller degrees with merak.init(…, elastic=True)"
     raise MeshError(f"{wanted} = {num_ranks} ranks, but torchrun started {world_size}; {fix}.")

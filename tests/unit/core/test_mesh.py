@@ -105,10 +105,14 @@ def test_fewer_ranks_are_refused_or_get_smaller_degrees(
         mesh.init(dp=2, pp=2, device="cpu")
     assert str(refused.value) == (
         "dp=2 × tp=1 × pp=2 = 4 ranks, but torchrun started 2; make the product of the degrees "
-        "equal the number of ranks, or allow smaller degrees with merak.init(…, elastic=True)."
+        "equal the number of ranks, such as dp=1 × tp=1 × pp=2, or allow smaller degrees with "
+        "merak.init(…, elastic=True)."
     )
-    for degrees in ({"tp": 3}, {"dp": 1}):  # of which none fit, and too few for the ranks
-        with pytest.raises(MeshError, match=r"equal the number of ranks\.$"):
+    for degrees, fix in (  # of which none fit, and too few for the ranks
+        ({"tp": 3}, "or start 3"),
+        ({"dp": 1}, "such as dp=2 × tp=1 × pp=1"),
+    ):
+        with pytest.raises(MeshError, match=rf"equal the number of ranks, {fix}\.$"):
             mesh.init(**degrees, device="cpu", elastic=True)
     found = mesh.init(dp=2, pp=2, device="cpu", elastic=True)
     assert (found.dp, found.tp, found.pp, found.wanted_dp) == (1, 1, 2, 2)
