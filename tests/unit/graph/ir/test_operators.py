@@ -27,6 +27,7 @@ FAMILIES = {
     name: value for name, value in vars(operators).items() if name.isupper() and name[0] != "_"
 }
 OURS = {
+    "attend_rows",
     "attend_sharded",
     "grouped_mm_fallback",
     "grouped_mm_rows",
