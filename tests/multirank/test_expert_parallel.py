@@ -48,6 +48,9 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
         slow((2, 2, 1, 2), (1, 1, 2, 1), 1),
         slow((1, 1, 1, 1), (2, 2, 1, 2), 2),
         slow((2, 2, 1, 2), (2, 2, 1, 1), 3),
+        slow((4, 1, 1, 2), (1, 2, 2, 2), 1),
+        slow((1, 2, 1, 2), (2, 1, 2, 2), 2),
+        ((2, 1, 1, 2), (2, 1, 1, 1), 2),
     ],
 )
 def test_checkpoints_go_on_with_experts_split_otherwise(

@@ -167,7 +167,7 @@ class Outcome:
         evaluations: the model's outputs in evaluation, by what they are called in reports,
             as far as this process makes them.
         shards: how parameters lie over tp.
-        place: the rank's dp, tp and pp coordinates.
+        place: which copy of the model the rank has a part of, which shard, and its pp coordinate.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -310,7 +310,8 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     layout, options = job.layout, job.options
     mesh = _init(layout, options)
     parallel = _parallelize(job, mesh, cache)
-    outcome = Outcome(place=(mesh.replicas_rank, mesh.tp_rank, mesh.pp_rank))
+    # Ranks with other experts are those of one copy of the model, as tensor parallel ranks are.
+    outcome = Outcome(place=(mesh.expert_replicas_rank, mesh.shard_rank, mesh.pp_rank))
     _evaluate_on_ranks(job, parallel.engine, 0, outcome)
     for step in range(options.steps):
         with computing_in(job.dtype):  # inside of opaque modules

@@ -54,13 +54,14 @@ def check(request: CheckRequest) -> None:
     """
     with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
-        from merak.core.elastic import check_expert_degree
+        from merak.core.elastic import Degrees, check_expert_degree
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
 
+        degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail is the one that reports
         report = check_named(
@@ -71,13 +72,7 @@ def check(request: CheckRequest) -> None:
                 request.trust_remote_code,
                 request.widths is Widths.REAL,
             ),
-            Layout(
-                request.dp,
-                request.tp,
-                request.pp,
-                request.cp,
-                check_expert_degree(request.ep, request.tp),
-            ),
+            Layout(*degrees, check_expert_degree(request.ep, degrees)),
             CheckOptions(
                 request.schedule,
                 request.microbatches,

@@ -137,7 +137,7 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
 
 
 def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
-    from merak.core.elastic import check_expert_degree
+    from merak.core.elastic import Degrees, check_expert_degree
     from merak.core.mesh import Mesh
 
     for axis in ("dp", "tp", "pp", "cp"):
@@ -146,5 +146,6 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
         for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
             raise CommandError(problem)
-    ep = check_expert_degree(request.ep, request.tp)
+    degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
+    ep = check_expert_degree(request.ep, degrees)
     return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)

@@ -143,7 +143,7 @@ class JobRequest(ModelRequest):
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
-    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
     schedule: str = shared("schedule")
     microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
     device: str | None = device()

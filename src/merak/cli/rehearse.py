@@ -39,7 +39,7 @@ class RehearseRequest:
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
-    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
     microbatch: int = option(1, "--microbatch", "B", "Samples of a microbatch.")
     global_batch: int | None = option(
         None,
@@ -132,7 +132,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
 
 
 def _candidate(request: RehearseRequest) -> Candidate:
-    from merak.core.elastic import check_expert_degree
+    from merak.core.elastic import Degrees, check_expert_degree
     from merak.plan.price.candidate import Candidate
 
     for name in ("dp", "tp", "pp", "cp", "microbatch"):
@@ -140,12 +140,13 @@ def _candidate(request: RehearseRequest) -> Candidate:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
     if request.sub_pipelining not in ("on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
+    degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
     return Candidate(
         dp=request.dp,
         tp=request.tp,
         pp=request.pp,
         cp=request.cp,
-        ep=check_expert_degree(request.ep, request.tp),
+        ep=check_expert_degree(request.ep, degrees),
         microbatch=request.microbatch,
         num_microbatches=_num_microbatches(request),
         schedule=request.schedule,

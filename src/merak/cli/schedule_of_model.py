@@ -31,7 +31,7 @@ class StagesRequest:
     )
     tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
-    ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.")
+    ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
     dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
     autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
     device: str | None = sheet_device("What the model's stages run on.")
@@ -66,7 +66,7 @@ def simulate_model(
     """
     _check(request)
     # Heavy imports wait until a command is known to be well formed.
-    from merak.core.elastic import check_expert_degree
+    from merak.core.elastic import Degrees, check_expert_degree
     from merak.plan.price.candidate import Candidate
     from merak.plan.price.step import price, simulated_pipeline
 
@@ -75,10 +75,11 @@ def simulate_model(
     source = model_source(request)
     workload = model_workload(request, source, global_batch=request.batch * microbatches)
     candidate = Candidate(
+        dp=request.ep if request.tp == 1 else 1,
         tp=request.tp,
         pp=stages,
         cp=request.cp,
-        ep=check_expert_degree(request.ep, request.tp),
+        ep=check_expert_degree(request.ep, Degrees(request.ep, request.tp, 1)),
         microbatch=request.batch,
         num_microbatches=microbatches,
         schedule=name,

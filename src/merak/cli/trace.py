@@ -17,6 +17,7 @@ from merak.cli.model import model_source
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, counted, seconds, size
+from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import ModelGraph, Segment
@@ -162,14 +163,19 @@ def trace_report(request: TraceRequest) -> TraceReport:
 def _report(
     name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
 ) -> TraceReport:
-    from merak.core.elastic import check_expert_degree
+    from merak.core.elastic import Degrees, check_expert_degree
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
 
     graph = timed.graph
     shapes = {name: math.prod(meta.shape) for name, meta in graph.parameters.items()}
-    ep = check_expert_degree(request.ep, request.tp)
+    if request.tp == 1 and request.ep > 1:
+        raise CommandError(
+            f"--ep {request.ep} without --tp shares out experts over replicas, which changes no "
+            f"segment but its experts; see `merak memory`, or give --tp {request.ep}."
+        )
+    ep = check_expert_degree(request.ep, Degrees(1, request.tp, 1))
     parallel = auto_tensor_parallel(graph, request.tp, sequence=request.sequence_parallel, ep=ep)
     splits = report_sharding(graph, parallel)
     num_parameters = sum(shapes.values())

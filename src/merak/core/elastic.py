@@ -22,6 +22,11 @@ class Degrees(NamedTuple):
     pp: int
     cp: int = 1
 
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters of a stage: dp × cp."""
+        return self.dp * self.cp
+
     def __str__(self) -> str:
         context = f" × cp={self.cp}" if self.cp > 1 else ""
         return f"dp={self.dp} × tp={self.tp} × pp={self.pp}{context}"
@@ -77,44 +82,51 @@ class GivenDegrees(NamedTuple):
                 f"{self} does not fit {num_ranks} ranks; use degrees whose product "
                 f"{'divides' if None in axes else 'is'} that number, or leave them to the plan."
             )
-        if self.tp is not None:
-            check_expert_degree(self.ep, self.tp)
+        if None not in axes:
+            check_expert_degree(self.ep, self.filled())
         elif self.ep is not None and num_ranks % self.ep:
             raise MeshError(
-                f"ep={self.ep} does not divide the number of ranks ({num_ranks}), of which "
-                f"tp={self.ep} have the experts of a layer between them; use a divisor, or leave "
-                "ep to the plan."
+                f"ep={self.ep} does not divide the number of ranks ({num_ranks}), which have the "
+                "experts of a layer between them; use a divisor, or leave ep to the plan."
             )
 
 
-def check_expert_degree(ep: object, tp: int) -> int:
+def check_expert_degree(ep: object, degrees: Degrees) -> int:
     """Check an expert parallel degree.
 
     Args:
         ep: as a user gives it; None for 1.
-        tp: the tensor parallel degree.
+        degrees: the other degrees.
 
     Returns:
         The degree.
 
     Raises:
-        MeshError: it is neither 1 nor the tensor parallel degree.
+        MeshError: it is neither 1 nor the tensor parallel degree, nor, where that is 1, a divisor
+            of the number of replicas.
     """
     if ep is None:
         return 1
     if not isinstance(ep, int) or isinstance(ep, bool) or ep < 1:
         raise MeshError(f"ep={ep!r} is not a degree; use a whole number of 1 or more.")
-    if ep not in (1, tp):
-        fix = (
-            f"use ep={tp}, or ep=1, which splits every expert"
-            if tp > 1
-            else f"use tp={ep}, or ep=1"
-        )
+    tp, replicas = degrees.tp, degrees.replicas
+    if tp > 1 and ep not in (1, tp):
         raise MeshError(
             f"ep={ep} does not fit tp={tp}, whose ranks have the experts of a layer between them; "
-            f"{fix}."
+            f"use ep={tp}, or ep=1, which splits every expert, or tp=1 and a multiple of {ep} "
+            "replicas."
+        )
+    if tp == 1 and replicas % ep:
+        raise MeshError(
+            f"ep={ep} does not divide the {replicas} replicas (dp × cp), which have the experts of "
+            f"a layer between them; use one of {_divisors(replicas)}, or tp={ep}."
         )
     return ep
+
+
+def _divisors(number: int) -> str:
+    """The divisors of a number, as a list in words."""
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:

@@ -42,6 +42,13 @@ AXES = ("pp", "dp", "cp", "tp")
 REPLICAS = "replicas"
 """The axes dp and cp together: ranks with the same parameters, whose gradients they sum."""
 
+EXPERT_REPLICAS = "expert_replicas"
+"""The replicas that hold the same experts: one in `ep` of them where experts are over replicas."""
+
+EXPERT_AXES = ("pp", EXPERT_REPLICAS, "ep")
+"""Axes of the ranks where experts are over replicas, slowest first: those of `AXES` without tp,
+whose dp and cp are split anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -60,7 +67,10 @@ class Mesh:
         given: the degrees that `init(plan="auto")` got, until the plan is chosen: then all ranks
             count as replicas; None where the degrees are those of the job.
         cp: context parallel degree: so many ranks share the tokens of the same samples.
-        ep: expert parallel degree: 1, or tp where each tensor parallel rank has whole experts.
+        ep: expert parallel degree: the number of ranks that have the experts of a layer between
+            them, whole ones each; tensor parallel ranks where tp is above 1, else replicas.
+        expert_mesh: torch's mesh over the same ranks with `EXPERT_AXES`; None where experts are
+            not over replicas.
     """
 
     dp: int
@@ -74,6 +84,7 @@ class Mesh:
     given: GivenDegrees | None = None
     cp: int = 1
     ep: int = 1
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def world_size(self) -> int:
@@ -111,6 +122,41 @@ class Mesh:
         return self.rank % self.tp
 
     @property
+    def ep_rank(self) -> int:
+        """Expert parallel coordinate of this rank: which experts it has."""
+        return self.rank % self.ep
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether replicas have the experts of a layer between them, rather than tp ranks."""
+        return self.ep > 1 and self.tp == 1
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of ranks that hold the same experts of a stage."""
+        return self.replicas // self.ep if self.spreads_experts else self.replicas
+
+    @property
+    def expert_replicas_rank(self) -> int:
+        """Coordinate of this rank among those that hold the same experts."""
+        return self.replicas_rank // self.ep if self.spreads_experts else self.replicas_rank
+
+    @property
+    def shard_axis(self) -> str:
+        """The axis over which parameters are split: ep where replicas have experts, else tp."""
+        return "ep" if self.spreads_experts else "tp"
+
+    @property
+    def shard_degree(self) -> int:
+        """Number of ranks over which parameters are split."""
+        return self.ep if self.spreads_experts else self.tp
+
+    @property
+    def shard_rank(self) -> int:
+        """Which shard of split parameters this rank holds."""
+        return self.ep_rank if self.spreads_experts else self.tp_rank
+
+    @property
     def degrees(self) -> GivenDegrees:
         """All degrees of the job."""
         return GivenDegrees(self.dp, self.tp, self.pp, self.cp, self.ep)
@@ -121,7 +167,13 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Return the distance of neighbours along one axis, in global ranks."""
-        strides = {"pp": self.replicas * self.tp, "dp": self.cp * self.tp, "tp": 1}
+        strides = {
+            "pp": self.replicas * self.tp,
+            "dp": self.cp * self.tp,
+            EXPERT_REPLICAS: self.replicas // self.expert_replicas * self.tp,
+            "tp": 1,
+            "ep": 1,
+        }
         return strides.get(axis, self.tp)
 
     def peers(self, axis: str) -> tuple[int, ...]:
@@ -133,35 +185,37 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's process group along one axis; None where the axis has degree 1."""
-        if self.device_mesh is None or getattr(self, axis) == 1:
+        mesh = self._mesh_of(axis)
+        if mesh is None or getattr(self, axis) == 1:
             return None
-        return self.device_mesh.get_group(self._named(axis))
+        return mesh.get_group(self._named(axis))
 
     def submesh(self, axis: str) -> DeviceMesh | None:
         """Return torch's mesh along one axis; None where there is none."""
-        return None if self.device_mesh is None else self.device_mesh[self._named(axis)]
+        mesh = self._mesh_of(axis)
+        return None if mesh is None else mesh[self._named(axis)]
+
+    def connected(self) -> Mesh:
+        """This mesh with the groups of ranks along every axis; all ranks call it together."""
+        shape = (self.pp, self.dp, self.cp, self.tp)
+        kind = self.device.type
+        made = init_device_mesh(kind, shape, mesh_dim_names=AXES)
+        if self.dp > 1 and self.cp > 1:
+            made["dp", "cp"]._flatten(REPLICAS)
+        experts = None
+        if self.spreads_experts:
+            own_shape = (self.pp, self.expert_replicas, self.ep)
+            experts = init_device_mesh(kind, own_shape, mesh_dim_names=EXPERT_AXES)
+        return replace(self, device_mesh=made, expert_mesh=experts)
+
+    def _mesh_of(self, axis: str) -> DeviceMesh | None:
+        return self.expert_mesh if axis in ("ep", EXPERT_REPLICAS) else self.device_mesh
 
     def _named(self, axis: str) -> str:
         """The axis of torch's mesh: of replicas that lie along one axis, that one."""
         if axis == REPLICAS and 1 in (self.dp, self.cp):
             return "dp" if self.cp == 1 else "cp"
         return axis
-
-
-def connect_mesh(device: torch.device, dp: int, tp: int, pp: int, cp: int) -> DeviceMesh:
-    """Make torch's mesh of a job, with the groups of ranks along every axis; all ranks call it.
-
-    Args:
-        device: of the ranks.
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
-        cp: context parallel degree.
-    """
-    made = init_device_mesh(device.type, (pp, dp, cp, tp), mesh_dim_names=AXES)
-    if dp > 1 and cp > 1:
-        made["dp", "cp"]._flatten(REPLICAS)
-    return made
 
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -193,7 +247,7 @@ def init(
         tp: tensor parallel degree; as dp.
         pp: pipeline parallel degree; as dp.
         cp: context parallel degree, the number of ranks that share each sample's tokens; as dp.
-        ep: expert parallel degree: 1, or tp where tensor parallel ranks are to have whole experts.
+        ep: expert parallel degree: tp, or where tp is 1 a divisor of dp × cp; as dp.
         backend: "nccl" or "gloo"; nccl where the device is a GPU.
         device: "cpu" or "cuda", in a single process also one of several GPUs ("cuda:1"); what the
             machine has by default.
@@ -222,10 +276,10 @@ def init(
     wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
     _check_timeout(timeout_s)
-    held = _expert_degree(ep, wanted.tp, degrees.tp, plan)
+    held = _expert_degree(ep, wanted, degrees, plan)
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
-    mesh = replace(_connect(degrees, chosen, backend, timeout_s), ep=held)
+    mesh = _connect(degrees, held, chosen, backend, timeout_s)
     if plan == AUTO_PLAN:
         mesh = replace(mesh, given=given)
     if degrees != wanted:
@@ -241,9 +295,9 @@ def _check_timeout(timeout_s: object) -> None:
 
 
 def _expert_degree(
-    ep: int | None, wanted: int, tp: int, plan: str | os.PathLike[str] | None
+    ep: int | None, wanted: Degrees, degrees: Degrees, plan: str | os.PathLike[str] | None
 ) -> int:
-    """The expert parallel degree of a job, whose tp may be smaller than it is written for."""
+    """The expert parallel degree of a job, whose degrees may be smaller than it is written for."""
     if plan == AUTO_PLAN:
         return 1  # until the plan is chosen
     if plan is not None:
@@ -254,7 +308,10 @@ def _expert_degree(
                 "plan again."
             )
         ep = planned
-    return tp if check_expert_degree(ep, wanted) > 1 else 1
+    held = check_expert_degree(ep, wanted)
+    if held == 1 or wanted.tp > 1:
+        return min(held, degrees.tp)
+    return math.gcd(held, degrees.replicas)
 
 
 def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
@@ -284,15 +341,9 @@ def lay_out(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Mesh:
     """
     mesh = current_mesh()
     laid = replace(mesh, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, given=None)
-    if mesh.device_mesh is not None and (dp, tp, pp, cp) != (
-        mesh.dp,
-        mesh.tp,
-        mesh.pp,
-        mesh.cp,
-    ):
+    if mesh.device_mesh is not None and laid.degrees != mesh.degrees:
         with waiting_for_all("the groups of ranks of"):
-            device_mesh = connect_mesh(mesh.device, dp, tp, pp, cp)
-        laid = replace(laid, device_mesh=device_mesh)
+            laid = laid.connected()
         watchdog.move(_place(laid))
     _current[0] = laid
     _warn_of_tp(laid)
@@ -439,12 +490,14 @@ def _pick_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _connect(degrees: Degrees, device: torch.device, backend: str | None, timeout_s: float) -> Mesh:
+def _connect(
+    degrees: Degrees, ep: int, device: torch.device, backend: str | None, timeout_s: float
+) -> Mesh:
     dp, tp, pp, cp = degrees
     if "RANK" not in os.environ:
-        return Mesh(dp, tp, pp, 0, device, None, cp=cp)
+        return Mesh(dp, tp, pp, 0, device, None, cp=cp, ep=ep)
     rank, num_ranks = int(os.environ["RANK"]), math.prod(degrees)
-    mesh = Mesh(dp, tp, pp, rank, device, None, cp=cp)
+    mesh = Mesh(dp, tp, pp, rank, device, None, cp=cp, ep=ep)
     _quiet_other_ranks(rank)
     limit = watchdog.Limit("timeout_s", timeout_s)
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
@@ -471,9 +524,9 @@ def _connect(degrees: Degrees, device: torch.device, backend: str | None, timeou
                 device_id=device if device.type == "cuda" and backend != "gloo" else None,
             )
             atexit.register(_disconnect)
-        device_mesh = connect_mesh(device, dp, tp, pp, cp)
+        mesh = mesh.connected()
     hosts = names if len(set(names)) > 1 else ()
-    return replace(mesh, device_mesh=device_mesh, hosts=hosts)
+    return replace(mesh, hosts=hosts)
 
 
 def _place(mesh: Mesh) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -11,8 +11,9 @@ from torch import nn
 
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
-from merak.core.mesh import REPLICAS, Mesh
+from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
 from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
+from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.stage_io import StageIO
@@ -32,6 +33,7 @@ from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
 from merak.engine.zero.fsdp import FsdpParameters, replace_parameters
 from merak.engine.zero.optimizer_params import OptimizerParams, Precision
 from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
+from merak.engine.zero.replica_groups import ReplicaGroups
 from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.program.program import StageProgram
 from merak.plan.engine_options import EngineOptions
@@ -68,6 +70,17 @@ class _Job:
     def stages(self) -> Iterable[StageProgram]:
         """The programs of this rank's stages."""
         return self.programs.base.stages.values()
+
+    @property
+    def experts(self) -> Collection[str]:
+        """Names of parameters of which replicas hold different shards."""
+        return self.programs.base.shards.keys() if self.mesh.spreads_experts else ()
+
+    @property
+    def groups(self) -> ReplicaGroups:
+        """The replicas that hold the same parameters of this rank's."""
+        group = self.mesh.group
+        return ReplicaGroups(group(REPLICAS), group(EXPERT_REPLICAS), self.experts)
 
     @property
     def model(self) -> nn.Module:
@@ -165,8 +178,8 @@ def _optimizer_params(
 ) -> OptimizerParams:
     options = job.options
     precision = Precision(options.master_weights, options.float32_gradients)
-    group = job.mesh.group(REPLICAS) if options.zero else None
-    return OptimizerParams(job.parameters, group, precision, all_gather, fsdp)
+    groups = job.groups if options.zero else None
+    return OptimizerParams(job.parameters, groups, precision, all_gather, fsdp)
 
 
 def _stages(
@@ -214,16 +227,27 @@ def _reducer(
     job: _Job,
     groups: Mapping[int, dist.ProcessGroup | None],
     optimizer_params: OptimizerParams,
-) -> GradientReducer:
-    reduced = gradients_to_reduce(
-        job.programs.own_segments(),
-        job.programs.owners,
-        groups,
-        job.parameters,
-        job.tied,
-        job.options.bucket_bytes,
-    )
-    return GradientReducer(reduced, job.progress, optimizer_params.by_id(), job.oom_guard)
+) -> GradientReducers:
+    def over(
+        groups: Mapping[int, dist.ProcessGroup | None], left_out: Collection[str]
+    ) -> GradientReducer:
+        reduced = gradients_to_reduce(
+            job.programs.own_segments(),
+            job.programs.owners,
+            groups,
+            job.parameters,
+            job.tied,
+            job.options.bucket_bytes,
+            left_out,
+        )
+        return GradientReducer(reduced, job.progress, optimizer_params.by_id(), job.oom_guard)
+
+    experts = job.experts
+    reducers = [over(groups, experts)]
+    if job.mesh.spreads_experts:
+        own = replica_groups(job.mesh, job.layout.schedule, EXPERT_REPLICAS)
+        reducers.append(over(own, job.parameters.keys() - experts))
+    return GradientReducers(reducers)
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:
@@ -260,19 +284,24 @@ def _kept_buffers(job: _Job) -> frozenset[str]:
 
 def _param_all_gather(job: _Job) -> ParamAllGather | None:
     """The all-gather of updated rows (ZeRO-1 and 2), in buckets in the order of the forward."""
-    group = job.mesh.group(REPLICAS)
-    if not job.options.zero or group is None:
+    groups, parameters = job.groups, job.parameters
+    if not job.options.zero or groups.everyone is None:
         return None
-    parameters = job.parameters
     read = [n for stage in job.stages for s in stage.segments for n in s.segment.parameters]
     in_order = [n for n in dict.fromkeys([*read, *parameters]) if not parameters[n].is_meta]
     names = {id(parameters[name]): name for name in in_order}
+    places = {name: place for place, name in enumerate(in_order)}
     buckets = [
-        {names[id(parameter)]: parameter for parameter in bucket}
-        for bucket in fill_buckets((parameters[n] for n in in_order), job.options.bucket_bytes)
+        ({names[id(parameter)]: parameter for parameter in bucket}, group)
+        for group in dict.fromkeys((groups.everyone, groups.same_experts))
+        if group is not None
+        for bucket in fill_buckets(
+            (parameters[n] for n in in_order if groups.of(n) is group), job.options.bucket_bytes
+        )
     ]
+    buckets.sort(key=lambda bucket: places[next(iter(bucket[0]))])
     most_open = MAX_OPEN_GATHERS if job.options.zero >= 2 else None
-    all_gather = ParamAllGather(buckets, group, most_open, job.progress)
+    all_gather = ParamAllGather(buckets, most_open, job.progress)
     wait_on_access(job.model, all_gather)
     return all_gather
 

@@ -29,6 +29,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
     refuse_gradient_hooks,
     refuse_optional_layers,
+    refuse_spread_experts,
     refuse_tied_stages,
     refuse_zero,
 )
@@ -115,10 +116,11 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
             device=mesh.device,
             seed=options.seed,
             shards=programs.base.shards,
-            shard_index=mesh.tp_rank,
+            shard_index=mesh.shard_rank,
         )
     save_fewer = None
     can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
+    can_abort = can_abort and not mesh.spreads_experts  # others would wait for its rows
     if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
         save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer
@@ -175,6 +177,7 @@ def forecast_of(
 def _forecast(
     source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
 ) -> Forecast:
+    refuse_spread_experts(mesh, options.zero)
     chosen = options.schedule_options or {}
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:

@@ -82,7 +82,7 @@ class Engine:
     @property
     def needs_equal_replicas(self) -> bool:
         """Whether all replicas must have equally many microbatches in every training step."""
-        return self.updates_inside or self._state.zero == 3
+        return self.updates_inside or self._state.zero == 3 or self.mesh.spreads_experts
 
     def idle_pipeline(self, option: str) -> str | None:
         """A warning for a user whose steps have too few microbatches to keep the pipeline busy.
@@ -321,8 +321,10 @@ class Engine:
         Raises:
             DataError: as in `train_step`.
         """
-        state = self._state
+        state, num_own = self._state, len(signatures)
         check_indices(state, "an evaluation", signatures, batches, False)
+        if self.mesh.spreads_experts:
+            signatures, batches = self._as_many_as_others(signatures, batches)
         apply_parameter_writes(state, self._programs(signatures, False), batches)
         programs = [state.program_for(signature, False) for signature in signatures]
         most = len(programs) if state.fsdp is None else microbatch_counts(state, len(programs))[0]
@@ -347,7 +349,24 @@ class Engine:
         except BaseException:
             self.forget()
             raise
-        return outputs
+        return outputs[:num_own]
+
+    def _as_many_as_others(
+        self, signatures: Sequence[Signature], batches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> tuple[Sequence[Signature], Sequence[Mapping[str, torch.Tensor]]]:
+        """Microbatches and further ones whose results nobody reads, as many as any replica has.
+
+        This replica computes the rows that others send to its experts while it runs a microbatch.
+        """
+        missing = microbatch_counts(self._state, len(signatures))[0] - len(signatures)
+        if not missing:
+            return signatures, batches
+        if signatures:
+            signature, batch = signatures[-1], batches[-1]
+        else:
+            signature, device = self._state.program_for.base_signature, self.mesh.device
+            batch = {n: torch.zeros(m.shape, dtype=m.dtype, device=device) for n, m in signature}
+        return [*signatures, *[signature] * missing], [*batches, *[batch] * missing]
 
     def check_replicas(self, when: str) -> None:
         """Refuse to go on where copies of a parameter differ; all ranks call it together."""

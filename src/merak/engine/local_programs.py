@@ -20,10 +20,11 @@ from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
 from merak.graph.context_parallel.apply import (
-    LocalRewrite,
+    ContextParallel,
     context_parallel,
     gathered_operators,
 )
+from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
@@ -118,6 +119,11 @@ class ProgramCache:
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
+
+    @property
+    def base_signature(self) -> Signature:
+        """The columns of an ordinary microbatch."""
+        return self._base_key[0]
 
     def own_segments(self) -> dict[int, list[Segment]]:
         """The segments of each of this rank's stages."""
@@ -237,9 +243,18 @@ def local_rewrite(
         ShardError: the degrees do not fit the model.
     """
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
-    if mesh.cp == 1:
-        return tensor
-    parallel = context_parallel(graph, tensor, mesh.cp)
+    context = _context_parallel_rewrite(graph, tensor, mesh.cp)
+    if mesh.spreads_experts:
+        return expert_parallel(graph, context, mesh.ep)
+    return context or tensor
+
+
+def _context_parallel_rewrite(
+    graph: ModelGraph, tensor: TensorParallel | None, cp: int
+) -> ContextParallel | None:
+    if cp == 1:
+        return None
+    parallel = context_parallel(graph, tensor, cp)
     found = gathered_operators(graph, parallel)
     if found is not None:
         warn_on_rank0(logger, "%s", found)

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh
-from merak.core.tensor_meta import Signature
-from merak.engine.comm.gradient_buckets import GradientReducer
+from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers
 from merak.engine.comm.stage_io import StageIO
 from merak.engine.comm.tied_gradients import TiedGradients
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.engine.local_programs import ProgramCache
 from merak.engine.microbatches import MicrobatchFactory
 from merak.engine.stage import Stage
 from merak.engine.zero.fsdp import FsdpParameters
@@ -75,12 +75,12 @@ class EngineState:
     replica_buffers: ReplicaBuffers
     kept_buffers: frozenset[str]
     base: Program
-    program_for: Callable[[Signature, bool], Program]
+    program_for: ProgramCache
     plan_for: StepPlans
     microbatches: MicrobatchFactory
     transfers: Transfers
     stage_io: StageIO
-    reducer: GradientReducer
+    reducer: GradientReducers
     tied: TiedGradients
     optimizer_params: OptimizerParams
     fsdp: FsdpParameters | None

@@ -86,6 +86,8 @@ def _is_inside(call: Call, mesh: Mesh, zero: int) -> bool:
     segments' own, and what sums and gathers tokens as far as no bucket of gradients does.
     """
     axis = axis_of(call, mesh)
+    if mesh.spreads_experts and call.kind == "all_to_all":
+        return True
     if axis != "cp" or mesh.dp > 1 or call.kind == "all_to_all":
         return axis in ("tp", "cp")
     return not zero and call.kind != "all_reduce"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from merak.core.errors import MeshError
-from merak.core.mesh import Mesh, connect_mesh, pretended
+from merak.core.mesh import Mesh, pretended
 from merak.core.rank0 import REHEARSAL
 from merak.rehearse.fake_group import Traffic, register_backend
 
@@ -43,8 +42,7 @@ def fake_job(mesh: Mesh, traffic: Traffic) -> Iterator[Mesh]:
         REHEARSAL, store=HashStore(), rank=mesh.rank, world_size=mesh.world_size
     )
     try:
-        device_mesh = connect_mesh(mesh.device, mesh.dp, mesh.tp, mesh.pp, mesh.cp)
-        connected = replace(mesh, device_mesh=device_mesh)
+        connected = mesh.connected()
         with pretended(connected):
             yield connected
     finally:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from merak.arguments import MerakArguments
 from merak.core.errors import DataError
+from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ def refuse_unequal_replicas(
     reason = ""
     if args.zero == 3:
         reason = "zero=3 gathers parameters on all replicas together"
+    if current_mesh().spreads_experts:
+        reason = f"ep={current_mesh().ep} sends tokens to the experts of other replicas"
     if updates_inside:
         reason = f"schedule={args.schedule!r} updates weights on all replicas together"
     if not reason or dp_degree == 1 or args.dataloader_drop_last:  # which drops such a round

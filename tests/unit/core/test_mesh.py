@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from merak.core import mesh
-from merak.core.elastic import check_expert_degree
+from merak.core.elastic import Degrees, check_expert_degree
 from merak.core.errors import MeshError
-from merak.core.mesh import AXES, REPLICAS, Mesh, crosses_hosts
+from merak.core.mesh import AXES, EXPERT_REPLICAS, REPLICAS, Mesh, crosses_hosts
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -204,14 +204,32 @@ def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str
 
 
 @pytest.mark.parametrize(
-    ("ep", "tp", "fix"),
-    [(4, 2, "use ep=2, or ep=1, which splits every expert."), (2, 1, "use tp=2, or ep=1.")],
-)
-def test_experts_are_split_over_tp_or_not_at_all(ep: int, tp: int, fix: str) -> None:
-    assert [check_expert_degree(own, tp) for own in (None, 1, tp)] == [1, 1, tp]
+    ("ep", "degrees", "fix"),
+    [
+        (4, Degrees(8, 2, 1), "use ep=2, or ep=1, which splits every expert, or tp=1 and a "
+         "multiple of 4 replicas."),
+        (4, Degrees(3, 1, 1, 2), "use one of 1, 2, 3, 6, or tp=4."),
+    ],
+)  # fmt: skip
+def test_experts_are_shared_out_over_tp_or_replicas(ep: int, degrees: Degrees, fix: str) -> None:
+    assert [check_expert_degree(own, degrees) for own in (None, 1)] == [1, 1]
+    assert check_expert_degree(degrees.tp, degrees) == degrees.tp
+    assert check_expert_degree(6, Degrees(3, 1, 1, 2)) == 6
     with pytest.raises(MeshError) as caught:
-        check_expert_degree(ep, tp)
+        check_expert_degree(ep, degrees)
     assert str(caught.value).endswith(fix)
+
+
+def test_replicas_that_share_out_experts_lie_side_by_side() -> None:
+    device = torch.device("cpu")
+    meshes = [Mesh(4, 1, 2, rank, device, None, cp=2, ep=4) for rank in range(16)]
+    assert all(m.spreads_experts and m.shard_axis == "ep" for m in meshes)
+    assert [m.shard_rank for m in meshes] == [0, 1, 2, 3] * 4
+    assert [m.expert_replicas_rank for m in meshes] == ([0] * 4 + [1] * 4) * 2
+    assert meshes[5].peers("ep") == (4, 6, 7)
+    assert meshes[5].peers(EXPERT_REPLICAS) == (1,)
+    inside = Mesh(4, 2, 1, 3, device, None, ep=2)
+    assert (inside.shard_axis, inside.shard_rank, inside.expert_replicas) == ("tp", 1, 4)
 
 
 def test_axes_lie_as_documented_and_replicas_are_dp_and_cp_together() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from torch import nn
 
 from tests.unit.graph import tensor_parallel_cases as cases
 
@@ -47,10 +48,19 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         hf.JetMoeConfig,
         {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "llama4": (
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig,
+        {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
+         "head_dim": 4, "layer_types": ["full_attention"] * 2},
+    ),
 }  # fmt: skip
 
 
 def build(name: str) -> torch.nn.Module:
+    if name == "gshard":
+        torch.manual_seed(0)
+        return DispatchedTokens()
     model_class, config_class, fields = MODELS[name]
     torch.manual_seed(0)
     config = config_class(**{**SMALL, **fields})
@@ -59,3 +69,40 @@ def build(name: str) -> torch.nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.train()
+
+
+class Dispatched(nn.Module):
+    """GShard's experts: tokens are dispatched to, and combined from, places of fixed capacity."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+        self.bias = nn.Parameter(torch.randn(experts, 1, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = self.gate(x).softmax(-1)
+        chosen = nn.functional.one_hot(share.argmax(-1), share.shape[-1])
+        place = (chosen.cumsum(0) * chosen - chosen).sum(-1)
+        dispatch = chosen.unsqueeze(-1) * nn.functional.one_hot(place, x.shape[0]).unsqueeze(1)
+        combine = dispatch.to(x.dtype) * share.unsqueeze(-1)
+        rows = torch.einsum("tec,th->ech", dispatch.to(x.dtype), x)
+        rows = (torch.einsum("ech,ehi->eci", rows, self.up) + self.bias).relu()
+        return x + torch.einsum(
+            "tec,ech->th", combine, torch.einsum("eci,eih->ech", rows, self.down)
+        )
+
+
+class DispatchedTokens(nn.Module):
+    """A language model with one layer of GShard's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(cases.VOCABULARY, 16)
+        self.layers = nn.ModuleList([Dispatched()])
+        self.head = nn.Linear(16, cases.VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers[0](self.embed(input_ids).flatten(0, 1)))
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}

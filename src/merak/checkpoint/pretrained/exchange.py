@@ -66,13 +66,12 @@ class Held:
         """
         if not self.replicated:
             return self.holders.ranks
-        replica, tp_rank = writer // mesh.tp % mesh.replicas, writer % mesh.tp
-        found = []
-        for first in self.holders.ranks:
-            pp_rank = first // (mesh.replicas * mesh.tp)
-            own = tp_rank if self.holders.shard is None else first % mesh.tp
-            found.append((pp_rank * mesh.replicas + replica) * mesh.tp + own)
-        return tuple(found)
+        size = mesh.replicas * mesh.tp  # ranks of one stage; those of all shards lie together
+        degree = 1 if self.holders.shard is None else self.holders.shard.degree
+        nearest = writer % size // degree * degree
+        return tuple(
+            first // size * size + nearest + first % degree for first in self.holders.ranks
+        )
 
 
 @dataclass(frozen=True, slots=True)

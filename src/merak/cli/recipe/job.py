@@ -28,7 +28,7 @@ from merak.cli.recipe.recipe import DataRecipe, Recipe
 from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.texts import Texts, find_source
 from merak.core.announce import announced, show_announcements
-from merak.core.elastic import AUTO_PLAN, GivenDegrees, check_expert_degree
+from merak.core.elastic import AUTO_PLAN, Degrees, GivenDegrees, check_expert_degree
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
@@ -83,7 +83,7 @@ def check_job(job: Job) -> None:
     )
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
-    ep = check_expert_degree(recipe.parallel.ep, degrees["tp"])
+    ep = check_expert_degree(recipe.parallel.ep, Degrees(**degrees))
     axes = degrees["dp"], degrees["tp"], degrees["pp"]
     mesh = Mesh(*axes, rank=0, device=device, device_mesh=None, cp=degrees["cp"], ep=ep)
     if recipe.plan == AUTO_PLAN:

@@ -83,7 +83,7 @@ class Degrees:
         elastic: whether torchrun may start fewer ranks, as of `merak.init`.
         ranks: number of ranks that `plan: auto` is for, where torchrun does not start them; null
             for one on every GPU of the machine, and on the CPU for as few as the degrees allow.
-        ep: expert parallel degree, that of tp; null for 1.
+        ep: expert parallel degree: that of tp, or where tp is 1 a divisor of dp × cp; null for 1.
     """
 
     dp: int | None = None

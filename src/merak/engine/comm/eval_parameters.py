@@ -73,14 +73,14 @@ def fetch_remote(
                 held = parameters[one.name].detach().contiguous()
                 dist.send(held, mesh.rank_at(one.reader), group)
             elif one.reader == mesh.pp_rank:
-                shape = _shape(one, shards.get(one.name), mesh.tp_rank)
+                shape = _shape(one, shards.get(one.name), mesh.shard_rank)
                 remote[one.name] = torch.empty(shape, dtype=one.meta.dtype, device=mesh.device)
                 dist.recv(remote[one.name], mesh.rank_at(one.owner), group)
     return remote
 
 
-def _shape(one: RemoteParameter, shard: ParameterShard | None, tp_rank: int) -> tuple[int, ...]:
+def _shape(one: RemoteParameter, shard: ParameterShard | None, index: int) -> tuple[int, ...]:
     """The shape of a rank's shard of a parameter."""
     if shard is None:
         return one.meta.shape
-    return tuple(take(torch.empty(one.meta.shape, device="meta"), shard, tp_rank).shape)
+    return tuple(take(torch.empty(one.meta.shape, device="meta"), shard, index).shape)

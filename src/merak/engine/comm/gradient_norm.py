@@ -51,7 +51,7 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 def global_norm(
     parameters: Sequence[torch.nn.Parameter],
     sharded: Mapping[int, ParameterShard],
-    tp_degree: int,
+    degree: int,
     groups: Sequence[dist.ProcessGroup | None],
     device: torch.device,
     rows: Mapping[int, RowShard] | None = None,
@@ -60,8 +60,8 @@ def global_norm(
 
     Args:
         parameters: this rank's parameters, without those another stage counts.
-        sharded: by id, the shards of those that are split over tp; every tp rank holds the others.
-        tp_degree: the number of ranks that hold the others.
+        sharded: by id, the shards of those that are split; each rank of a split holds the others.
+        degree: the number of ranks that a parameter is split over, and that hold the others.
         groups: the groups of this rank over which parameters or their rows differ.
         device: where the result is.
         rows: by id, which rows those are of which this rank has only some.
@@ -82,7 +82,7 @@ def global_norm(
         gradients = [gradient for gradient, is_split in pieces if is_split is split]
         if gradients:
             norms = torch.stack(torch._foreach_norm(gradients)).double()
-            total += norms.square().sum() / (1 if split else tp_degree)
+            total += norms.square().sum() / (1 if split else degree)
     for group in groups:
         if group is not None:
             dist.all_reduce(total, group=group)

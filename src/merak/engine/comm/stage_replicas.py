@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +22,7 @@ def gradients_to_reduce(
     parameters: Mapping[str, nn.Parameter],
     shared: frozenset[str],
     bucket_bytes: int,
+    left_out: Container[str] = (),
 ) -> dict[int, StageGradients]:
     """The gradients to reduce, of each of this rank's stages.
 
@@ -32,13 +33,18 @@ def gradients_to_reduce(
         parameters: this rank's parameters by name.
         shared: parameters that several segments read; the stage of the first one reduces them.
         bucket_bytes: a reduction starts as soon as it has so many bytes.
+        left_out: parameters that other groups of ranks reduce.
     """
     reduced = {}
     for stage, own_segments in segments.items():
         every = [name for segment in reversed(own_segments) for name in segment.parameters]
         owned = [n for n in dict.fromkeys(every) if n in shared and min(owners[n]) == stage]
         names = [name for name in every if name not in shared] + owned
-        own = [parameters[name] for name in names if not parameters[name].is_meta]
+        own = [
+            parameters[name]
+            for name in names
+            if name not in left_out and not parameters[name].is_meta
+        ]
         optional = frozenset(
             id(parameters[name])
             for segment in own_segments
@@ -49,20 +55,32 @@ def gradients_to_reduce(
     return reduced
 
 
-def replica_groups(mesh: Mesh, schedule: Schedule) -> dict[int, dist.ProcessGroup | None]:
+def replica_groups(
+    mesh: Mesh, schedule: Schedule, axis: str = REPLICAS
+) -> dict[int, dist.ProcessGroup | None]:
     """Process groups of this rank with the replicas of each stage; all ranks call it together.
 
-    A group spans the pp ranks that hold the stage and all data parallel replicas; None stands for
+    A group spans the pp ranks that hold the stage and all replicas along an axis; None stands for
     one rank alone.
+
+    Args:
+        mesh: the grid of ranks.
+        schedule: that of a step.
+        axis: `REPLICAS`, or `EXPERT_REPLICAS` for those of a stage's experts.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in sorted({schedule.ranks_of(stage) for stage in range(schedule.num_stages)}):
         if len(ranks) == 1:
-            groups[ranks] = mesh.group(REPLICAS)
+            groups[ranks] = mesh.group(axis)
             continue
+        stride = mesh.stride(axis)  # of the replicas; so many groups lie side by side
         lines = [
-            [(p * mesh.replicas + r) * mesh.tp + t for p in ranks for r in range(mesh.replicas)]
-            for t in range(mesh.tp)
+            [
+                p * mesh.stride("pp") + r * stride + t
+                for p in ranks
+                for r in range(getattr(mesh, axis))
+            ]
+            for t in range(stride)
         ]
         with waiting_for_all("a group of ranks with"):
             groups[ranks], _ = dist.new_subgroups_by_enumeration(lines)

@@ -25,10 +25,13 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
     """
     mesh, params, shards = state.mesh, state.optimizer_params, state.base.shards
     counted = {n: item for n, item in params.items.items() if n in state.owned}
-    axes = ("tp", "pp", REPLICAS) if params.is_sharded else ("tp", "pp")
+    axes: tuple[str, ...] = ("pp", REPLICAS) if params.is_sharded else ("pp",)
+    differs = not (params.is_sharded and mesh.spreads_experts)  # experts differ over replicas too
+    if differs:
+        axes = (mesh.shard_axis, *axes)
     peers = tuple(peer for axis in axes for peer in mesh.peers(axis))
     with state.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
-        if mesh.tp == 1 and not params.is_sharded:
+        if mesh.shard_degree == 1 and not params.is_sharded:
             gradients = {n: item.tensor.grad for n, item in counted.items()}
             return pipeline_norm(
                 {name: g for name, g in gradients.items() if g is not None},
@@ -39,7 +42,7 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
         return global_norm(
             [item.tensor for item in counted.values()],
             {id(i.tensor): shards[n] for n, i in counted.items() if n in shards},
-            mesh.tp,
+            mesh.shard_degree if differs else 1,
             [mesh.group(axis) for axis in axes],
             mesh.device,
             {id(i.tensor): i.rows for i in counted.values() if i.rows is not None},

@@ -86,7 +86,7 @@ def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) 
         _run(write, data, values)
     else:
         data.copy_(
-            take(_run(write, _unsharded(state, data, shard), values), shard, state.mesh.tp_rank)
+            take(_run(write, _unsharded(state, data, shard), values), shard, state.mesh.shard_rank)
         )
     if item is not None and rows is not None and before is not None:
         _update_master(item.tensor.detach(), before, rows)
@@ -105,10 +105,11 @@ def _update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tens
 
 
 def _unsharded(state: EngineState, own: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
-    """A parameter that is split over tp, gathered from all shards."""
-    group = state.mesh.group("tp")
+    """A parameter that is split over ranks, gathered from all shards."""
+    axis = state.mesh.shard_axis
+    group = state.mesh.group(axis)
     shards = [torch.empty_like(own) for _ in range(shard.degree)]
-    with state.progress.waiting("the shards of a parameter of", state.mesh.peers("tp")):
+    with state.progress.waiting("the shards of a parameter of", state.mesh.peers(axis)):
         dist.all_gather(shards, own.contiguous(), group=group)
     return join(shards, shard)
 

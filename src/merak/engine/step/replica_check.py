@@ -80,23 +80,23 @@ def digests(state: EngineState) -> dict[Slot, int]:
         return {}
     values = torch.stack(sums).tolist()  # the only wait for the device
     return {
-        _slot(name, state.mesh.tp_rank, name.partition(" (")[0] in shards): _folded(value)
+        _slot(name, state.mesh.shard_rank, name.partition(" (")[0] in shards): _folded(value)
         for name, value in zip(tensors, values, strict=True)
     }
 
 
-def _slot(name: str, tp_rank: int, is_sharded: bool) -> Slot:
-    return name, tp_rank if is_sharded else 0
+def _slot(name: str, shard_rank: int, is_sharded: bool) -> Slot:
+    return name, shard_rank if is_sharded else 0
 
 
 def _slots(state: EngineState) -> list[Slot]:
     """All parameters and their masters, the same list on every rank."""
     names = [n for n, _ in state.model.named_parameters(remove_duplicate=False)]
     return [
-        (name, tp_rank)
+        (name, shard_rank)
         for parameter in names
         for name in (parameter, f"{parameter} (its float32 master)")
-        for tp_rank in range(state.mesh.tp)
+        for shard_rank in range(state.mesh.shard_degree)
     ]
 
 

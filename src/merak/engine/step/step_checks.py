@@ -59,7 +59,8 @@ def check_counts(state: EngineState, num_microbatches: int, has_update: bool) ->
             f"schedule={schedule.name!r} updates the weights inside a step; give the engine an "
             "optimizer, or use a synchronous schedule such as '1f1b'."
         )
-    if schedule.is_synchronous and state.zero < 2:
+    spreads_experts = state.mesh.spreads_experts
+    if schedule.is_synchronous and state.zero < 2 and not spreads_experts:
         return
     most, least = microbatch_counts(state, num_microbatches)
     if state.zero >= 2:
@@ -71,6 +72,12 @@ def check_counts(state: EngineState, num_microbatches: int, has_update: bool) ->
             f"schedule={schedule.name!r} updates the weights after every few microbatches on all "
             f"replicas together, but they have {least} to {most} in this step; leave the last "
             "part of an epoch out (dataloader_drop_last=True)."
+        )
+    if spreads_experts:
+        raise ScheduleError(
+            f"ep={state.mesh.ep} sends tokens to the experts of other replicas, but they have "
+            f"{least} to {most} microbatches in this step; leave the last part of an epoch out "
+            "(dataloader_drop_last=True), or use ep=1."
         )
     if state.zero == 3:
         raise ScheduleError(

@@ -26,6 +26,7 @@ from merak.core.shards import OptimizerTensor, RowShard
 from merak.engine.comm.row_shards import rows_of, shard_rows
 from merak.engine.zero.fsdp import FsdpParameters
 from merak.engine.zero.param_all_gather import ParamAllGather
+from merak.engine.zero.replica_groups import ReplicaGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class OptimizerParams:
 
     Args:
         parameters: this rank's parameters by name.
-        group: the replicas that shard the optimizer (ZeRO); None for a whole one on each rank.
+        groups: the replicas that share out the optimizer (ZeRO); None for a whole one on each rank.
         precision: in which gradients are reduced, and the optimizer steps.
         param_all_gather: gathers the rows that other replicas have updated.
         fsdp: the parameters that are sharded as well (ZeRO-3); None for none.
@@ -87,15 +88,13 @@ class OptimizerParams:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        group: dist.ProcessGroup | None = None,
+        groups: ReplicaGroups | None = None,
         precision: Precision | None = None,
         param_all_gather: ParamAllGather | None = None,
         fsdp: FsdpParameters | None = None,
     ) -> None:
         self._fsdp = fsdp
-        self._group = group
-        self._degree = 1 if group is None else dist.get_world_size(group)
-        self._index = 0 if group is None else dist.get_rank(group)
+        self._groups = groups or ReplicaGroups()
         self._precision = precision or Precision()
         self._param_all_gather = param_all_gather
         self.parameters = parameters
@@ -106,7 +105,7 @@ class OptimizerParams:
     @property
     def is_sharded(self) -> bool:
         """Whether each replica's optimizer has a shard of the parameters."""
-        return self._group is not None
+        return self._groups.everyone is not None
 
     @property
     def named(self) -> dict[str, nn.Parameter]:
@@ -132,7 +131,7 @@ class OptimizerParams:
                 parameter, self._fsdp.optimizer_tensors[name], self._fsdp.rows(name)
             )
         masters = self._precision.masters
-        rows = shard_rows(parameter, self._degree, self._index) if self.is_sharded else None
+        rows = self._rows(name, parameter)
         low = is_low_precision(parameter)
         if rows is None and not (low and masters):
             return OptimizerParam(parameter, parameter, None)
@@ -140,6 +139,13 @@ class OptimizerParams:
         if low and masters:
             own = own.float()
         return OptimizerParam(parameter, nn.Parameter(own), rows)
+
+    def _rows(self, name: str, parameter: nn.Parameter) -> RowShard | None:
+        """The rows of a parameter that this replica steps; None for all."""
+        group = self._groups.of(name)
+        if group is None:
+            return None
+        return shard_rows(parameter, dist.get_world_size(group), dist.get_rank(group))
 
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""
@@ -157,7 +163,7 @@ class OptimizerParams:
         """
         if self._fsdp is not None:
             self._fsdp.take_gradients()
-        sources = [i.tensor if self.is_sharded else i.parameter for i in self.items.values()]
+        sources = [i.parameter if i.rows is None else i.tensor for i in self.items.values()]
         gradients = [source.grad for source in sources if source.grad is not None]
         if gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)

@@ -36,22 +36,21 @@ class ParamAllGather:
     """All-gathers the rows of this replica's parameters that others have updated.
 
     Args:
-        buckets: parameters by name that one all-gather carries, in the order of the forward.
-        group: the replicas.
+        buckets: parameters by name that one all-gather carries, in the order of the forward, and
+            the replicas that hold the same of them.
         most_open: gathers that may be open at a time; None for all of them.
         progress: reports every wait.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Mapping[str, nn.Parameter]],
-        group: dist.ProcessGroup,
+        buckets: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup]],
         most_open: int | None,
         progress: Progress,
     ) -> None:
-        self._buckets: list[Bucket] = [tuple(bucket.values()) for bucket in buckets]
-        self._bucket_of = {n: number for number, bucket in enumerate(buckets) for n in bucket}
-        self._group = group
+        self._buckets: list[Bucket] = [tuple(bucket.values()) for bucket, _ in buckets]
+        self._groups = [group for _, group in buckets]
+        self._bucket_of = {n: number for number, (own, _) in enumerate(buckets) for n in own}
         self._most_open = most_open
         self._progress = progress
         self._open: dict[int, _Gather] = {}
@@ -62,7 +61,7 @@ class ParamAllGather:
         for number, bucket in enumerate(self._buckets):
             if self._most_open is not None and len(self._open) >= self._most_open:
                 self._wait(next(iter(self._open)))
-            self._open[number] = self._gather(bucket)
+            self._open[number] = _gather(bucket, self._groups[number])
 
     def wait_for(self, name: str) -> None:
         """Wait until a parameter is up to date; no other rank needs to call it."""
@@ -76,23 +75,24 @@ class ParamAllGather:
         for number in list(self._open):
             self._wait(number)
 
-    def _gather(self, bucket: Bucket) -> _Gather:
-        degree, index = dist.get_world_size(self._group), dist.get_rank(self._group)
-        own = pack(bucket, degree, index)
-        everything = own.new_empty(degree * own.numel())
-        work = all_gather(everything, own, group=self._group, async_op=True)
-        assert work is not None
-        return _Gather(work, own, everything)
-
     @torch.no_grad()
     def _wait(self, number: int) -> None:
-        gather, bucket = self._open.pop(number), self._buckets[number]
-        with self._progress.waiting("updated parameters from", others_of(self._group)):
+        gather, bucket, group = self._open.pop(number), self._buckets[number], self._groups[number]
+        with self._progress.waiting("updated parameters from", others_of(group)):
             gather.work.wait()
-        degree, own_index = dist.get_world_size(self._group), dist.get_rank(self._group)
+        degree, own_index = dist.get_world_size(group), dist.get_rank(group)
         for index, flat in enumerate(gather.everything.chunk(degree)):
             if index != own_index:
                 unpack(flat, bucket, degree, index)
+
+
+def _gather(bucket: Bucket, group: dist.ProcessGroup) -> _Gather:
+    degree, index = dist.get_world_size(group), dist.get_rank(group)
+    own = pack(bucket, degree, index)
+    everything = own.new_empty(degree * own.numel())
+    work = all_gather(everything, own, group=group, async_op=True)
+    assert work is not None
+    return _Gather(work, own, everything)
 
 
 class AwaitedParams(Mapping[str, torch.Tensor]):

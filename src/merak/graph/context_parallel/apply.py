@@ -97,10 +97,6 @@ class ContextParallel:
         return segment
 
 
-LocalRewrite = TensorParallel | ContextParallel
-"""What makes a model's segments those of one rank."""
-
-
 def token_lengths(model: ModelGraph) -> set[int]:
     """Numbers of tokens of a batch's columns: their second sizes; images have none."""
     return {meta.shape[1] for meta in model.columns.values() if len(meta.shape) in (2, 3)}

@@ -197,13 +197,7 @@ class Operator:
 
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument by its name in the operator's schema, or in a function's signature."""
-        for i, known in enumerate(_argument_names(self.node.target)):
-            if known != name:
-                continue
-            if i < len(self.node.args):
-                return self.node.args[i]
-            return self.node.kwargs.get(name, default)
-        return default
+        return argument(self.node, name, default)
 
     def replace(self, **values: Any) -> dict[str, Any]:
         """`args` and `kwargs` of a decision: the operator's own with some arguments replaced."""
@@ -300,6 +294,15 @@ _OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 
 @cache
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An operator's argument by its name in the schema, or in a function's signature."""
+    for i, known in enumerate(_argument_names(node.target)):
+        if known != name:
+            continue
+        return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+    return default
+
+
 def is_opaque(target: Any) -> bool:
     """Whether an operator's backward is not torch's own: it may not be linear.
 

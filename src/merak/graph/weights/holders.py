@@ -109,7 +109,7 @@ def rank_view(
         owned=frozenset(firsts[name] for name in owned if name in firsts),
         buffers=frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter)),
         shards={firsts[name]: shard for name, shard in shards.items() if name in firsts},
-        shard_index=mesh.tp_rank,
+        shard_index=mesh.shard_rank,
     )
 
 

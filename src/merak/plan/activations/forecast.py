@@ -10,7 +10,7 @@ from functools import cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.graph.context_parallel.apply import LocalRewrite
+from merak.graph.expert_parallel.apply import LocalRewrite, spread_weights
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
@@ -247,6 +247,8 @@ class Forecast:
                 master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,
                 parameters=self.options.zero == 3 and mesh.replicas > 1,
+                experts=spread_weights(graph) if mesh.spreads_experts else frozenset(),
+                expert_replicas=mesh.expert_replicas,
             ),
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),

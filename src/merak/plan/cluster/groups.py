@@ -54,10 +54,12 @@ class Groups:
     Args:
         tp: the tensor parallel ranks.
         cp: the ranks that share tokens.
+        ep: the replicas that have the experts of a layer between them.
     """
 
     tp: Group
     cp: Group
+    ep: Group
 
     def of(self, axis: str) -> Group:
         """The group of an axis of the mesh."""
@@ -65,15 +67,17 @@ class Groups:
         return group
 
 
-def groups_of(cluster: Cluster, tp: int, cp: int) -> Groups:
+def groups_of(cluster: Cluster, tp: int, cp: int, ep: int = 1) -> Groups:
     """The slowest groups of the axes that collectives inside segments are over.
 
     Args:
         cluster: the devices.
         tp: tensor parallel degree.
         cp: context parallel degree.
+        ep: expert parallel degree, over replicas where tp is 1.
     """
-    return Groups(group_of(cluster, tp, 1), group_of(cluster, cp, tp))
+    experts = group_of(cluster, ep if tp == 1 else 1, 1)
+    return Groups(group_of(cluster, tp, 1), group_of(cluster, cp, tp), experts)
 
 
 def group_of(cluster: Cluster, size: int, stride: int) -> Group:

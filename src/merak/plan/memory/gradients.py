@@ -78,6 +78,8 @@ class Gradients:
             return
         if not (self._is_last(action) or ctx.zero.gradients):
             return
+        if name in ctx.zero.experts and ctx.zero.expert_replicas == 1:
+            return  # no other replica has these experts
         self._bucket.append(name)
         self._size += self._parameter_bytes[name]
         if self._size >= ctx.bucket_bytes:
@@ -95,8 +97,7 @@ class Gradients:
             return
         if zero.gradients and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take()
-        shard_bytes = sum(self._shard_bytes[name] for name in names)
-        sent_bytes = (zero.degree + 1) * shard_bytes
+        sent_bytes = sum((zero.degree_of(n) + 1) * self._shard_bytes[n] for n in names)
         self.ledger.record_peak(at, sent_bytes)
         for name in names:
             if name in self._exist:  # else zeros are sent

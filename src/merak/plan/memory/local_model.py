@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
-from merak.graph.context_parallel.apply import LocalRewrite
+from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.program.program import (

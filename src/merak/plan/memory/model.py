@@ -281,7 +281,8 @@ def _stepped(job: Job, program: Program) -> dict[str, TensorMeta]:
 
 def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
     """Bytes of the all-gathers that give every replica the updated parameters."""
-    if not job.zero.is_sharded or not metas:
+    metas = {name: meta for name, meta in metas.items() if job.zero.degree_of(name) > 1}
+    if not metas:
         return 0
     sent = total_bytes(metas.values())
     if job.zero.gradients:

@@ -29,6 +29,8 @@ class ZeroSharding:
         master_weights: whether parameters of low precision have float32 masters.
         float32_gradients: whether their gradients are accumulated in float32.
         parameters: whether parameters are sharded, too, and gathered while their segment runs.
+        experts: names of parameters of which replicas hold different shards.
+        expert_replicas: replicas that hold the same ones.
     """
 
     degree: int = 1
@@ -36,6 +38,12 @@ class ZeroSharding:
     master_weights: bool = False
     float32_gradients: bool = True
     parameters: bool = False
+    experts: frozenset[str] = frozenset()
+    expert_replicas: int = 1
+
+    def degree_of(self, name: str) -> int:
+        """Replicas that shard the optimizer state of a parameter."""
+        return min(self.degree, self.expert_replicas) if name in self.experts else self.degree
 
     @property
     def is_sharded(self) -> bool:
@@ -45,11 +53,15 @@ class ZeroSharding:
     def optimizer_tensors(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
         """Tensors that the optimizer steps, on the replica with the largest shards."""
         whole = Counter(
-            (m.shape[0] if m.shape else 1, math.prod(m.shape[1:]) * self._dtype(m).itemsize)
-            for m in metas.values()
+            (
+                m.shape[0] if m.shape else 1,
+                math.prod(m.shape[1:]) * self._dtype(m).itemsize,
+                self.degree_of(name),
+            )
+            for name, m in metas.items()
         )
         index = _largest_replica(frozenset(whole.items()), self.degree)
-        return {name: self._rows(meta, index) for name, meta in metas.items()}
+        return {name: self._rows(meta, index, self.degree_of(name)) for name, meta in metas.items()}
 
     def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
         """Bytes of the unsharded gradients of some parameters."""
@@ -75,23 +87,29 @@ class ZeroSharding:
         is_low = meta.dtype in _LOW_PRECISION
         return torch.float32 if self.master_weights and is_low else meta.dtype
 
-    def _rows(self, meta: TensorMeta, index: int) -> TensorMeta:
+    def _rows(self, meta: TensorMeta, index: int, degree: int) -> TensorMeta:
         dtype = self._dtype(meta)
-        if not self.is_sharded:
+        if degree == 1:
             return replace(meta, dtype=dtype)
-        rows = row_shard(meta.shape, self.degree, index)
+        rows = row_shard(meta.shape, degree, index * degree // self.degree)
         return replace(meta, dtype=dtype, shape=(rows.stop - rows.start, *meta.shape[1:]))
 
 
 @lru_cache(maxsize=4096)
-def _largest_replica(tensors: frozenset[tuple[tuple[int, int], int]], degree: int) -> int:
-    """The first replica with the most bytes of some tensors: ((rows, bytes of a row), times)."""
+def _largest_replica(tensors: frozenset[tuple[tuple[int, int, int], int]], degree: int) -> int:
+    """The first replica with the most bytes of some tensors.
+
+    Args:
+        tensors: ((rows, bytes of a row, replicas that shard it), times).
+        degree: the number of all replicas.
+    """
 
     def size(index: int) -> int:
-        return sum(
-            times * row_bytes * (rows * (index + 1) // degree - rows * index // degree)
-            for (rows, row_bytes), times in tensors
-        )
+        total = 0
+        for (rows, row_bytes, own), times in tensors:
+            place = index * own // degree
+            total += times * row_bytes * (rows * (place + 1) // own - rows * place // own)
+        return total
 
     return max(range(degree), key=size)
 

@@ -30,6 +30,11 @@ class Form:
     cp: int = 1
     ep: int = 1
 
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether replicas have the experts of a layer between them, as of `Mesh`."""
+        return self.ep > 1 and self.tp == 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -50,7 +55,8 @@ class Candidate:
         sub_pipelining: "on" or "off".
         partition: segments of every stage; None for the balanced one.
         cp: context parallel degree, ranks that share the tokens of the same samples.
-        ep: expert parallel degree: 1, or tp where each of its ranks has whole experts.
+        ep: expert parallel degree: 1, or tp where each of its ranks has whole experts; where tp is
+            1, the number of replicas that have the experts of a layer between them.
     """
 
     dp: int = 1

@@ -31,6 +31,14 @@ from merak.ops.context_parallel import (
     token_nll,
     token_vocab_parallel_cross_entropy,
 )
+from merak.ops.expert_dispatch import (
+    batch_counts,
+    batches_from_experts,
+    batches_to_experts,
+    expert_counts,
+    from_experts,
+    to_experts,
+)
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import (
@@ -113,9 +121,18 @@ _COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
         collectives.reduce_scatter_to: ("reduce_scatter", "all_gather"),
         collectives.gather_with_partial_grad: ("all_gather", "reduce_scatter"),
         exchange_shards: ("all_to_all", "all_to_all"),
+        to_experts: ("all_to_all", "all_to_all"),
+        from_experts: ("all_to_all", "all_to_all"),
+        batches_to_experts: ("all_to_all", "all_to_all"),
+        batches_from_experts: ("all_to_all", "all_to_all"),
+        expert_counts: ("all_gather", None),
+        batch_counts: ("all_gather", None),
     }
 )
 """Collectives of rewritten graphs, forward and backward."""
+
+_OF_EXPERTS = (to_experts, from_experts, batches_to_experts, batches_from_experts)
+"""Exchanges of experts' rows; their second argument has a row for every rank."""
 
 _TOKEN_LOSSES = (token_cross_entropy, token_vocab_parallel_cross_entropy, token_nll)
 
@@ -198,6 +215,10 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
         side: Any = node.args[1]
         dim, parts = side
         whole = whole * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
+    if node.target in _OF_EXPERTS:  # of rows that every rank has others of
+        whole *= outputs(node.all_input_nodes[1])[0].shape[0]
+    elif node.target in (expert_counts, batch_counts):
+        whole = outputs(node)[0].num_bytes
     passes = []
     for kind in _COLLECTIVES[node.target]:
         copies = [] if choice.fused else [Kernel(Work(2 * whole))]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Group, group_of, send_link
@@ -22,6 +23,7 @@ from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
+from merak.plan.price.workload import Workload
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Schedule
 
@@ -53,12 +55,21 @@ class StageExchange:
     unhidden_reduction_s: float = 0.0
 
 
-def zero_sharding(candidate: Candidate, master_weights: bool, float32: bool) -> ZeroSharding:
-    """What replicas of a candidate shard."""
+def zero_sharding(candidate: Candidate, workload: Workload, float32: bool) -> ZeroSharding:
+    """What replicas of a candidate shard.
+
+    Args:
+        candidate: how the job is laid out.
+        workload: the job.
+        float32: whether gradients of low precision are accumulated in float32.
+    """
+    spreads = candidate.form.spreads_experts
     return ZeroSharding(
+        experts=spread_weights(workload.graph(candidate.microbatch)) if spreads else frozenset(),
+        expert_replicas=candidate.replicas // candidate.ep if spreads else 1,
         degree=candidate.replicas if candidate.zero else 1,
         gradients=candidate.zero >= 2 and candidate.replicas > 1,
-        master_weights=master_weights,
+        master_weights=workload.master_weights,
         float32_gradients=float32,
         parameters=candidate.zero == 3 and candidate.replicas > 1,
     )
@@ -82,13 +93,12 @@ def stage_exchange(
         schedule: with the stage's ranks.
         zero: what replicas shard.
     """
-    trained = {name: meta for name, meta in stage.parameters.items() if meta.requires_grad}
+    exchanges = _Exchanges(stage, cluster, candidate, zero)
+    trained = exchanges.trained
     reduced = _buckets(trained, zero.gradient_bytes(trained))
-    held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
     kind = "reduce_scatter" if candidate.zero else "all_reduce"
-    replicas = group_of(cluster, candidate.replicas, candidate.tp)
-    slows = interference_of(replicas)
-    reduce_s = _one_by_one(kind, reduced, replicas)
+    slows = interference_of(exchanges.everyone)
+    reduce_s = exchanges.seconds(kind, trained, zero.gradient_bytes(trained))
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
@@ -100,7 +110,8 @@ def stage_exchange(
     beside = times.backward_s * (1 - 1 / num_buckets)
     gather_s = 0.0
     if zero.is_sharded:
-        gather_s = _one_by_one("all_gather", _buckets(stage.parameters, held), replicas)
+        held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
+        gather_s = exchanges.seconds("all_gather", stage.parameters, held)
     if zero.parameters:
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
@@ -119,6 +130,44 @@ def stage_exchange(
         interference=slows,
         unhidden_reduction_s=reduce_s,
     )
+
+
+class _Exchanges:
+    """Collectives between the replicas of a stage, whose experts other replicas exchange.
+
+    Args:
+        stage: its parameters.
+        cluster: the devices.
+        candidate: the degrees.
+        zero: which parameters are experts.
+    """
+
+    def __init__(
+        self, stage: Stage, cluster: Cluster, candidate: Candidate, zero: ZeroSharding
+    ) -> None:
+        self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
+        self.everyone = group_of(cluster, candidate.replicas, candidate.tp)
+        self._experts = zero.experts
+        self._same_experts = None
+        if zero.experts and zero.expert_replicas > 1:
+            self._same_experts = group_of(cluster, zero.expert_replicas, candidate.ep)
+
+    def seconds(
+        self, kind: str, metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int]
+    ) -> float:
+        """Seconds of a collective of some parameters, in buckets.
+
+        Args:
+            kind: of the collective.
+            metas: the parameters in the model's order.
+            num_bytes: of each that is sent.
+        """
+        shared = {n: meta for n, meta in metas.items() if n not in self._experts}
+        total = _one_by_one(kind, _buckets(shared, num_bytes), self.everyone)
+        if self._same_experts is not None:
+            experts = {n: meta for n, meta in metas.items() if n in self._experts}
+            total += _one_by_one(kind, _buckets(experts, num_bytes), self._same_experts)
+        return total
 
 
 def beside_s(compute_s: float, collective_s: float, interference: float = INTERFERENCE) -> float:

@@ -108,7 +108,8 @@ def price_segments(
     Returns:
         A price per segment; equal segments have one object.
     """
-    form, groups = candidate.form, groups_of(cluster, candidate.tp, candidate.cp)
+    form = candidate.form
+    groups = groups_of(cluster, form.tp, form.cp, form.ep)
     key = ("segments", form, workload.kernels, device.name, id(device), groups)
     if key not in workload.memo:
         segments = workload.local_graph(form).segments

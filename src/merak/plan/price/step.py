@@ -280,7 +280,7 @@ def _step(
 ) -> tuple[Shares, float]:
     """The seconds of a step by cause, and the bubble fraction."""
     schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
-    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
+    zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     exchanges = [
         stage_exchange(stage, number, cluster, candidate, schedule, zero)
         for number, stage in enumerate(stages)
@@ -404,7 +404,7 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     """
     laid = _lay_out(workload, cluster, candidate)
     schedule, forecast = laid.schedule, laid.forecast
-    zero = zero_sharding(candidate, workload.master_weights, forecast.options.float32_gradients)
+    zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     graph = workload.local_graph(candidate.form)
     whole, reduction_s = [], []
     for number, stage in enumerate(laid.stages):

@@ -11,7 +11,8 @@ from torch import nn
 
 from merak.core.gradients import LOW_PRECISION
 from merak.core.tensor_meta import Signature
-from merak.graph.context_parallel.apply import LocalRewrite, context_parallel
+from merak.graph.context_parallel.apply import context_parallel
+from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource
@@ -180,10 +181,12 @@ class Workload:
             ShardError: the degrees do not fit the model.
         """
         if form not in self._rewrites:
+            graph = self.graph(form.microbatch)
             tensor = self.tensor_rewrite(form) if form.tp > 1 else None
-            own: LocalRewrite | None = tensor
-            if form.cp > 1:
-                own = context_parallel(self.graph(form.microbatch), tensor, form.cp)
+            context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
+            own: LocalRewrite | None = context or tensor
+            if form.spreads_experts:
+                own = expert_parallel(graph, context, form.ep)
             self._rewrites[form] = own
         return self._rewrites[form]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from merak.core.elastic import check_expert_degree
+from merak.core.elastic import Degrees, check_expert_degree
 from merak.core.errors import PlanError
 from merak.core.units import counted
 from merak.plan.search.pinned import Pinned
@@ -49,7 +49,7 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
             f"{named} does not divide the cluster's {num_devices} devices; use {what}{fitting}."
         )
     if pinned.ep is not None and pinned.tp is not None:
-        check_expert_degree(pinned.ep, pinned.tp)
+        check_expert_degree(pinned.ep, Degrees(pinned.dp or num_devices, pinned.tp, 1))
     _check_batch(num_devices, global_batch, pinned)
 
 

@@ -48,7 +48,7 @@ class Pinned:
     partition: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """An ep above 1 is tp."""
+        """An ep above 1 is tp, unless tp is pinned to 1."""
         if self.tp is None and self.ep is not None and self.ep > 1:
             object.__setattr__(self, "tp", self.ep)
 

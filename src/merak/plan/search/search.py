@@ -59,7 +59,7 @@ def search(
     check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
     workload.rewrite(  # refuses pinned degrees that the model cannot have, whatever the rest
-        Form(pricing.base, pinned.ep or 1, cp=pinned.cp or 1, ep=pinned.ep or 1)
+        Form(pricing.base, pinned.tp or 1 if pinned.ep else 1, cp=pinned.cp or 1, ep=pinned.ep or 1)
     )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)

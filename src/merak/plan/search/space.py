@@ -110,6 +110,9 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     space = Space()
     for tp, cp, ep in _within_stages(job, pinned, space):
         for pp, dp in _pipelines(job, pinned, tp * cp, space):
+            if tp == 1 and dp * cp % ep:
+                space.reject(f"dp={dp}", f"ep={ep} does not divide the {dp * cp} replicas")
+                continue
             for microbatch in _microbatches(job, pinned, dp, space):
                 whole = job.global_batch // dp // microbatch
                 base = Candidate(

@@ -23,7 +23,7 @@ from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import SMALL, build
+from tests.unit.graph.expert_models import SMALL, Dispatched, build
 from tests.unit.graph.lockstep import assert_parity
 
 
@@ -61,39 +61,6 @@ def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
     assert_parity(model, columns, None, 2, monkeypatch, ep=2)  # of other ranks' experts alone
 
 
-def llama4() -> nn.Module:
-    """Every expert sees every token, weighted, in batched products."""
-    torch.manual_seed(0)
-    fields = {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1}
-    config = hf.Llama4TextConfig(
-        **{**SMALL, **fields, "head_dim": 4, "layer_types": ["full_attention"] * 2}
-    )
-    return hf.Llama4ForCausalLM(config).train()
-
-
-class Dispatched(nn.Module):
-    """GShard's experts: tokens are dispatched to, and combined from, places of fixed capacity."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
-        self.bias = nn.Parameter(torch.randn(experts, 1, 32) * 0.2)
-        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        share = self.gate(x).softmax(-1)
-        chosen = nn.functional.one_hot(share.argmax(-1), share.shape[-1])
-        place = (chosen.cumsum(0) * chosen - chosen).sum(-1)
-        dispatch = chosen.unsqueeze(-1) * nn.functional.one_hot(place, x.shape[0]).unsqueeze(1)
-        combine = dispatch.to(x.dtype) * share.unsqueeze(-1)
-        rows = torch.einsum("tec,th->ech", dispatch.to(x.dtype), x)
-        rows = (torch.einsum("ech,ehi->eci", rows, self.up) + self.bias).relu()
-        return x + torch.einsum(
-            "tec,ech->th", combine, torch.einsum("eci,eih->ech", rows, self.down)
-        )
-
-
 class Layered(nn.Module):
     """One such layer, which is one segment."""
 
@@ -121,9 +88,9 @@ def test_experts_of_einsums_are_split_whole(degree: int, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_experts_of_batched_products_are_split_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = cases.batch(padded=False)
-    found = tensor_parallel(cases.traced(llama4(), columns), None, 2, ep=2).weights
+    found = tensor_parallel(cases.traced(build("llama4"), columns), None, 2, ep=2).weights
     assert all(p.dim == 0 for name, p in found.items() if "experts." in name)
-    assert_parity(llama4(), columns, None, 2, monkeypatch, ep=2)
+    assert_parity(build("llama4"), columns, None, 2, monkeypatch, ep=2)
 
 
 def transfers(parallel: TensorParallel, graph: Any) -> Counter[bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from merak.graph.tensor_parallel.placement import (
     PartlySharded,
     Placement,
     Shard,
+    argument,
     is_opaque,
     positive,
     shape_of,
@@ -48,7 +49,7 @@ _COUNTS = CONVERSIONS | COPIES | RESHAPES | {"cumsum", "histc", "bincount", "cla
 
 def grouped(op: Operator) -> Decision:
     """Grouped products by the own experts' weights: only their rows are multiplied."""
-    x, weight, offsets = _operands(op.node)
+    x, weight, offsets = grouped_operands(op.node)
     placed = op.placement(weight)
     assert isinstance(placed, Shard)
     if placed.parts != shape_of(offsets) or op.node.kwargs.keys() - {"offs"}:
@@ -87,7 +88,7 @@ def decide_rows(op: Operator) -> Decision | None:
     found = {n: p for n in operands if isinstance(p := op.raw(n), ExpertRows)}
     (lead, *others) = found.values()
     is_split = any(isinstance(op.raw(n), (Shard, PartlySharded)) for n in operands)
-    if is_split or any(p != lead for p in others) or not _is_rowwise(op, found):
+    if is_split or any(p != lead for p in others) or not is_rowwise(op.node, found):
         return None
     written = op.node.args[0] if has_mutable_schema(op.node) else None
     if isinstance(written, fx.Node) and written not in found:
@@ -102,27 +103,36 @@ def decide_rows(op: Operator) -> Decision | None:
     return Decision((lead,) * len(results) if isinstance(results, tuple) else lead, needs)
 
 
-def _is_rowwise(op: Operator, found: dict[fx.Node, ExpertRows]) -> bool:
-    """Whether an operator gives every row from the same row of its operands."""
-    name, target = family(op.node.target).removesuffix("_"), op.node.target
-    shape = shape_of(next(iter(found)))
+def is_rowwise(node: fx.Node, rows: Collection[fx.Node], num_dims: int = 1) -> bool:
+    """Whether an operator gives every row from the same row of its operands.
+
+    Args:
+        node: an operator of the traced graph.
+        rows: its operands with a row for each row of its result, at least one.
+        num_dims: dims in front that number the rows.
+    """
+    name, target = family(node.target).removesuffix("_"), node.target
+    shape = shape_of(next(iter(rows)))
     if is_opaque(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
         return False
     if name in RESHAPES:
-        return bool(shape_of(op.node)) and shape_of(op.node)[0] == shape[0]
+        return len(shape_of(node)) >= num_dims and shape_of(node)[:num_dims] == shape[:num_dims]
     if name in SPLITS | NARROWS | SOFTMAXES | {"select", "squeeze", "unsqueeze", "glu"}:
         default = None if name == "squeeze" else -1 if name == "glu" else 0
-        dim = op.arg("dim", default)
+        dim = argument(node, "dim", default)
         grown = len(shape) + (name == "unsqueeze")
-        return isinstance(dim, int) and positive(dim, grown) != 0
+        return isinstance(dim, int) and positive(dim, grown) >= num_dims
     if name in NORMS:
-        normal: Any = op.arg("normalized_shape", ())
-        return op.node.args[0] in found and 0 < len(normal) < len(shape)
+        normal: Any = argument(node, "normalized_shape", ())
+        return node.args[0] in rows and 0 < len(normal) <= len(shape) - num_dims
     is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
     if not is_pointwise and name not in CONVERSIONS | COPIES | {"detach"}:
         return False
-    result = shape_of(op.node)
-    return all(len(shape_of(n)) == len(result) and shape_of(n)[0] == result[0] for n in found)
+    result = shape_of(node)
+    return all(
+        len(shape_of(n)) == len(result) and shape_of(n)[:num_dims] == result[:num_dims]
+        for n in rows
+    )
 
 
 def sorted_by(node: fx.Node) -> fx.Node:
@@ -158,13 +168,13 @@ def offsets_of(experts: fx.Node) -> fx.Node | None:
     by = sorted_by(experts)
     for node in by.graph.nodes:
         if family(node.target) in GROUPED_GEMMS:
-            offsets = _operands(node)[2]
+            offsets = grouped_operands(node)[2]
             if isinstance(offsets, fx.Node) and sorted_by(offsets) is by:
                 return offsets
     return None
 
 
-def _operands(node: fx.Node) -> tuple[Any, Any, Any]:
+def grouped_operands(node: fx.Node) -> tuple[Any, Any, Any]:
     """Rows, weights and offsets of a grouped product."""
     offsets = node.args[2] if len(node.args) > 2 else node.kwargs.get("offs")
     return node.args[0], node.args[1], offsets

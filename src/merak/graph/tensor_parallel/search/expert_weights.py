@@ -39,7 +39,7 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
     for segment in model.segments:
         own = {n: p for n, p in expert_stacks(segment).items() if n not in excluded}
         for name, placed in own.items():
-            _check(name, placed.parts[0], ep)
+            check_experts(name, placed.parts[0], ep)
         if own:
             search = Search(segment, model.parameters, ep, excluded, own)
             closed = search.close(own)
@@ -58,7 +58,12 @@ def has_experts(model: ModelGraph) -> bool:
     return any(expert_stacks(segment) for segment in model.segments)
 
 
-def _check(name: str, num_experts: int, ep: int) -> None:
+def check_experts(name: str, num_experts: int, ep: int) -> None:
+    """Refuse an expert parallel degree that does not divide the experts of a weight.
+
+    Raises:
+        ShardError: it does not.
+    """
     if num_experts % ep:
         *most, last = map(str, sympy.divisors(num_experts))
         raise ShardError(

@@ -1,0 +1,62 @@
+"""The reducers of a rank: of gradients that all replicas sum, and of its experts'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from merak.engine.comm.gradient_buckets import GradientReducer
+
+
+class GradientReducers:
+    """Reducers of different parameters, over groups of ranks of their own, as one.
+
+    Args:
+        reducers: each with a rank's stages; all ranks have them in the same order.
+    """
+
+    def __init__(self, reducers: Sequence[GradientReducer]) -> None:
+        self._reducers = reducers
+
+    @property
+    def every_microbatch(self) -> bool:
+        """Whether gradients are reduced after every microbatch, as of `GradientReducer`."""
+        return self._reducers[0].every_microbatch
+
+    @every_microbatch.setter
+    def every_microbatch(self, value: bool) -> None:
+        for reducer in self._reducers:
+            reducer.every_microbatch = value
+
+    def start_step(self, order: Iterable[int]) -> None:
+        """Set the order of a step's reductions, as of `GradientReducer`."""
+        stages = tuple(order)
+        for reducer in self._reducers:
+            reducer.start_step(stages)
+
+    def ready(self, stage: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Reduce the buckets that are complete, as of `GradientReducer`."""
+        final = tuple(parameters)
+        for reducer in self._reducers:
+            reducer.ready(stage, final)
+
+    def complete(self, stage: int) -> None:
+        """Reduce all of a stage's gradients, as of `GradientReducer`."""
+        for reducer in self._reducers:
+            reducer.complete(stage)
+
+    def microbatch_done(self, stage: int) -> None:
+        """Reduce the gradients of a microbatch that is not the last, as of `GradientReducer`."""
+        for reducer in self._reducers:
+            reducer.microbatch_done(stage)
+
+    def wait(self) -> None:
+        """Wait for the reductions, and replace the gradients by them."""
+        for reducer in self._reducers:
+            reducer.wait()
+
+    def forget(self) -> None:
+        """Free the reductions of a step that failed."""
+        for reducer in self._reducers:
+            reducer.forget()

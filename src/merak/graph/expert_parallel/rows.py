@@ -1,0 +1,182 @@
+"""Operators of a segment's graph that run on experts' rows, and what enters and leaves them.
+
+Rows lie in groups, sorted by expert, each group with a weight of its own; or in batches, with a dim
+for the experts in front and one for the rows behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import Kind
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.operators import GROUPED_GEMMS, MATMULS, family
+from merak.graph.tensor_parallel.placement import shape_of, where
+from merak.graph.tensor_parallel.rules.experts import grouped_operands, is_rowwise, offsets_of
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRegion:
+    """Operators between the first and the last product with the experts of a layer.
+
+    Args:
+        offsets: (experts,), where every expert's rows end among the rank's own; None where rows
+            lie in batches.
+        rows: sizes in front of every value that enters: (rows,), or (experts, rows of each).
+        products: with stacks of weights.
+        picks: values that are picked by the expert of each row, such as biases.
+        inside: all operators of it, in their order.
+    """
+
+    offsets: fx.Node | None
+    rows: tuple[int, ...]
+    products: tuple[fx.Node, ...]
+    picks: tuple[fx.Node, ...]
+    inside: tuple[fx.Node, ...]
+
+    def entering(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The operands of an operator inside that have rows and are not computed inside."""
+        if node in self.picks:
+            return
+        operands = (rows_of(node),) if node in self.products else node.all_input_nodes
+        for operand in operands:
+            if operand not in self.inside and has_rows(operand, node, self.rows):
+                yield operand
+
+    def of_experts(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The operands of an operator inside that have a value for each expert of a batch."""
+        if self.offsets is None and node not in self.products:
+            for operand in node.all_input_nodes:
+                shape = shape_of(operand)
+                if operand not in self.inside and shape[:2] == (self.rows[0], 1):
+                    yield operand
+
+    def leaving(self) -> Iterator[fx.Node]:
+        """The operators inside whose results are read outside."""
+        for node in self.inside:
+            if any(user not in self.inside for user in node.users):
+                yield node
+
+
+def expert_regions(graph: fx.Graph, stacks: Collection[fx.Node]) -> list[ExpertRegion]:
+    """The regions of a segment's graph.
+
+    Args:
+        graph: the segment's graph.
+        stacks: placeholders of the weights with an expert dim.
+
+    Raises:
+        ShardError: a product with experts whose rows are not in front.
+    """
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    batches: dict[tuple[int, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or not any(_is_of(n, stacks) for n in node.all_input_nodes):
+            continue
+        if family(node.target) in GROUPED_GEMMS:
+            groups.setdefault(grouped_operands(node)[2], []).append(node)
+        elif family(node.target) == "index":
+            offsets = offsets_of(node.args[1][0])  # as `expert_stacks` has found it to be
+            assert offsets is not None
+            groups.setdefault(offsets, []).append(node)
+        elif family(node.target) in MATMULS | {"einsum"}:
+            batches.setdefault(_batch_of(node), []).append(node)
+    regions = [_region(graph, offsets, anchors) for offsets, anchors in groups.items()]
+    return regions + [_region(graph, None, anchors) for anchors in batches.values()]
+
+
+def rows_of(product: fx.Node) -> fx.Node:
+    """The operand of a product with experts that has rows, beside the stack of weights."""
+    found = product.args[0]
+    if family(product.target) == "einsum":
+        terms, result = _terms(product)
+        place = [term[:2] for term in terms].index(result[:2])
+        found = product.all_input_nodes[place]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def has_rows(node: fx.Node, like: fx.Node, rows: tuple[int, ...]) -> bool:
+    """Whether a value has a row for each row of an operator's result."""
+    shape = shape_of(node)
+    return shape[: len(rows)] == rows and len(shape) == len(shape_of(like))
+
+
+def _is_of(node: fx.Node, stacks: Collection[fx.Node]) -> bool:
+    """Whether a value is a stack of weights, or shows one in another way."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node in stacks
+
+
+def _batch_of(product: fx.Node) -> tuple[int, ...]:
+    """Sizes in front of a product's result: experts, and the rows of each."""
+    shape = shape_of(product)
+    terms, result = _terms(product)
+    if len(shape) < 3 or not any(term[:2] == result[:2] for term in terms):
+        raise ShardError(
+            f"ep shares out experts over replicas where the dim of experts is the first, and rows "
+            f"the second, which they are not for {product.name} ({where(product)}); use ep equal "
+            "to tp, or ep=1."
+        )
+    return shape[:2]
+
+
+def _terms(product: fx.Node) -> tuple[list[str], str]:
+    """The letters of a product's operands and of its result, as of an einsum."""
+    equation = str(product.args[0]) if family(product.target) == "einsum" else "bmk,bkn->bmn"
+    left, _, result = equation.replace(" ", "").partition("->")
+    return left.split(","), result
+
+
+def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) -> ExpertRegion:
+    products = [n for n in anchors if family(n.target) != "index"]
+    rows = shape_of(products[0])[: 1 if offsets is not None else 2]
+    fixed = _of_weights(graph)
+    reached: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node in anchors or (
+            node.op == "call_function" and _is_rowwise(node, reached, fixed, rows)
+        ):
+            reached[node] = None
+    kept: set[fx.Node] = set(products)
+    for node in reversed(reached):
+        joins = sum(n in reached for n in node.all_input_nodes) > 1
+        if joins or any(user in kept for user in node.users):
+            kept.add(node)
+    inside = tuple(n for n in reached if n in kept)
+    picks = tuple(n for n in inside if n in anchors and n not in products)
+    return ExpertRegion(offsets, rows, tuple(products), picks, inside)
+
+
+def _of_weights(graph: fx.Graph) -> set[fx.Node]:
+    """Values that are computed of parameters and constants alone: the same on every rank."""
+    fixed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_fixed = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
+        else:
+            is_fixed = node.op != "output" and all(n in fixed for n in node.all_input_nodes)
+        if is_fixed:
+            fixed.add(node)
+    return fixed
+
+
+def _is_rowwise(
+    node: fx.Node, reached: Collection[fx.Node], fixed: Collection[fx.Node], rows: tuple[int, ...]
+) -> bool:
+    """Whether an operator gives each row of its result from the same row of its operands."""
+    operands = node.all_input_nodes
+    own = [n for n in operands if n in reached]
+    if not own or any(isinstance(n.meta["tensor"], tuple) for n in own):
+        return bool(own) and family(node.target) == "getitem"
+    for operand in operands:
+        if operand not in reached and operand not in fixed and not has_rows(operand, node, rows):
+            return False
+    if has_mutable_schema(node) and node.args[0] not in reached:
+        return False
+    return is_rowwise(node, own, len(rows))

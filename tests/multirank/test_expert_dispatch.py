@@ -1,0 +1,144 @@
+"""Experts over replicas on real ranks: training is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+import merak
+from merak.core.mesh import Mesh
+from merak.core.shards import ParameterShard, join
+from tests.multirank.ranks import RankPool
+from tests.tiers import slow
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.expert_models import build
+
+Parameters = dict[str, torch.Tensor]
+
+
+def trained(
+    kind: str, degrees: dict[str, int], options: dict[str, Any]
+) -> tuple[list[float], Parameters]:
+    """Losses of three steps, whose gradients are clipped, and the parameters behind them."""
+    mesh = merak.init(**degrees, device="cpu")
+    num_samples = 16 // mesh.dp
+
+    def own(step: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(2, cases.VOCABULARY, (16, 8), generator=generator)
+        part = ids.narrow(0, mesh.dp_rank * num_samples, num_samples)
+        return {"input_ids": part, "labels": part.clone()}
+
+    model = build("deepseek_v3" if kind == "unused" else kind)
+    if kind == "unused":  # no token comes to the experts of the last rank
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[:4] = 100.0
+    parallel = merak.parallelize(
+        model,
+        example_batch=own(0),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        num_microbatches=4 // mesh.dp,
+        max_grad_norm=0.5,
+        **options,
+    )
+    losses = [float(parallel.step(own(step))) for step in range(3)]
+    with parallel.engine.whole_model():
+        own_parameters = {n: p for n, p in parallel.model.named_parameters() if not p.is_meta}
+        shards = parallel.engine.shards
+        return losses, {
+            n: _whole(p.detach(), shards.get(n), mesh) for n, p in own_parameters.items()
+        }
+
+
+def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch.Tensor:
+    """A parameter whose shards the ranks of a group hold."""
+    if shard is None:
+        return own.clone()
+    shards = [torch.empty_like(own) for _ in range(shard.degree)]
+    dist.all_gather(shards, own.contiguous(), group=mesh.group(mesh.shard_axis))
+    return join(shards, shard)
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "options"),
+    [
+        ("mixtral", {"dp": 4, "ep": 2}, {"zero": 2}),
+        ("unused", {"dp": 2, "ep": 2}, {}),
+        ("gpt_oss", {"cp": 2, "ep": 2}, {}),
+        slow("mixtral", {"dp": 2, "ep": 2}, {}),
+        slow("deepseek_v3", {"dp": 2, "ep": 2}, {"recompute": "selective"}),
+        slow("qwen3_moe", {"dp": 4, "ep": 4}, {"zero": 1}),
+        slow("glm4_moe", {"dp": 4, "ep": 2}, {"zero": 1}),
+        slow("jetmoe", {"dp": 2, "ep": 2}, {"recompute": "full"}),
+        slow("llama4", {"dp": 2, "ep": 2}, {}),
+        slow("gshard", {"dp": 2, "ep": 2}, {}),
+        slow("mixtral", {"dp": 2, "cp": 2, "ep": 4}, {}),
+        slow("mixtral", {"dp": 2, "cp": 2, "pp": 2, "ep": 4}, {"zero": 2}),
+        slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "interleaved_1f1b"}),
+        slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
+        slow("mixtral", {"dp": 4, "pp": 2, "ep": 2}, {"schedule": "chimera"}),
+    ],
+)
+def test_training_equals_one_process(
+    pool: RankPool, kind: str, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    ((losses, expected),) = pool.run(trained, 1, kind, {}, {})
+    num_ranks = degrees.get("dp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
+    ranks = pool.run(trained, num_ranks, kind, degrees, options)
+    for own_losses, final in ranks:
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        cases.assert_gradients_equal(final, {name: expected[name] for name in final})
+    assert {name for _, final in ranks for name in final} == expected.keys()
+    if kind == "unused":
+        before = dict(build("deepseek_v3").named_parameters())
+        for name, parameter in expected.items():
+            if "mlp.experts." in name:
+                assert torch.equal(parameter[4:], before[name][4:])
+                assert not torch.equal(parameter[:4], before[name][:4])
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens; every sample has labels of its own."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.ids = torch.randint(2, cases.VOCABULARY, (size, 8), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def evaluated(
+    degrees: dict[str, int], sizes: Sequence[int], folder: str
+) -> list[tuple[float, torch.Tensor]]:
+    """The loss and the logits of datasets of some sizes, in batches of two."""
+    merak.init(**degrees, device="cpu")
+    args = merak.MerakArguments(
+        output_dir=folder, per_device_eval_batch_size=2, use_cpu=True, report_to=[],
+        disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    trainer = merak.MerakTrainer(model=build("mixtral"), args=args)
+    found = []
+    for size in sizes:
+        loss = trainer.evaluate(Tokens(size))["eval_loss"]
+        found.append((loss, torch.as_tensor(trainer.predict(Tokens(size)).predictions)))
+    return found
+
+
+def test_replicas_without_samples_compute_the_others_rows(pool: RankPool, tmp_path: Path) -> None:
+    sizes = (1, 5, 8)  # batches of two: one replica has none, one has fewer, both have as many
+    (expected,) = pool.run(evaluated, 1, {}, sizes, str(tmp_path))
+    for found in pool.run(evaluated, 2, {"dp": 2, "ep": 2}, sizes, str(tmp_path)):
+        for (loss, logits), (own_loss, own_logits) in zip(expected, found, strict=True):
+            assert own_loss == pytest.approx(loss, rel=1e-5)
+            torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-5)
