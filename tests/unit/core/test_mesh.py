@@ -190,7 +190,10 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
         ({"timeout_s": 0}, "timeout_s=0 is not a time to wait"),
         ({"dp": True}, "dp=True is not a degree; use a whole number of 1 or more."),
         ({"ep": 0}, "ep=0 is not a degree; use a whole number of 1 or more."),
-        ({"ep": 2}, "ep=2 does not fit tp=1, whose ranks have the experts of a layer between them"),
+        (
+            {"ep": 2},
+            "ep=2 does not divide dp × cp = 1, the replicas that have the experts of a layer between them",
+        ),
         ({"ep": 2, "plan": "auto"}, "ep=2 does not divide the number of ranks (1)"),
     ],
 )
@@ -208,7 +211,7 @@ def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str
     [
         (4, Degrees(8, 2, 1), "use ep=2, or ep=1, which splits every expert, or tp=1 and a "
          "multiple of 4 replicas."),
-        (4, Degrees(3, 1, 1, 2), "use one of 1, 2, 3, 6, or tp=4."),
+        (4, Degrees(3, 1, 1, 2), "use ep=1, 2, 3, 6, or tp=4."),
     ],
 )  # fmt: skip
 def test_experts_are_shared_out_over_tp_or_replicas(ep: int, degrees: Degrees, fix: str) -> None:

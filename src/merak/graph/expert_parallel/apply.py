@@ -178,8 +178,8 @@ class _Exchange:
         """Exchange what enters and leaves, and give the products the rows of all ranks."""
         region = self.region
         for node in region.inside:
-            if node in region.picks:
-                self._pick(node)
+            if node in region.lookups:
+                self._look_up(node)
                 continue
             for operand in region.entering(node):
                 node.replace_input_with(operand, self._enter(operand, node))
@@ -231,7 +231,7 @@ class _Exchange:
         inside = self.region.inside
         node.replace_all_uses_with(left, lambda user: user not in inside and user is not left)
 
-    def _pick(self, node: fx.Node) -> None:
+    def _look_up(self, node: fx.Node) -> None:
         """Values that are picked for the rows of this rank's own experts, of all ranks."""
         node.args = (node.args[0], self.counts, self.region.rows[0], EXPERT_AXIS)
         node.kwargs = {}

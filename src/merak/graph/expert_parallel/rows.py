@@ -28,19 +28,19 @@ class ExpertRegion:
             lie in batches.
         rows: sizes in front of every value that enters: (rows,), or (experts, rows of each).
         products: with stacks of weights.
-        picks: values that are picked by the expert of each row, such as biases.
+        lookups: values that are picked by the expert of each row, such as biases.
         inside: all operators of it, in their order.
     """
 
     offsets: fx.Node | None
     rows: tuple[int, ...]
     products: tuple[fx.Node, ...]
-    picks: tuple[fx.Node, ...]
+    lookups: tuple[fx.Node, ...]
     inside: tuple[fx.Node, ...]
 
     def entering(self, node: fx.Node) -> Iterator[fx.Node]:
         """The operands of an operator inside that have rows and are not computed inside."""
-        if node in self.picks:
+        if node in self.lookups:
             return
         operands = (rows_of(node),) if node in self.products else node.all_input_nodes
         for operand in operands:
@@ -149,8 +149,8 @@ def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) ->
         if joins or any(user in kept for user in node.users):
             kept.add(node)
     inside = tuple(n for n in reached if n in kept)
-    picks = tuple(n for n in inside if n in anchors and n not in products)
-    return ExpertRegion(offsets, rows, tuple(products), picks, inside)
+    lookups = tuple(n for n in inside if n in anchors and n not in products)
+    return ExpertRegion(offsets, rows, tuple(products), lookups, inside)
 
 
 def _of_weights(graph: fx.Graph) -> set[fx.Node]:

@@ -293,7 +293,6 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
 _OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 
-@cache
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """An operator's argument by its name in the schema, or in a function's signature."""
     for i, known in enumerate(_argument_names(node.target)):
@@ -303,6 +302,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     return default
 
 
+@cache
 def is_opaque(target: Any) -> bool:
     """Whether an operator's backward is not torch's own: it may not be linear.
 
