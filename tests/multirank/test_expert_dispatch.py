@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 import merak
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join
+from merak.ops import expert_dispatch
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -142,3 +144,31 @@ def test_replicas_without_samples_compute_the_others_rows(pool: RankPool, tmp_pa
         for (loss, logits), (own_loss, own_logits) in zip(expected, found, strict=True):
             assert own_loss == pytest.approx(loss, rel=1e-5)
             torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-5)
+
+
+def exchanged_bytes(num_samples: int) -> int:
+    """Bytes that a rank puts into all-to-alls in one step."""
+    mesh = merak.init(dp=2, ep=2, device="cpu")
+    sent: list[int] = []
+    exchange = expert_dispatch.dist.all_to_all_single
+
+    def recorded(output: torch.Tensor, own: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        sent.append(own.nbytes)
+        return exchange(output, own, *rest, **named)
+
+    generator = torch.Generator().manual_seed(mesh.dp_rank)
+    ids = torch.randint(2, cases.VOCABULARY, (num_samples, 8), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    parallel = merak.parallelize(
+        build("mixtral"), batch, optimizer=lambda own: torch.optim.SGD(own, lr=0.1)
+    )
+    with patch.object(expert_dispatch.dist, "all_to_all_single", recorded):
+        parallel.step(batch)
+    assert len(sent) == 2 * 4  # of each layer: there and back, forward and backward
+    return sum(sent)
+
+
+def test_exchanges_send_every_row_four_times(pool: RankPool) -> None:
+    num_samples, tokens, hidden, experts_per_token, num_layers = 4, 8, 32, 2, 2
+    rows = 2 * num_samples * tokens * experts_per_token  # of both ranks
+    assert sum(pool.run(exchanged_bytes, 2, num_samples)) == 4 * num_layers * rows * hidden * 4

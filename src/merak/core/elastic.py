@@ -118,8 +118,8 @@ def check_expert_degree(ep: object, degrees: Degrees) -> int:
         )
     if tp == 1 and replicas % ep:
         raise MeshError(
-            f"ep={ep} does not divide dp × cp = {replicas}, the replicas that have the experts of a "
-            f"layer between them; use ep={_divisors(replicas)}, or tp={ep}."
+            f"ep={ep} does not divide dp × cp = {replicas}, the replicas that have the experts of "
+            f"a layer between them; use ep={_divisors(replicas)}, or tp={ep}."
         )
     return ep
 

@@ -208,6 +208,10 @@ class Mesh:
             experts = init_device_mesh(kind, own_shape, mesh_dim_names=EXPERT_AXES)
         return replace(self, device_mesh=made, expert_mesh=experts)
 
+    def unconnected(self) -> Mesh:
+        """The mesh of the first rank of such a job, which exchanges nothing."""
+        return replace(self, rank=0, device_mesh=None, expert_mesh=None)
+
     def _mesh_of(self, axis: str) -> DeviceMesh | None:
         return self.expert_mesh if axis in ("ep", EXPERT_REPLICAS) else self.device_mesh
 

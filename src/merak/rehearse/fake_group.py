@@ -160,8 +160,11 @@ class FakeGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: torch.Tensor, own: torch.Tensor, *_: Any, **__: Any
     ) -> dist.Work:
-        """Fill the output with this rank's own rows, again and again."""
-        rows = torch.arange(output.shape[0], device=own.device) % max(own.shape[0], 1)
+        """Fill the output with this rank's own rows, again and again; without any, as `recv`."""
+        if not own.shape[0]:
+            self._fill(output.detach())
+            return self._called("all_to_all", [own] * self.size())
+        rows = torch.arange(output.shape[0], device=own.device) % own.shape[0]
         output.detach().copy_(own.detach()[rows])
         return self._called("all_to_all", [own] * self.size())
 

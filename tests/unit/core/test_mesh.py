@@ -192,7 +192,7 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
         ({"ep": 0}, "ep=0 is not a degree; use a whole number of 1 or more."),
         (
             {"ep": 2},
-            "ep=2 does not divide dp × cp = 1, the replicas that have the experts of a layer between them",
+            "ep=2 does not divide dp × cp = 1, the replicas that have the experts",
         ),
         ({"ep": 2, "plan": "auto"}, "ep=2 does not divide the number of ranks (1)"),
     ],

@@ -118,7 +118,7 @@ class MemoryModel:
             OptimizerMemories(job.optimizer, device),
         )
         self._measured = measured
-        with pretended(replace(job.mesh, rank=0, device_mesh=None)):
+        with pretended(job.mesh.unconnected()):
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measured.segment(segment.segment)
                 for program in job.programs
@@ -149,7 +149,7 @@ class MemoryModel:
                     # Inputs and outputs are held where segments recompute, too.
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
-        with pretended(replace(self.job.mesh, rank=0, device_mesh=None)):
+        with pretended(self.job.mesh.unconnected()):
             return self._measured.selective(segments, profile, self._device)
 
     def rank(

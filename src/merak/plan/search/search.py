@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from merak.core.errors import MerakError
 from merak.graph.tensor_parallel.report import undivided_weights
-from merak.graph.tensor_parallel.search.expert_weights import has_experts
+from merak.graph.tensor_parallel.search.expert_weights import num_experts
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
@@ -86,12 +87,13 @@ def _context_degrees(job: Job) -> tuple[int, ...]:
 def _with_experts(
     found: Ranking, workload: Workload, pricing: Pricing, top: int, refusal: Refusal | None
 ) -> Ranking:
-    """The ranking with its layouts of tp > 1 also priced with whole experts on every rank."""
+    """The ranking with its layouts also priced with whole experts on every rank."""
     plans, rejected = list(found.plans), list(found.rejected)
     num_priced, num_tried = found.num_priced, 0
     for own in found.plans:
-        candidate = replace(own.candidate, ep=own.candidate.tp, partition=None)
-        if candidate.ep == 1 or not has_experts(workload.graph(candidate.microbatch)):
+        ep = _whole_experts(own.candidate, workload)
+        candidate = replace(own.candidate, ep=ep, partition=None)
+        if ep == 1:
             continue
         why = None if refusal is None else refusal(candidate)
         num_tried += 1
@@ -117,6 +119,14 @@ def _with_experts(
         num_priced=num_priced,
         num_candidates=found.num_candidates + num_tried,
     )
+
+
+def _whole_experts(candidate: Candidate, workload: Workload) -> int:
+    """Ranks that can have a layer's experts between them: those of tp, or replicas."""
+    experts = num_experts(workload.graph(candidate.microbatch))
+    if not experts or (candidate.tp == 1 and candidate.zero == 3):
+        return 1
+    return candidate.tp if candidate.tp > 1 else math.gcd(candidate.replicas, experts)
 
 
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:

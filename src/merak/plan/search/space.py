@@ -224,6 +224,9 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 what = "sub-pipelining" if sub == "on" else "split backwards"
                 space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
                 continue
+            if zero == 3 and base.form.spreads_experts:
+                space.reject("zero=3", f"replicas hold different experts with ep={base.ep}")
+                continue
             if zero == 3 and job.low_sums:
                 space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")
                 continue

@@ -6,6 +6,7 @@ products and of einsums, and values that are picked by the experts of a grouped 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 import sympy  # type: ignore[import-untyped]
@@ -53,9 +54,17 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
     return found
 
 
-def has_experts(model: ModelGraph) -> bool:
-    """Tell whether a model has stacks of expert weights, which expert parallelism splits."""
-    return any(expert_stacks(segment) for segment in model.segments)
+def num_experts(model: ModelGraph) -> int:
+    """Number of experts that expert parallelism splits, of all layers' the greatest divisor.
+
+    Args:
+        model: the traced model.
+
+    Returns:
+        The number; 0 where there are no stacks of expert weights.
+    """
+    stacks = (p for segment in model.segments for p in expert_stacks(segment).values())
+    return math.gcd(*(placed.parts[0] for placed in stacks))
 
 
 def check_experts(name: str, num_experts: int, ep: int) -> None:
