@@ -153,6 +153,7 @@ class ParallelModel:
             self._refuse(found)
         warn_on_rank0(logger, "step %d skipped: %s", self.num_steps, found)
         engine.optimizer_params.clear_gradients()
+        engine.undo_compression()
         if not torch.isfinite(loss):
             engine.undo_buffers()  # which the forward has written such numbers into
         return True

@@ -197,6 +197,7 @@ class TrainingFields(TrainingArguments):
     gradient_sums: str = taken("gradient_sums")
     zero: int = taken("zero")
     tied_gradients: str = taken("tied_gradients")
+    gradient_compression: str = taken("gradient_compression")
     hang_limit_s: float = taken("hang_limit_s")
     max_shapes: int = taken("max_shapes")
     sub_pipelining: str = taken("sub_pipelining")

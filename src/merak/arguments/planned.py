@@ -78,6 +78,7 @@ def planned_arguments(plan: PlanFile) -> dict[str, Any]:
         "fp16": plan.autocast == "float16",
         "master_weights": plan.master_weights,
         "gradient_sums": plan.gradient_sums,
+        "gradient_compression": plan.gradient_compression,
         **layout_arguments(plan.candidate),
     }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +54,9 @@ class RankState:
             themselves.
         description: of the model, from before its forward ran, which may write into its config;
             None for what it is now.
+        further: further tensors of the training by key, saved and loaded with the optimizer: the
+            parameter whose shards they are laid out like, None for tensors of their own.
+        reset: begins anew with those of `further` that a checkpoint does not have, by their keys.
     """
 
     model: nn.Module
@@ -63,6 +66,8 @@ class RankState:
     mesh: Mesh
     optimizer_tensors: Mapping[str, OptimizerTensor] = field(default_factory=dict)
     description: Mapping[str, Any] | None = None
+    further: Mapping[str, tuple[str | None, torch.Tensor]] = field(default_factory=dict)
+    reset: Callable[[Collection[str]], None] | None = None
 
     def view(self) -> RankView:
         """Return the tensors of this rank by name."""
@@ -79,7 +84,7 @@ def held_shards(state: RankState, buffers: Collection[str]) -> Shards:
     view = state.view()
     shards = _model_shards(view, buffers)
     if state.optimizer is not None:
-        shards |= optimizer_shards(state.optimizer, view)
+        shards |= optimizer_shards(state.optimizer, view) | _further_shards(state, view)
     return shards
 
 
@@ -149,6 +154,7 @@ def load_state(
     found: list[SavedCheckpoint] = []
     wanted: Shards = {}
     tensors: dict[str, torch.Tensor] = {}
+    absent: list[str] = []
 
     def prepare() -> None:
         saved = open_checkpoint(target, allow_pickled)
@@ -167,11 +173,17 @@ def load_state(
         shards, memory = optimizer_targets(state.optimizer, view, saved.metadata)
         wanted.update(shards)
         tensors.update(memory)
+        further = _further_shards(state, view)
+        stored = {key: own for key, own in further.items() if saved.shape(key) == own.size}
+        wanted.update(stored)
+        absent.extend(key for key in further if key not in stored)
 
     together(prepare, target, "read")
     (saved,) = found
     together(partial(load_shards, saved.reader, wanted), target, "read")
     together(partial(_fill, state, tensors, saved), target, "read")
+    if absent and state.reset is not None:
+        state.reset(absent)
     return saved.values
 
 
@@ -226,6 +238,13 @@ def _fill(state: RankState, tensors: Mapping[str, torch.Tensor], saved: SavedChe
         groups, values = saved.values["optimizer_groups"], saved.values["optimizer_values"]
         held = {name: own for name, own in values.items() if name in view.owned}
         fill_optimizer(state.optimizer, view, tensors, held, groups)
+
+
+def _further_shards(state: RankState, view: RankView) -> Shards:
+    return {
+        key: shard_of(tensor, view.shards.get(like) if like else None, view.shard_index)
+        for key, (like, tensor) in state.further.items()
+    }
 
 
 def _model_shards(view: RankView, buffers: Collection[str]) -> Shards:

@@ -15,7 +15,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from merak.launch.errors import CommandError
 from merak.plan import options
+from merak.plan.gradient_compression import COMPRESSIONS
 
 Request = TypeVar("Request")
 
@@ -50,6 +52,22 @@ def shared(name: str, flag: str = "") -> Any:
         options.placeholder(name),
         own.metadata["help"],
     )
+
+
+def check_compression(kind: str) -> None:
+    """Refuse a word that is no kind of gradient compression.
+
+    Args:
+        kind: as it was typed.
+
+    Raises:
+        CommandError: it is none.
+    """
+    if kind not in COMPRESSIONS:
+        raise CommandError(
+            f"--gradient-compression {kind} is no compression; use {', '.join(COMPRESSIONS[:-1])} "
+            f"or {COMPRESSIONS[-1]}."
+        )
 
 
 def argument(default: Any, placeholder: str, help: str) -> Any:

@@ -12,7 +12,8 @@ from torch import nn
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
 from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
-from merak.engine.comm.gradient_buckets import GradientReducer, fill_buckets
+from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, fill_buckets
+from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
@@ -176,10 +177,12 @@ def _job(
 def _optimizer_params(
     job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
 ) -> OptimizerParams:
-    options = job.options
-    precision = Precision(options.master_weights, options.float32_gradients)
-    groups = job.groups if options.zero else None
-    return OptimizerParams(job.parameters, groups, precision, all_gather, fsdp)
+    groups = job.groups if job.options.zero else None
+    return OptimizerParams(job.parameters, groups, _precision(job), all_gather, fsdp)
+
+
+def _precision(job: _Job) -> Precision:
+    return Precision(job.options.master_weights, job.options.float32_gradients)
 
 
 def _stages(
@@ -240,7 +243,9 @@ def _reducer(
             job.options.bucket_bytes,
             left_out,
         )
-        return GradientReducer(reduced, job.progress, optimizer_params.by_id(), job.oom_guard)
+        compression = _compression(job, reduced)
+        tensors = optimizer_params.by_id()
+        return GradientReducer(reduced, job.progress, tensors, job.oom_guard, compression)
 
     experts = job.experts
     reducers = [over(groups, experts)]
@@ -248,6 +253,18 @@ def _reducer(
         own = replica_groups(job.mesh, job.layout.schedule, EXPERT_REPLICAS)
         reducers.append(over(own, job.parameters.keys() - experts))
     return GradientReducers(reducers)
+
+
+def _compression(job: _Job, reduced: Mapping[int, StageGradients]) -> GradientCompression | None:
+    """Compression of the reductions; None where the options want none."""
+    kind = job.options.gradient_compression
+    if kind == "off" or not job.options.trains:
+        return None
+    stages = {stage: (own.group, own.buckets) for stage, own in reduced.items()}
+    names = {id(parameter): name for name, parameter in job.parameters.items()}
+    dtype_of = _precision(job).reduce_dtype
+    shard = f"{job.mesh.tp_rank} of {job.mesh.tp}"
+    return GradientCompression(kind, stages, dtype_of, names, shard)
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:

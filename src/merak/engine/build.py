@@ -12,7 +12,7 @@ from merak.core.health.status import phase
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
 from merak.engine.assemble import assemble
-from merak.engine.comm.sparse_gradients import warn_densified
+from merak.engine.comm.sparse_gradients import find_sparse, warn_densified
 from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
@@ -27,6 +27,8 @@ from merak.graph.weights.materialize import materialize
 from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
+    refuse_compressed_sparse,
+    refuse_compression,
     refuse_gradient_hooks,
     refuse_optional_layers,
     refuse_spread_experts,
@@ -105,6 +107,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)
+    refuse_compressed_sparse(options.gradient_compression, find_sparse(layout.graph))
     refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
@@ -182,6 +185,7 @@ def _forecast(
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
         refuse_zero(plans.base.schedule, options.zero)
+        refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -198,5 +202,6 @@ def _forecast(
     if plans.takes_costs:
         plans = plans_from_costs(forecast, times)
         refuse_zero(plans.base.schedule, options.zero)
+        refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

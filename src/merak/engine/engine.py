@@ -16,6 +16,7 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import sync_buffers
 from merak.engine.comm.eval_parameters import fetch_remote
+from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_norm import clip_gradients
 from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
 from merak.engine.health.oom import StepAborted, explain_oom, raise_if_aborted
@@ -186,6 +187,19 @@ class Engine:
         """Undo the writes of the last training step into buffers, such as running means."""
         restore(self._state, self._buffers_before)
 
+    def undo_compression(self) -> None:
+        """Undo what the last training step has changed of gradient compression's error feedback.
+
+        For steps that are skipped: the gradients that they reduced are not used.
+        """
+        if (compression := self._state.reducer.compression) is not None:
+            compression.undo()
+
+    @property
+    def compression(self) -> GradientCompression | None:
+        """The compression of gradient reductions, whose state checkpoints hold; None for none."""
+        return self._state.reducer.compression
+
     def locate_non_finite(
         self,
         step: int,
@@ -239,6 +253,8 @@ class Engine:
         state, oom_guard = self._state, self._state.oom_guard
         plan = state.plan_for(max(len(microbatches), 1))
         oom_guard.start_step(self._release)
+        if self.compression is not None:
+            self.compression.start_step(loss_scale)
         try:
             run = TrainingStep(state, plan, microbatches)
             if microbatches:

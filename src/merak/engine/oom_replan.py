@@ -178,10 +178,12 @@ def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> Tens
 
 @torch.no_grad()
 def restore(state: EngineState, written: TensorDict) -> None:
-    """Undo a step that was aborted or not finite: its writes into buffers, and its gradients."""
+    """Undo a step that was aborted or not finite: what it wrote into buffers, its gradients."""
     for name, before in written.items():
         state.buffers[name].copy_(before)
     state.optimizer_params.clear_gradients()
+    if state.reducer.compression is not None:
+        state.reducer.compression.undo()
 
 
 def replan(state: EngineState, step: int, reasons: Mapping[int, str]) -> EngineState:

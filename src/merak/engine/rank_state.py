@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -21,4 +23,7 @@ def rank_state(
     """
     masters = engine.optimizer_params.optimizer_tensors()
     held, described = engine.held(), engine.description or None
-    return RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)
+    state = RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)
+    if (compression := engine.compression) is None:
+        return state
+    return replace(state, further=compression.tensors(), reset=compression.reset)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch import nn
 
@@ -54,6 +54,56 @@ def refuse_spread_experts(mesh: Mesh, zero: int) -> None:
         raise ScheduleError(
             f"zero=3 shards parameters over all replicas, which hold different experts with "
             f"ep={mesh.ep}; use zero=2, or ep=1."
+        )
+
+
+def refuse_compression(kind: str, schedule: Schedule, zero: int, mesh: Mesh) -> None:
+    """Refuse compressed reductions where gradients are not all-reduced whole, once a step.
+
+    Args:
+        kind: of compression; "off" for none.
+        schedule: that of a step.
+        zero: the ZeRO stage.
+        mesh: the degrees.
+
+    Raises:
+        ScheduleError: the layout reduces them otherwise.
+    """
+    if kind == "off":
+        return
+    if zero:
+        raise ScheduleError(
+            f"gradient_compression={kind!r} compresses all-reduces of whole gradients, but "
+            f"zero={zero} reduce-scatters them, which torch's compressors do not; use zero=0, or "
+            "gradient_compression='off'."
+        )
+    if mesh.spreads_experts:
+        raise ScheduleError(
+            f"gradient_compression={kind!r} compresses what all replicas reduce together, but they "
+            f"hold different experts with ep={mesh.ep}; use ep=1, or gradient_compression='off'."
+        )
+    if not schedule.is_synchronous:
+        raise ScheduleError(
+            f"gradient_compression={kind!r} carries over from step to step what it has left out of "
+            f"a step's gradients, but schedule={schedule.name!r} updates weights inside a step; "
+            "use a synchronous schedule such as '1f1b', or gradient_compression='off'."
+        )
+
+
+def refuse_compressed_sparse(kind: str, names: Iterable[str]) -> None:
+    """Refuse compressed reductions of sparse gradients.
+
+    Args:
+        kind: of compression; "off" for none.
+        names: of parameters with sparse gradients in the model.
+
+    Raises:
+        ScheduleError: there is one.
+    """
+    for name in sorted(names) if kind != "off" else ():
+        raise ScheduleError(
+            f"gradient_compression={kind!r} compresses dense gradients, but {name} has sparse ones;"
+            " use sparse=False in its embedding, or gradient_compression='off'."
         )
 
 

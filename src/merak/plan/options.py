@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from merak.core.errors import ArgumentsError
+from merak.plan.gradient_compression import COMPRESSIONS
 from merak.plan.recompute_spec import Recompute
 
 BUCKET_BYTES = 25 * 2**20
@@ -140,6 +141,14 @@ class ParallelOptions:
         "When gradients of parameters tied across stages are all-reduced: after every "
         "'microbatch', which is bit-identical to one process, or once a 'step', which sends less.",
         choices=("microbatch", "step"),
+    )
+    gradient_compression: str = option(
+        "off",
+        "KIND",
+        "How replicas compress the gradients that they reduce, for slow links: 'fp16' and 'bf16' "
+        "send 16-bit numbers, 'powersgd' two factors of rank 4 of every matrix, '1bit' signs, the "
+        "last two with error feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
+        choices=COMPRESSIONS,
     )
     hang_limit_s: float = option(
         600.0,

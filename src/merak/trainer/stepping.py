@@ -221,6 +221,7 @@ class Stepping(Saving):
             self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
         if skips:
             self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
+            self.engine.undo_compression()
             if not torch.isfinite(self._losses).all():
                 self.engine.undo_buffers()  # which the forward has written such numbers into
             if self.args.nan_policy == "rollback" and not skipped.check.is_overflow:

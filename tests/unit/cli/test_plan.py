@@ -65,6 +65,17 @@ def test_sums_in_the_own_type_take_half_the_memory_and_are_in_the_plan(capsys, t
     assert peaks["own"] < peaks["float32"]
 
 
+def test_compressed_gradients_are_in_the_plan_without_zero(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    words = ["--pp", "1", "--dp", "2", "--sub-pipelining", "off", "--schedule", "1f1b"]
+    words += ["--gradient-compression", "powersgd", "--output", str(plan), "--json"]
+    assert main([*SMALL, *words]) == 0
+    assert all(row["zero"] == 0 for row in json.loads(capsys.readouterr().out)["plans"])
+    assert planned_arguments(read_plan(plan))["gradient_compression"] == "powersgd"
+    assert main([*SMALL, "--gradient-compression", "zip"]) != 0
+    assert "use off, fp16, bf16, powersgd or 1bit" in capsys.readouterr().err
+
+
 def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
     assert main([*SMALL, "--no-sequence-parallel", "--sub-pipelining", "off"]) == 0
     page = capsys.readouterr().out

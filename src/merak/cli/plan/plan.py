@@ -125,6 +125,7 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         optimizer=optimizer_factory(request.optimizer),
         master_weights=request.master_weights,
     )
+    workload.gradient_compression = request.gradient_compression
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
     return workload
 

@@ -17,6 +17,11 @@ import torch
 import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, no_gradient
+from merak.engine.comm.gradient_compression import (
+    BucketGradients,
+    GradientCompression,
+    Waitable,
+)
 from merak.engine.comm.row_shards import pack_all
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
@@ -78,7 +83,7 @@ class _Reduction:
     """
 
     stage: int
-    work: dist.Work
+    work: Waitable
     sent: torch.Tensor
     flat: torch.Tensor
     bucket: Bucket
@@ -105,6 +110,7 @@ class GradientReducer:
         optimizer_tensors: by id of a parameter, what this replica's optimizer steps of it, and so
             the only rows that it receives; None for all-reduced gradients on every replica.
         oom_guard: aborts the step where there is no memory for a bucket.
+        compression: of the reductions; None for none.
     """
 
     def __init__(
@@ -113,8 +119,10 @@ class GradientReducer:
         progress: Progress,
         optimizer_tensors: Mapping[int, torch.nn.Parameter] | None = None,
         oom_guard: OomGuard | None = None,
+        compression: GradientCompression | None = None,
     ) -> None:
         self._oom_guard = oom_guard or OomGuard()
+        self.compression = compression
         # Whether gradients are reduced after every microbatch, so that there is never more than its
         # shard between them. All replicas then have equally many, and start buckets in the same
         # order.
@@ -216,13 +224,24 @@ class GradientReducer:
             rows = [gradient.reshape(-1) for gradient in gradients]
             flat = torch.cat(rows) if len(rows) > 1 else rows[0]
             everything = flat
-            work = dist.all_reduce(flat, group=group, async_op=True)
+            work = self._all_reduce(stage, bucket, flat)
         else:
             everything = pack_all(gradients, dist.get_world_size(group))
             flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
             work = reduce_scatter(flat, everything, group=group, async_op=True)
         assert work is not None
         self._open.append(_Reduction(stage, work, everything, flat, bucket, holders))
+
+    def _all_reduce(self, stage: int, bucket: Bucket, flat: torch.Tensor) -> Waitable:
+        """Start to sum a bucket's gradients over all replicas, compressed if that is wanted."""
+        reduced = self._stages[stage]
+        if self.compression is not None:
+            left = len(self._left[stage])
+            number = len(reduced.buckets) - left - 1
+            return self.compression.start(stage, BucketGradients(flat, bucket, number, not left))
+        work: Waitable | None = dist.all_reduce(flat, group=reduced.group, async_op=True)
+        assert work is not None
+        return work
 
     def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
         """Start to count the ranks on which each parameter has a gradient."""

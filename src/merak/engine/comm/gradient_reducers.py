@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from merak.engine.comm.gradient_buckets import GradientReducer
+from merak.engine.comm.gradient_compression import GradientCompression
 
 
 class GradientReducers:
@@ -18,6 +19,11 @@ class GradientReducers:
 
     def __init__(self, reducers: Sequence[GradientReducer]) -> None:
         self._reducers = reducers
+
+    @property
+    def compression(self) -> GradientCompression | None:
+        """The compression of the reductions over all replicas; None for none."""
+        return self._reducers[0].compression
 
     @property
     def every_microbatch(self) -> bool:

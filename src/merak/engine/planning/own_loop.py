@@ -54,6 +54,7 @@ def plan_loop(
         master_weights=options.master_weights,
         features=options.features,
         tied_gradients=options.tied_gradients,
+        gradient_compression=options.gradient_compression,
         kernels=KernelChoice(float32_gradients=options.float32_gradients),
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)

@@ -241,6 +241,7 @@ class Forecast:
             optimizer=self.options.optimizer,
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
+            compression=self.options.gradient_compression,
             zero=ZeroSharding(
                 degree=mesh.replicas if self.options.zero else 1,
                 gradients=self.options.zero >= 2 and mesh.replicas > 1,

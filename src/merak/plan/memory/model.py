@@ -18,6 +18,7 @@ from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.gradient_compression import feedback_bytes
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
@@ -87,6 +88,7 @@ class Job:
         zero: what replicas shard of parameters, gradients and optimizer state.
         measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
+        compression: of gradient reductions, as the option `gradient_compression`.
         split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
@@ -101,6 +103,7 @@ class Job:
     measured: Measured | None = None
     kernels: str | None = None
     split: SplitSegments | None = None
+    compression: str = "off"
 
 
 class MemoryModel:
@@ -176,6 +179,10 @@ class MemoryModel:
         ledger.hold("versions", _version_bytes(rank, schedule, program), Category.PARAMETERS)
         ledger.hold("others", job.others[rank] + fixed_bytes, Category.BUFFERS)
         ledger.hold("optimizer", sum(state.values()), Category.OPTIMIZER)
+        if _is_replicated(rank, schedule, job):
+            gradients = job.zero.gradient_bytes(_trained(parameters))
+            feedback = feedback_bytes(job.compression, sum(gradients.values()))
+            ledger.hold("error feedback", feedback, Category.OPTIMIZER)
         columns = sum(column.num_bytes for column in _columns(program))
         ledger.hold("columns", columns * schedule.num_microbatches, Category.COLUMNS)
         ctx = MemoryContext(

@@ -18,6 +18,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Group, group_of, send_link
+from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES
@@ -82,6 +83,7 @@ def stage_exchange(
     candidate: Candidate,
     schedule: Schedule,
     zero: ZeroSharding,
+    compression: str = "off",
 ) -> StageExchange:
     """Price what the replicas of a stage exchange.
 
@@ -92,22 +94,25 @@ def stage_exchange(
         candidate: the degrees.
         schedule: with the stage's ranks.
         zero: what replicas shard.
+        compression: of the reductions, as the option `gradient_compression`.
     """
     exchanges = _Exchanges(stage, cluster, candidate, zero)
     trained = exchanges.trained
-    reduced = _buckets(trained, zero.gradient_bytes(trained))
-    kind = "reduce_scatter" if candidate.zero else "all_reduce"
+    kind, sent = _reduction(trained, candidate, zero, compression)
+    reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
-    reduce_s = exchanges.seconds(kind, trained, zero.gradient_bytes(trained))
+    reduce_s = exchanges.seconds(kind, trained, sent)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
         # A pair farther apart than half of the cluster is on two nodes just as that one is.
         pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
-        reduce_s += math.log2(len(copies)) * _one_by_one("all_reduce", reduced, pair)
+        reduce_s += math.log2(len(copies)) * _one_by_one(kind, reduced, pair)
     num_buckets = max(1, len(reduced))
     times = stage.whole
     beside = times.backward_s * (1 - 1 / num_buckets)
+    if compression in WITH_ERROR_FEEDBACK:
+        beside = 0.0  # which reduces after the backward pass
     gather_s = 0.0
     if zero.is_sharded:
         held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
@@ -130,6 +135,27 @@ def stage_exchange(
         interference=slows,
         unhidden_reduction_s=reduce_s,
     )
+
+
+def _reduction(
+    trained: Mapping[str, TensorMeta],
+    candidate: Candidate,
+    zero: ZeroSharding,
+    compression: str,
+) -> tuple[str, dict[str, int]]:
+    """The collective that reduces gradients, and the bytes of each gradient."""
+    sizes = zero.gradient_bytes(trained)
+    if compression == "off":
+        return "reduce_scatter" if candidate.zero else "all_reduce", sizes
+    sent = {
+        name: compressed_bytes(
+            compression, meta.shape, sizes[name] // max(1, math.prod(meta.shape))
+        )
+        for name, meta in trained.items()
+    }
+    if compression != "1bit":
+        return "all_reduce", sent
+    return "all_gather", {name: max(2, candidate.replicas) * size for name, size in sent.items()}
 
 
 class _Exchanges:

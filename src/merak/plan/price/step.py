@@ -282,7 +282,9 @@ def _step(
     schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
     zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     exchanges = [
-        stage_exchange(stage, number, cluster, candidate, schedule, zero)
+        stage_exchange(
+            stage, number, cluster, candidate, schedule, zero, workload.gradient_compression
+        )
         for number, stage in enumerate(stages)
     ]
     graph = workload.local_graph(candidate.form)
@@ -408,7 +410,9 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     graph = workload.local_graph(candidate.form)
     whole, reduction_s = [], []
     for number, stage in enumerate(laid.stages):
-        own = stage_exchange(stage, number, cluster, candidate, schedule, zero)
+        own = stage_exchange(
+            stage, number, cluster, candidate, schedule, zero, workload.gradient_compression
+        )
         whole.append(slower(stage.whole, own.forward_s, own.backward_s))
         hides = workload.kernels.hides_reductions
         reduction_s.append(own.reduction_s if hides else own.unhidden_reduction_s)

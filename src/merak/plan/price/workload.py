@@ -49,6 +49,7 @@ class Workload:
         master_weights: whether parameters of a lower precision have float32 masters.
         features: tensor parallel attributes that override those derived from the model.
         tied_gradients: as the option of this name, "microbatch" or "step".
+        gradient_compression: as the option of this name, of reductions over replicas.
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
     """
 
@@ -61,6 +62,7 @@ class Workload:
     master_weights: bool = False
     features: Features | None = None
     tied_gradients: str = "microbatch"
+    gradient_compression: str = "off"
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     """What others derive from the workload and want to have once."""
@@ -242,6 +244,7 @@ class Workload:
             sub_pipelining=candidate.sub_pipelining,
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
+            gradient_compression=self.gradient_compression,
             gradient_sums=self.gradient_sums,
             optimizer=self.optimizer,
             memory_budget=memory_budget,

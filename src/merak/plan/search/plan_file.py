@@ -36,6 +36,7 @@ class PlanFile:
         sequence: tokens of a sequence; None where there are none.
         optimizer: name of its class; None where no state was forecast.
         gradient_sums: type in which gradients of a lower precision are summed.
+        gradient_compression: how replicas compress the gradients that they reduce.
     """
 
     model: Mapping[str, Any]
@@ -47,6 +48,7 @@ class PlanFile:
     sequence: int | None = None
     optimizer: str | None = None
     gradient_sums: str = "float32"
+    gradient_compression: str = "off"
 
     @property
     def global_batch(self) -> int:
@@ -80,6 +82,7 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         workload.sequence,
         optimizer_name(workload.optimizer),
         workload.gradient_sums,
+        workload.gradient_compression,
     )
 
 
@@ -98,6 +101,7 @@ def optimizer_name(factory: OptimizerFactory | None) -> str | None:
 
 _OF_THE_JOB = (
     "cluster", "autocast", "master_weights", "sequence", "optimizer", "gradient_sums",
+    "gradient_compression",
 )  # fmt: skip
 
 
@@ -142,7 +146,8 @@ def read_plan(path: Path) -> PlanFile:
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
-        named = {"gradient_sums": "float32"} | content  # files before it was an option
+        before = {"gradient_sums": "float32", "gradient_compression": "off"}
+        named = before | content  # files before it was an option
         return PlanFile(candidate=candidate, **{name: named[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise PlanError(

@@ -168,6 +168,7 @@ def job_of(
         problem=_problem(workload, base),
         cps=cps,
         low_sums=workload.low_sums,
+        compresses=workload.gradient_compression != "off",
     )
 
 

@@ -66,6 +66,7 @@ class Job:
         problem: why a tp, cp and ep do not fit the model; None where they do.
         cps: context parallel degrees that are searched.
         most_microbatch: the largest that is searched.
+        compresses: whether gradients are compressed, which needs zero=0.
         low_sums: whether gradients are reduced in another type than ZeRO 3 can.
     """
 
@@ -77,6 +78,7 @@ class Job:
     cps: tuple[int, ...] = (1,)
     most_microbatch: int = MOST_MICROBATCH
     low_sums: bool = False
+    compresses: bool = False
 
 
 @dataclass(slots=True)
@@ -226,6 +228,11 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 continue
             if zero == 3 and base.form.spreads_experts:
                 space.reject("zero=3", f"replicas hold different experts with ep={base.ep}")
+                continue
+            if job.compresses and (zero or base.form.spreads_experts):
+                space.reject(
+                    "zero, or experts over replicas", "gradient_compression reduces whole gradients"
+                )
                 continue
             if zero == 3 and job.low_sums:
                 space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")

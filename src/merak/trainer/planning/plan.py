@@ -109,6 +109,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
         master_weights=args.master_weights,
         features=parse_features(args.feature_dict) if args.feature_dict else None,
         tied_gradients=args.tied_gradients,
+        gradient_compression=args.gradient_compression,
         kernels=KernelChoice(float32_gradients=args.gradient_sums == "float32"),
     )
 

@@ -23,7 +23,7 @@ def workload_of(model: nn.Module, autocast: torch.dtype | None = None) -> Worklo
     """What a plan file takes of a workload."""
     own = SimpleNamespace(
         model=model, autocast=autocast, master_weights=False, sequence=12,
-        optimizer=torch.optim.SGD, gradient_sums="float32",
+        optimizer=torch.optim.SGD, gradient_sums="float32", gradient_compression="off",
     )  # fmt: skip
     return cast(Workload, own)
 

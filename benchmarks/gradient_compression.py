@@ -1,0 +1,154 @@
+"""Compressed gradient reductions beside plain ones: loss curves, bytes and seconds of a step.
+
+A small GPT-2 learns the bytes of Python's own library on two replicas, once with each compression,
+with the same weights and batches. With `--rate` the replicas are on two hosts (network namespaces,
+which take root) whose link is limited to it, and what they send is read from its counters. Seconds
+are medians of all steps after the first ten.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from precision_curves import LENGTH, library_bytes, small_gpt2
+from tools import report
+
+import merak
+from merak.plan.gradient_compression import COMPRESSIONS, compressed_bytes
+
+REPLICAS, SAMPLES = 2, 16
+WARMUP = 10
+
+
+def train(kind: str, num_steps: int, text: torch.Tensor, mesh: Any) -> dict[str, Any]:
+    """Losses of every step with one compression, and what a step takes."""
+    draws = torch.Generator().manual_seed(2)
+    starts = torch.randint(len(text) - LENGTH, (num_steps, SAMPLES), generator=draws)
+    batches = [
+        torch.stack([text[s : s + LENGTH] for s in step.chunk(REPLICAS)[mesh.dp_rank].tolist()])
+        for step in starts
+    ]
+    model = small_gpt2(torch.float32)
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    parallel = merak.parallelize(
+        model,
+        {"input_ids": batches[0], "labels": batches[0]},
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        max_grad_norm=1.0,
+        gradient_compression=kind,
+    )
+    losses, seconds, before = [], [], 0
+    for number, ids in enumerate(batches):
+        if number == WARMUP:
+            before = sent_bytes()
+        start = time.perf_counter()
+        losses.append(float(parallel.step({"input_ids": ids, "labels": ids})))
+        seconds.append(time.perf_counter() - start)
+    return {
+        "losses": losses,
+        "seconds": statistics.median(seconds[WARMUP:]),
+        "sent": (sent_bytes() - before) / (num_steps - WARMUP),
+        "gradients": sum(compressed_bytes(kind, shape, 4) for shape in shapes),
+    }
+
+
+def sent_bytes() -> int:
+    """Bytes that this host has sent, by the counters of all its links but the loopback."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:]
+    fields = [line.replace(":", " ").split() for line in lines]
+    return sum(int(own[9]) for own in fields if own[0] != "lo")
+
+
+def rank_job(options: argparse.Namespace) -> None:
+    """One rank of every training; rank 0 writes down what it has found."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    mesh = merak.init(dp=REPLICAS, device="cpu")
+    text = library_bytes()
+    found = {kind: train(kind, options.steps, text, mesh) for kind in COMPRESSIONS}
+    if mesh.rank == 0:
+        Path(options.folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
+    """Run both ranks with torchrun, on this host or on two."""
+    script = [str(Path(__file__).resolve()), "--rank", "--folder", options.folder]
+    script += ["--steps", str(options.steps)]
+    log = Path(options.folder, "log")
+    if options.rate:
+        from tests.multirank.network import Network
+
+        network = Network()
+        network.limit_rate(options.rate)
+        try:
+            running = [host.torchrun(1, script, log) for host in network.hosts]
+            failed = any([one.wait() for one in running])
+        finally:
+            network.close()
+    else:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
+        with log.open("wb") as out:
+            failed = bool(
+                subprocess.call([sys.executable, *command, *script], stdout=out, stderr=out)
+            )
+    if failed:
+        raise SystemExit(log.read_text(errors="replace")[-4000:])
+    found: dict[str, Any] = json.loads(Path(options.folder, "found.json").read_text("utf-8"))
+    return found
+
+
+def rows_of(found: dict[str, Any], stretch: int, has_link: bool) -> dict[str, list[dict[str, Any]]]:
+    """Tables of the steps and of the loss curves."""
+    plain = found["off"]
+    steps = [
+        {
+            "compression": kind,
+            "gradients kB": round(own["gradients"] / 1e3, 1),
+            "sent kB a step": round(own["sent"] / 1e3, 1) if has_link else "",
+            "step ms": round(1e3 * own["seconds"], 1),
+            "of plain": round(own["seconds"] / plain["seconds"], 2),
+        }
+        for kind, own in found.items()
+    ]
+    count = len(plain["losses"])
+    curves = [
+        {"steps": f"{start + 1}–{start + stretch}"}
+        | {
+            kind: round(statistics.mean(own["losses"][start : start + stretch]), 3)
+            for kind, own in found.items()
+        }
+        for start in range(0, count - stretch + 1, stretch)
+    ]
+    return {"A step": steps, "Mean loss": curves}
+
+
+def main() -> None:
+    """Train with every compression and compare."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument("--stretch", type=int, default=50, help="steps whose mean loss is printed")
+    parser.add_argument("--rate", help="of the link between two hosts, such as 50mbit; one host")
+    parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank_job(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="merak-compression-") as folder:
+        options.folder = folder
+        found = run_ranks(options)
+    report.show(rows_of(found, options.stretch, bool(options.rate)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,359 @@
+"""Compression of gradient buckets by torch's communication hooks, and the error feedback's state.
+
+Hooks of one collective start with their bucket, beside the backward pass. PowerSGD and signs start
+several collectives, or compute between them: they run when the step waits for its reductions, in
+the order of the buckets, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from merak.core.random import seed_for
+from merak.core.rank0 import warn_on_rank0
+from merak.engine.comm.sign_compression import reduce_signs
+from merak.plan.gradient_compression import (
+    LEAST_RATE,
+    POWERSGD_RANK,
+    WITH_ERROR_FEEDBACK,
+    powersgd_rank,
+)
+
+logger = logging.getLogger(__name__)
+
+KEY = "compression/"
+"""Keys of the error feedback in checkpoints begin with it."""
+
+
+class Waitable(Protocol):
+    """What tells when a reduction is done."""
+
+    def wait(self) -> Any:
+        """Wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGradients:
+    """The gradients of a bucket, as torch's hooks take them: a `dist.GradBucket` in Python.
+
+    Args:
+        flat: all of them, one after another.
+        own: the parameters.
+        number: of the bucket in its stage.
+        is_final: whether it is the last one of its stage.
+    """
+
+    flat: torch.Tensor
+    own: Sequence[torch.nn.Parameter]
+    number: int
+    is_final: bool
+
+    def index(self) -> int:
+        """The bucket's number in its stage."""
+        return self.number
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, one after another."""
+        return self.flat
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradient of each parameter with elements, a view of at least one dimension."""
+        views, start = [], 0
+        for parameter in self.own:
+            if count := parameter.numel():
+                shape = parameter.shape or (1,)
+                views.append(self.flat[start : start + count].view(shape))
+            start += count
+        return views
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of the bucket."""
+        return list(self.own)
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of its stage."""
+        return self.is_final
+
+
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """A reduction by one of torch's hooks, which gives means.
+
+    Args:
+        future: of the hook.
+        flat: where the hook writes the mean.
+        size: number of replicas.
+    """
+
+    future: torch.futures.Future[torch.Tensor]
+    flat: torch.Tensor
+    size: int
+
+    def wait(self) -> None:
+        """Wait for the mean, and make it the sum."""
+        self.flat.copy_(self.future.wait())
+        self.flat.mul_(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """A reduction that runs when it is waited for.
+
+    Args:
+        compression: of the stage.
+        bucket: its gradients.
+    """
+
+    compression: StageCompression
+    bucket: BucketGradients
+
+    def wait(self) -> None:
+        """Run it."""
+        self.compression.run(self.bucket)
+
+
+@dataclass(slots=True)
+class StageCompression:
+    """Compressed reductions of one stage's buckets.
+
+    Args:
+        kind: one of `merak.plan.gradient_compression.COMPRESSIONS`, not "off".
+        group: all ranks that hold the same part of the stage.
+        buckets: of the stage, in the order of their reductions.
+        dtype_of: the type that a parameter's gradient is reduced in.
+    """
+
+    kind: str
+    group: dist.ProcessGroup
+    buckets: Sequence[Sequence[torch.nn.Parameter]]
+    dtype_of: Callable[[torch.Tensor], torch.dtype]
+    errors: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    """By bucket, what compression has left out of the gradients of the step before."""
+    _scale: float = field(init=False, default=1.0)
+    _power: Any = field(init=False, default=None)
+    _before: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], float] | None = field(
+        init=False, default=None
+    )
+
+    def __post_init__(self) -> None:
+        """Begin without errors, and with PowerSGD's first factors."""
+        if self.kind in WITH_ERROR_FEEDBACK:
+            for number, bucket in enumerate(self.buckets):
+                self.errors[number] = torch.cat([self._zeros(p) for p in bucket])
+        if self.kind == "powersgd":
+            self._power = power = powerSGD_hook.PowerSGDState(
+                self.group, POWERSGD_RANK, min_compression_rate=LEAST_RATE
+            )
+            power.iter = power.start_powerSGD_iter  # DDP alone rebuilds its buckets at first
+            power.error_dict = self.errors
+            for number in range(len(self.buckets)):
+                self._first_factors(number)
+
+    def start(self, bucket: BucketGradients) -> Waitable:
+        """Begin the reduction of a bucket, which `wait` leaves in its buffer as a sum."""
+        if self.kind in WITH_ERROR_FEEDBACK:
+            return _Deferred(self, bucket)
+        hooks = {
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": default_hooks.bf16_compress_hook,
+        }
+        future = hooks[self.kind](self.group, bucket)
+        return _Summed(future, bucket.flat, self.group.size())
+
+    def run(self, bucket: BucketGradients) -> None:
+        """Reduce a bucket whose reduction takes several collectives, and wait for it."""
+        if self.kind == "powersgd":
+            future = powerSGD_hook.powerSGD_hook(self._power, bucket)
+            _Summed(future, bucket.flat, self.group.size()).wait()
+            return
+        number = bucket.number
+        error = self.errors[number].clone()  # the one before stays for steps that are skipped
+        own = BucketGradients(error, bucket.own, number, bucket.is_final)
+        reduce_signs(bucket.gradients(), own.gradients(), self.group)
+        self.errors[number] = error
+
+    def start_step(self, loss_scale: float) -> None:
+        """Remember the state before a step, in the unit of the step's gradients.
+
+        Args:
+            loss_scale: the factor of the step's gradients.
+        """
+        self._set_scale(loss_scale)
+        factors = {} if self._power is None else self._power.q_memory_dict
+        self._before = (
+            dict(self.errors),
+            {number: own.clone() for number, own in factors.items()},
+            loss_scale,
+        )
+
+    def undo(self) -> None:
+        """Go back to the state before the last step."""
+        if self._before is None:
+            return
+        errors, factors, self._scale = self._before
+        self.errors.update(errors)
+        for number, own in factors.items():
+            # torch replaces the tensor by the collective's result, which may be another.
+            self._power.q_memory_dict[number] = own.clone()
+
+    def tensors(
+        self, names: Mapping[int, str], shard: str
+    ) -> dict[str, tuple[str | None, torch.Tensor]]:
+        """State for checkpoints: views that can be loaded in place, of unscaled gradients.
+
+        Args:
+            names: of parameters, by id.
+            shard: names this rank's shard of the parameters.
+
+        Returns:
+            By key the name of the parameter that it is laid out like, or None, and the tensor.
+        """
+        self._set_scale(1.0)
+        self._before = None
+        member = f"{KEY}error {dist.get_rank(self.group)} of {self.group.size()}/"
+        found: dict[str, tuple[str | None, torch.Tensor]] = {}
+        for number, bucket in enumerate(self.buckets):
+            start = 0
+            for parameter in bucket if self.errors else ():
+                name, own = names[id(parameter)], self.errors[number]
+                view = own[start : start + parameter.numel()].view(parameter.shape)
+                found[member + name] = name, view
+                start += parameter.numel()
+            for parameter, factor in self._factors(number):
+                found[f"{KEY}factor {shard}/{names[id(parameter)]}"] = None, factor
+        return found
+
+    def reset(self, keys: Collection[str], names: Mapping[int, str], shard: str) -> None:
+        """Begin anew with what a checkpoint does not have.
+
+        Args:
+            keys: of `tensors`.
+            names: as of `tensors`.
+            shard: as of `tensors`.
+        """
+        for key, (name, tensor) in self.tensors(names, shard).items():
+            if key in keys:
+                tensor.copy_(torch.zeros_like(tensor) if name is not None else _factor(tensor))
+
+    def _zeros(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        dtype = self.dtype_of(parameter)
+        return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+
+    def _set_scale(self, scale: float) -> None:
+        if scale != self._scale:
+            factor = scale / self._scale
+            self.errors.update({number: own * factor for number, own in self.errors.items()})
+            self._scale = scale
+
+    def _first_factors(self, number: int) -> None:
+        """Give torch PowerSGD's first factors of a bucket.
+
+        torch would draw those of all matrices of a bucket from one generator. Tensor parallel
+        ranks hold the same parameters beside shards of different shapes, so a factor must depend
+        on the parameter's own shape alone.
+        """
+        bucket, power = self.buckets[number], self._power
+        ranks = [(p, powersgd_rank(p.shape)) for p in bucket]
+        like = self.errors[number]
+        rows = sum(p.shape[0] * rank for p, rank in ranks if rank)
+        columns = sum(p.numel() // p.shape[0] * rank for p, rank in ranks if rank)
+        power.p_memory_dict[number] = like.new_zeros(rows)
+        power.q_memory_dict[number] = like.new_zeros(columns)
+        for _, factor in self._factors(number):
+            factor.copy_(_factor(factor))
+
+    def _factors(self, number: int) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """The matrices of a bucket and their right factors, in torch's order: by shape."""
+        if self._power is None:
+            return []
+        by_shape: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
+        for parameter in self.buckets[number]:
+            if powersgd_rank(parameter.shape):
+                rows = parameter.shape[0]
+                by_shape.setdefault((rows, parameter.numel() // rows), []).append(parameter)
+        found, start, flat = [], 0, self._power.q_memory_dict[number]
+        for (_, columns), own in by_shape.items():
+            for parameter in own:
+                rank = powersgd_rank(parameter.shape)
+                end = start + columns * rank
+                found.append((parameter, flat[start:end].view(columns, rank)))
+                start = end
+        return found
+
+
+class GradientCompression:
+    """Compressed reductions of a rank's stages.
+
+    Args:
+        kind: one of `merak.plan.gradient_compression.COMPRESSIONS`, not "off".
+        stages: the group and the buckets of each stage; stages of a single replica have no group.
+        dtype_of: the type that a parameter's gradient is reduced in.
+        names: of parameters, by id.
+        shard: names this rank's shard of the parameters, such as "0 of 2".
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        stages: Mapping[int, tuple[dist.ProcessGroup | None, Sequence[Any]]],
+        dtype_of: Callable[[torch.Tensor], torch.dtype],
+        names: Mapping[int, str],
+        shard: str,
+    ) -> None:
+        self._names = names
+        self._shard = shard
+        self._stages = {
+            stage: StageCompression(kind, group, buckets, dtype_of)
+            for stage, (group, buckets) in stages.items()
+            if group is not None
+        }
+
+    def start(self, stage: int, bucket: BucketGradients) -> Waitable:
+        """Begin the reduction of a bucket; see `StageCompression.start`."""
+        return self._stages[stage].start(bucket)
+
+    def start_step(self, loss_scale: float) -> None:
+        """Remember the state before a step; see `StageCompression.start_step`."""
+        for own in self._stages.values():
+            own.start_step(loss_scale)
+
+    def undo(self) -> None:
+        """Go back to the state before a step that is skipped or run again."""
+        for own in self._stages.values():
+            own.undo()
+
+    def tensors(self) -> dict[str, tuple[str | None, torch.Tensor]]:
+        """State for checkpoints; see `StageCompression.tensors`."""
+        found: dict[str, tuple[str | None, torch.Tensor]] = {}
+        for own in self._stages.values():
+            found |= own.tensors(self._names, self._shard)
+        return found
+
+    def reset(self, keys: Collection[str]) -> None:
+        """Begin anew with what a checkpoint does not have, and warn of lost errors.
+
+        Args:
+            keys: of `tensors`.
+        """
+        for own in self._stages.values():
+            own.reset(keys, self._names, self._shard)
+        if any(key.startswith(f"{KEY}error ") for key in keys):
+            warn_on_rank0(
+                logger,
+                "The checkpoint has no error feedback for this number of replicas, so compressed "
+                "gradients begin without it. To keep it, resume with the dp and cp that it was "
+                "saved with.",
+            )
+
+
+def _factor(like: torch.Tensor) -> torch.Tensor:
+    """The first right factor of all matrices of as many columns."""
+    generator = torch.Generator().manual_seed(seed_for("PowerSGD", *like.shape))
+    return torch.randn(like.shape, generator=generator).to(like)

@@ -1,0 +1,78 @@
+"""Compressed gradient reductions: their kinds, the bytes that each sends, and the state it holds.
+
+Sources: arXiv 1905.13727 (PowerSGD), algorithm 1; Seide et al., "1-bit stochastic gradient descent"
+(Interspeech 2014), section 2, and arXiv 2102.02888 (1-bit Adam), section 3, for signs with error
+feedback.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit")
+"""Values of the option `gradient_compression`."""
+
+WITH_ERROR_FEEDBACK = frozenset({"powersgd", "1bit"})
+"""Kinds that add to a gradient what compression has left out of the one before."""
+
+POWERSGD_RANK = 4
+"""Columns of the two factors that PowerSGD sends of a matrix."""
+
+LEAST_RATE = 2
+"""A matrix whose factors are not smaller by more than this factor is sent whole."""
+
+SCALE_BYTES = 4
+"""Bytes of the float32 scale that goes with the signs of a row."""
+
+
+def powersgd_rank(shape: Sequence[int]) -> int:
+    """Columns of the factors of a gradient; 0 for one that is sent whole.
+
+    Args:
+        shape: of the gradient; dimensions after the first count as columns of one matrix.
+    """
+    if len(shape) < 2:
+        return 0
+    rows, columns = shape[0], math.prod(shape[1:])
+    rank = min(rows, columns, POWERSGD_RANK)
+    return rank if (rows + columns) * rank * LEAST_RATE < rows * columns else 0
+
+
+def num_scales(shape: Sequence[int]) -> int:
+    """Rows of a gradient, each of whose signs have a scale of their own; 1 for a vector.
+
+    Args:
+        shape: of the gradient; dimensions after the first count as columns.
+    """
+    return shape[0] if len(shape) > 1 else 1
+
+
+def compressed_bytes(kind: str, shape: Sequence[int], item_bytes: int) -> int:
+    """Bytes of one replica's compressed gradient of a parameter.
+
+    Args:
+        kind: one of `COMPRESSIONS`.
+        shape: of the gradient.
+        item_bytes: of one of its elements.
+    """
+    count = math.prod(shape)
+    if kind in ("fp16", "bf16"):
+        return 2 * count
+    if kind == "1bit":
+        return math.ceil(count / 8) + num_scales(shape) * SCALE_BYTES if count else 0
+    if kind == "powersgd" and (rank := powersgd_rank(shape)):
+        return (shape[0] + count // shape[0]) * rank * item_bytes
+    return count * item_bytes
+
+
+def feedback_bytes(kind: str, gradient_bytes: int) -> int:
+    """Bytes of the error feedback of some gradients, of this step and of the one before.
+
+    The one before stays until the step is known not to be skipped.
+
+    Args:
+        kind: one of `COMPRESSIONS`.
+        gradient_bytes: of the uncompressed gradients.
+    """
+    return 2 * gradient_bytes if kind in WITH_ERROR_FEEDBACK else 0

@@ -1,0 +1,100 @@
+"""Bytes of compressed gradients, and what the forecast and the price make of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from merak.plan.gradient_compression import (
+    COMPRESSIONS,
+    WITH_ERROR_FEEDBACK,
+    compressed_bytes,
+    powersgd_rank,
+)
+from merak.plan.memory.ledger import Category
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.step import memory_of, price
+from merak.plan.price.workload import Workload
+from merak.zoo.workload import example_workload
+from tests.unit.plan.price.test_step import LLAMA, adam, cluster
+
+REPLICAS = Candidate(dp=8, microbatch=1, num_microbatches=4)
+
+
+def workload(kind: str) -> Workload:
+    made = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+    made.gradient_compression = kind
+    return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "expected"),
+    [
+        ("off", (3, 5), 60),
+        ("fp16", (3, 5), 30),
+        ("bf16", (), 2),
+        ("1bit", (3, 5), 2 + 3 * 4),
+        ("1bit", (15,), 2 + 4),
+        ("1bit", (0, 5), 0),
+        ("powersgd", (100, 10, 5), (100 + 50) * 4 * 4),
+        ("powersgd", (8, 8), 256),  # factors of rank 4 would be as large
+        ("powersgd", (1000,), 4000),
+    ],
+)
+def test_bytes_are_those_of_the_formula(kind: str, shape: tuple[int, ...], expected: int) -> None:
+    assert compressed_bytes(kind, shape, 4) == expected
+
+
+def test_torchs_powersgd_decides_as_the_formula() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
+
+    for rows in (1, 2, 3, 7, 16, 17, 64):
+        for columns in (1, 2, 5, 16, 40, 333):
+            rank = min(rows, columns, 4)
+            whether, _, _ = _should_compress(rows, columns, rank, 2)
+            assert bool(powersgd_rank((rows, columns))) == whether
+
+
+@pytest.mark.parametrize("kind", COMPRESSIONS[1:])
+def test_the_price_falls_and_the_memory_counts_the_errors(kind: str) -> None:
+    plain, own = workload("off"), workload(kind)
+    slow = cluster(per_node=2, count=4)
+    assert price(own, slow, REPLICAS).step_s < price(plain, slow, REPLICAS).step_s
+    (before,), (after,) = (memory_of(one, slow, REPLICAS) for one in (plain, own))
+    gradients = sum(stage.gradients for stage in before.stages)
+    extra = after.peak.by_category[Category.OPTIMIZER] - before.peak.by_category.get(
+        Category.OPTIMIZER, 0
+    )
+    assert extra == (2 * gradients if kind in WITH_ERROR_FEEDBACK else 0)
+    alone = Candidate(microbatch=4, num_microbatches=8)
+    one, two = (memory_of(each, slow, alone)[0].peak.total_bytes for each in (plain, own))
+    assert one == two  # a single replica reduces nothing
+
+
+def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:
+    from merak.rehearse.rehearsal import rehearse
+    from merak.zoo.batches.batch import example_columns
+    from merak.zoo.batches.columns import draw_batch
+
+    def sent(kind: str) -> float:
+        columns = example_columns(LLAMA.model_class, LLAMA.config, batch=4, sequence=16)
+        found = rehearse(
+            workload(kind),
+            cluster(),
+            REPLICAS,
+            0,
+            draw_batch(columns, seed=0),
+            device=torch.device("cpu"),
+            steps=1,
+        )
+        return sum(charge.num_bytes for charge in found.charges if charge.axis == "dp")
+
+    parameters = LLAMA.model_class(LLAMA.config).named_parameters()
+    shapes = [tuple(own.shape) for _, own in parameters]
+    whole = sum(compressed_bytes("off", shape, 4) for shape in shapes)
+    assert whole <= sent("off") < 1.01 * whole  # and the norms and losses of a step
+    for kind in ("fp16", "powersgd"):
+        own = sum(compressed_bytes(kind, shape, 4) for shape in shapes)
+        assert own <= sent(kind) < own + 0.01 * whole
+    signs = 8 * sum(compressed_bytes("1bit", shape, 4) for shape in shapes)
+    assert signs <= sent("1bit") < signs + 0.01 * whole
