@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from merak.core.errors import ScheduleError
+from merak.plan.constraints import refuse_compression
 from merak.plan.gradient_compression import (
     COMPRESSIONS,
     WITH_ERROR_FEEDBACK,
@@ -15,6 +17,7 @@ from merak.plan.memory.ledger import Category
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
+from merak.plan.step_plans import StepPlans
 from merak.zoo.workload import example_workload
 from tests.unit.plan.price.test_step import LLAMA, adam, cluster
 
@@ -69,6 +72,14 @@ def test_the_price_falls_and_the_memory_counts_the_errors(kind: str) -> None:
     alone = Candidate(microbatch=4, num_microbatches=8)
     one, two = (memory_of(each, slow, alone)[0].peak.total_bytes for each in (plain, own))
     assert one == two  # a single replica reduces nothing
+
+
+def test_experts_over_replicas_are_refused() -> None:
+    mesh = Candidate(dp=2, ep=2).mesh(0, torch.device("cpu"))
+    schedule = StepPlans("1f1b", 1, 2).base.schedule
+    refuse_compression("off", schedule, 0, mesh)
+    with pytest.raises(ScheduleError, match="use ep=1, or gradient_compression='off'"):
+        refuse_compression("bf16", schedule, 0, mesh)
 
 
 def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:

@@ -179,10 +179,8 @@ class MemoryModel:
         ledger.hold("versions", _version_bytes(rank, schedule, program), Category.PARAMETERS)
         ledger.hold("others", job.others[rank] + fixed_bytes, Category.BUFFERS)
         ledger.hold("optimizer", sum(state.values()), Category.OPTIMIZER)
-        if _is_replicated(rank, schedule, job):
-            gradients = job.zero.gradient_bytes(_trained(parameters))
-            feedback = feedback_bytes(job.compression, sum(gradients.values()))
-            ledger.hold("error feedback", feedback, Category.OPTIMIZER)
+        feedback = _feedback_bytes(rank, schedule, job, parameters)
+        ledger.hold("error feedback", feedback, Category.OPTIMIZER)
         columns = sum(column.num_bytes for column in _columns(program))
         ledger.hold("columns", columns * schedule.num_microbatches, Category.COLUMNS)
         ctx = MemoryContext(
@@ -241,6 +239,16 @@ def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:
     """Whether replicas, or ranks of another pipe, hold the same stages."""
     stages = schedule.stages_of(rank)
     return job.mesh.replicas > 1 or any(len(schedule.ranks_of(stage)) > 1 for stage in stages)
+
+
+def _feedback_bytes(
+    rank: int, schedule: Schedule, job: Job, parameters: Mapping[str, TensorMeta]
+) -> int:
+    """Bytes of the error feedback of compressed reductions."""
+    if not _is_replicated(rank, schedule, job):
+        return 0
+    gradients = job.zero.gradient_bytes(_trained(parameters))
+    return feedback_bytes(job.compression, sum(gradients.values()))
 
 
 def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
