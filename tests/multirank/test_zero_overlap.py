@@ -38,12 +38,12 @@ def late(folder: str) -> list[tuple[str, int]]:
     events: list[tuple[str, int]] = []
     is_next = False
 
-    def gather_late(self: Any, bucket: Any) -> Any:
+    def gather_late(self: Any, bucket: Any, group: Any) -> Any:
         deadline = time.monotonic() + PATIENCE_S
         while rank == 1 and bucket is last and not begun.exists():
             assert time.monotonic() < deadline, "the first segment waits for the last one's bucket"
             time.sleep(0.01)
-        return gather(self, bucket)
+        return gather(self, bucket, group)
 
     def noted(self: Any, number: int) -> None:
         events.append(("wait", number))

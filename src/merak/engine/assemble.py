@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
@@ -336,14 +337,20 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
             f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
             "'float32', or use zero=2."
         )
-    segments = [
-        [n for n in s.segment.parameters if parameters[n].dim()]  # a single number has no rows
+    groups = job.groups
+    segments = [  # a single number has no rows, and experts of one replica alone no others
+        [n for n in s.segment.parameters if parameters[n].dim() and groups.of(n) is not None]
         for stage in job.stages
         for s in stage.segments
     ]
     order = UnshardOrder(group, mesh.device, job.progress)
-    replicas = mesh.submesh(REPLICAS)
-    assert replicas is not None
+    everyone, same_experts = mesh.submesh(REPLICAS), mesh.submesh(EXPERT_REPLICAS)
+
+    def replicas(name: str) -> DeviceMesh:
+        found = same_experts if name in groups.experts else everyone
+        assert found is not None
+        return found
+
     fsdp = FsdpParameters(segments, parameters, replicas, options.master_weights, job.tied, order)
     metas = {id(parameters[name]): meta for name, meta in fsdp.meta_parameters.items()}
     replace_parameters(job.model, metas)

@@ -31,7 +31,6 @@ from merak.plan.constraints import (
     refuse_compression,
     refuse_gradient_hooks,
     refuse_optional_layers,
-    refuse_spread_experts,
     refuse_tied_stages,
     refuse_zero,
 )
@@ -180,7 +179,6 @@ def forecast_of(
 def _forecast(
     source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
 ) -> Forecast:
-    refuse_spread_experts(mesh, options.zero)
     chosen = options.schedule_options or {}
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:

@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Mapping
 from torch import nn
 
 from merak.core.errors import ScheduleError
-from merak.core.mesh import Mesh
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
@@ -37,23 +36,6 @@ def refuse_zero(schedule: Schedule, zero: int) -> None:
             f"zero=3 frees a segment's parameters when its backward ends, but schedule="
             f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
             "such as '1f1b'."
-        )
-
-
-def refuse_spread_experts(mesh: Mesh, zero: int) -> None:
-    """Refuse ZeRO where it shards parameters of which replicas hold different experts.
-
-    Args:
-        mesh: the degrees.
-        zero: the ZeRO stage.
-
-    Raises:
-        ScheduleError: it shards parameters over replicas.
-    """
-    if zero == 3 and mesh.spreads_experts:
-        raise ScheduleError(
-            f"zero=3 shards parameters over all replicas, which hold different experts with "
-            f"ep={mesh.ep}; use zero=2, or ep=1."
         )
 
 

@@ -51,6 +51,7 @@ class FsdpGroup(nn.Module):
         super().__init__()
         first = next(iter(parameters.values()))
         self.trains, self.degree = first.requires_grad, replicas.size()
+        self.index = replicas.get_local_rank()
         self.dtype = first.dtype
         has_masters = masters and self.trains and is_low_precision(first)
         self.reduce_dtype = torch.float32 if has_masters else self.dtype
@@ -144,7 +145,7 @@ class FsdpParameters:
     Args:
         segments: names of the parameters of each.
         parameters: by name, unsharded.
-        replicas: the mesh along dp.
+        replicas: by name, the mesh of the replicas that shard a parameter.
         masters: whether shards of parameters of low precision are float32 masters of them.
         shared: names of those whose gradients are collected from several segments.
         order: in which they are gathered.
@@ -154,12 +155,11 @@ class FsdpParameters:
         self,
         segments: Iterable[Sequence[str]],
         parameters: Mapping[str, nn.Parameter],
-        replicas: DeviceMesh,
+        replicas: Callable[[str], DeviceMesh],
         masters: bool,
         shared: Collection[str],
         order: UnshardOrder,
     ) -> None:
-        self._index, self._degree = replicas.get_local_rank(), replicas.size()
         self._shared = frozenset(shared)
         self.order = order
         self._modules: dict[str, FsdpGroup] = {}
@@ -167,9 +167,9 @@ class FsdpParameters:
         self.meta_parameters: dict[str, nn.Parameter] = {}
         self.optimizer_tensors: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, ShardLeaf] = {}
-        for names in _group_by_readers(segments, parameters):
+        for names in _group_by_readers(segments, parameters, replicas):
             own = {name: parameters[name] for name in names}
-            self._add(own, FsdpGroup(own, replicas, masters, order.count_collective))
+            self._add(own, FsdpGroup(own, replicas(names[0]), masters, order.count_collective))
         for module in dict.fromkeys(self._modules.values()):
             _initialize(module)
 
@@ -197,9 +197,9 @@ class FsdpParameters:
 
     def rows(self, name: str) -> RowShard:
         """The rows of a parameter that this replica holds: torch's chunk."""
-        count = self.meta_parameters[name].shape[0]
-        each = -(-count // self._degree)
-        return RowShard(min(self._index * each, count), min((self._index + 1) * each, count))
+        count, module = self.meta_parameters[name].shape[0], self._modules[name]
+        each = -(-count // module.degree)
+        return RowShard(min(module.index * each, count), min((module.index + 1) * each, count))
 
     def start(self, unshards: Iterable[tuple[Sequence[str], bool]]) -> None:
         """Set the order of a step or an evaluation that begins.
@@ -295,9 +295,11 @@ def _initialize(module: Any) -> None:
 
 
 def _group_by_readers(
-    segments: Iterable[Sequence[str]], parameters: Mapping[str, nn.Parameter]
+    segments: Iterable[Sequence[str]],
+    parameters: Mapping[str, nn.Parameter],
+    replicas: Callable[[str], DeviceMesh],
 ) -> list[list[str]]:
-    """Names of the parameters of each group: read by the same segments, and of one type."""
+    """Names of each group: of one type, read by the same segments, sharded by the same ranks."""
     readers: dict[str, list[int]] = {}
     for number, names in enumerate(segments):
         for name in dict.fromkeys(names):
@@ -305,7 +307,7 @@ def _group_by_readers(
     groups: dict[object, list[str]] = {}
     for name, numbers in readers.items():
         parameter = parameters[name]
-        key = (tuple(numbers), parameter.dtype, parameter.requires_grad)
+        key = (tuple(numbers), parameter.dtype, parameter.requires_grad, id(replicas(name)))
         groups.setdefault(key, []).append(name)
     return list(groups.values())
 

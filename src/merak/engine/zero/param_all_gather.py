@@ -61,7 +61,7 @@ class ParamAllGather:
         for number, bucket in enumerate(self._buckets):
             if self._most_open is not None and len(self._open) >= self._most_open:
                 self._wait(next(iter(self._open)))
-            self._open[number] = _gather(bucket, self._groups[number])
+            self._open[number] = self._gather(bucket, self._groups[number])
 
     def wait_for(self, name: str) -> None:
         """Wait until a parameter is up to date; no other rank needs to call it."""
@@ -75,6 +75,14 @@ class ParamAllGather:
         for number in list(self._open):
             self._wait(number)
 
+    def _gather(self, bucket: Bucket, group: dist.ProcessGroup) -> _Gather:
+        degree, index = dist.get_world_size(group), dist.get_rank(group)
+        own = pack(bucket, degree, index)
+        everything = own.new_empty(degree * own.numel())
+        work = all_gather(everything, own, group=group, async_op=True)
+        assert work is not None
+        return _Gather(work, own, everything)
+
     @torch.no_grad()
     def _wait(self, number: int) -> None:
         gather, bucket, group = self._open.pop(number), self._buckets[number], self._groups[number]
@@ -84,15 +92,6 @@ class ParamAllGather:
         for index, flat in enumerate(gather.everything.chunk(degree)):
             if index != own_index:
                 unpack(flat, bucket, degree, index)
-
-
-def _gather(bucket: Bucket, group: dist.ProcessGroup) -> _Gather:
-    degree, index = dist.get_world_size(group), dist.get_rank(group)
-    own = pack(bucket, degree, index)
-    everything = own.new_empty(degree * own.numel())
-    work = all_gather(everything, own, group=group, async_op=True)
-    assert work is not None
-    return _Gather(work, own, everything)
 
 
 class AwaitedParams(Mapping[str, torch.Tensor]):

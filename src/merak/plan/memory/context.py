@@ -62,10 +62,11 @@ class MemoryContext:
     every_microbatch: bool
 
     def sharded_parameters(self) -> dict[str, TensorMeta]:
-        """Parameters that ZeRO-3 shards over replicas: all that have rows."""
+        """Parameters that ZeRO-3 shards: all that have rows, and that other replicas have too."""
         if not self.zero.parameters:
             return {}
-        return {n: m for n, m in parameters_of(self.program).items() if m.shape}
+        metas = parameters_of(self.program)
+        return {n: m for n, m in metas.items() if m.shape and self.zero.degree_of(n) > 1}
 
 
 def trained_parameters(segment: SegmentProgram) -> list[str]:

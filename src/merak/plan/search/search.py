@@ -124,7 +124,7 @@ def _with_experts(
 def _whole_experts(candidate: Candidate, workload: Workload) -> int:
     """Ranks that can have a layer's experts between them: those of tp, or replicas."""
     experts = num_experts(workload.graph(candidate.microbatch))
-    if not experts or (candidate.tp == 1 and candidate.zero == 3):
+    if not experts:
         return 1
     return candidate.tp if candidate.tp > 1 else math.gcd(candidate.replicas, experts)
 

@@ -226,9 +226,6 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 what = "sub-pipelining" if sub == "on" else "split backwards"
                 space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
                 continue
-            if zero == 3 and base.form.spreads_experts:
-                space.reject("zero=3", f"replicas hold different experts with ep={base.ep}")
-                continue
             if job.compresses and (zero or base.form.spreads_experts):
                 space.reject(
                     "zero, or experts over replicas", "gradient_compression reduces whole gradients"
