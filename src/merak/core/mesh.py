@@ -132,6 +132,11 @@ class Mesh:
         return self.ep > 1 and self.tp == 1
 
     @property
+    def spread_experts(self) -> int:
+        """Number of replicas that have the experts of a layer between them."""
+        return self.ep if self.spreads_experts else 1
+
+    @property
     def expert_replicas(self) -> int:
         """Number of ranks that hold the same experts of a stage."""
         return self.replicas // self.ep if self.spreads_experts else self.replicas

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from torch import nn
 
 from merak.core.errors import ScheduleError
+from merak.core.mesh import Mesh
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout

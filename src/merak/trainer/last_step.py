@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from merak.arguments import MerakArguments
 from merak.core.errors import DataError
-from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,7 @@ def refuse_unequal_replicas(
     loader: DataLoader[Any] | Sized,
     dp_degree: int,
     updates_inside: bool = False,
+    spread_experts: int = 1,
 ) -> None:
     """Refuse a dataset whose last step gives replicas different numbers of microbatches.
 
@@ -30,6 +30,7 @@ def refuse_unequal_replicas(
         loader: of a single process, as transformers makes it; only its length counts.
         dp_degree: data parallel degree.
         updates_inside: whether the schedule is asynchronous.
+        spread_experts: replicas that have the experts of a layer between them.
 
     Raises:
         DataError: training comes to a step that is not equal.
@@ -37,8 +38,8 @@ def refuse_unequal_replicas(
     reason = ""
     if args.zero == 3:
         reason = "zero=3 gathers parameters on all replicas together"
-    if current_mesh().spreads_experts:
-        reason = f"ep={current_mesh().ep} sends tokens to the experts of other replicas"
+    if spread_experts > 1:
+        reason = f"ep={spread_experts} sends tokens to the experts of other replicas"
     if updates_inside:
         reason = f"schedule={args.schedule!r} updates weights on all replicas together"
     if not reason or dp_degree == 1 or args.dataloader_drop_last:  # which drops such a round

@@ -226,7 +226,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             check_what_follows(self)
         refuse_unequal_replicas(self.args, loader, self.mesh.dp)
         engine = self.build_engine(loader, self.train_dataset)
-        refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside)
+        spread = self.mesh.spread_experts
+        refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside, spread)
         assert self._counter is not None
         batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
         self.throughput = Throughput(self._counter.counts_tokens(batch))
