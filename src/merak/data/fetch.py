@@ -15,6 +15,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from merak.core.errors import DataError
 from merak.core.random import seed_for
 from merak.data.columns import columns_read, is_stored, narrow_dataset
+from merak.data.digest import DigestedBatch, digest_columns
 from merak.data.non_tensors import drop_non_tensors
 from merak.data.random_stream import RandomStream
 
@@ -102,7 +103,7 @@ def rng_for_batch(fetch: Fetch, *key: int) -> Iterator[None]:
 
 
 def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
-    """Collate samples into the wanted columns of a batch.
+    """Collate samples into the wanted columns of a batch, with digests of all of its columns.
 
     Raises:
         DataError: the collator gives no columns, or not all that are wanted, or other arguments.
@@ -123,7 +124,8 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
                 f"{', '.join(batch) or 'no columns'}; add the column to the dataset, or give a "
                 "data_collator that makes it."
             )
-    return {column: batch[column] for column in fetch.columns}
+    wanted = {column: batch[column] for column in fetch.columns}
+    return DigestedBatch(wanted, digest_columns(batch, fetch.columns))
 
 
 def narrowed(fetch: Fetch, sample: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from merak.core.random import seed_for
+from merak.data.digest import INDICES, DigestedBatch, digest, digests_of
 from merak.data.fetch import Fetch, collated, rng_for_batch, samples_at
 from merak.data.random_stream import RandomStream
 
@@ -134,10 +135,15 @@ class RankDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, key: BatchKey) -> dict[str, Any]:
-        """The wanted columns of one batch; {} where there is none."""
-        fetch = self._fetch
-        if fetch is None or key.indices is None:
+        """The wanted columns of one batch, with digests of its samples; {} where there is none."""
+        if key.indices is None:
             return {}
+        indices = {INDICES: digest(key.indices)}
+        columns = {} if self._fetch is None else self._collated(self._fetch, key)
+        known = digests_of(columns)
+        return DigestedBatch(columns, replace(known, digests={**known.digests, **indices}))
+
+    def _collated(self, fetch: Fetch, key: BatchKey) -> dict[str, Any]:
         with rng_for_batch(fetch, key.epoch, key.index):
             if self._batched:
                 return collated(fetch, samples_at(fetch, key.indices))

@@ -1,9 +1,13 @@
-"""The exchange of batches' shapes and metadata between ranks, before they run some microbatches."""
+"""The exchange of batches' shapes and metadata between ranks, before they run some microbatches.
+
+With them goes a digest of the samples: the ranks of one replica must have read the same ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +17,7 @@ from merak.core.errors import DataError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, signature, union
+from merak.data.digest import INDICES, SampleDigests, differing
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
 
@@ -59,6 +64,7 @@ class BatchExchange:
         self.mesh = mesh
         self._progress = progress
         self._group: dist.ProcessGroup | None = None
+        self._tp_group: dist.ProcessGroup | None = None
         if mesh.pp * mesh.replicas > 1:
             lines = [
                 [
@@ -71,27 +77,40 @@ class BatchExchange:
             # Always gloo: these are small Python objects in host memory.
             with waiting_for_all("a group of ranks with"):
                 self._group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
+        if mesh.tp > 1:
+            firsts = range(0, mesh.world_size, mesh.tp)
+            lines = [list(range(first, first + mesh.tp)) for first in firsts]
+            with waiting_for_all("a group of tensor parallel ranks with"):
+                self._tp_group, _ = dist.new_subgroups_by_enumeration(lines, backend="gloo")
 
     def exchange(
-        self, batches: Sequence[Batch], metadata: Sequence[Mapping[str, Any]] | None = None
+        self,
+        batches: Sequence[Batch],
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+        samples: Sequence[SampleDigests] | None = None,
     ) -> ExchangedBatches:
         """Exchange some rounds of microbatches; all ranks call it together.
 
         Args:
             batches: per round, this rank's columns of its replica's microbatch; may be empty.
             metadata: per round, this rank's metadata of it.
+            samples: per round, digests of what this rank has read for it.
 
         Raises:
-            DataError: ranks see one column differently.
+            DataError: ranks see one column differently, or have read different samples.
         """
         every = metadata or [{} for _ in batches]
         own = [(signature(batch), dict(one)) for batch, one in zip(batches, every, strict=True)]
-        everyone = self.gather(own)
+        digests = list(samples or [SampleDigests() for _ in batches])
+        self._compare_tp(digests, "microbatch")
+        gathered = self.gather((own, digests))
+        everyone = [rounds for rounds, _ in gathered]
         if len({len(rounds) for rounds in everyone}) > 1:
             raise DataError(
                 "ranks have different numbers of microbatches "
                 f"({[len(rounds) for rounds in everyone]}); give every rank the same dataset."
             )
+        self._compare_replicas([read for _, read in gathered], "microbatch")
         merged_signatures = []
         merged_metadata = []
         for number in range(len(own)):
@@ -99,6 +118,36 @@ class BatchExchange:
             merged_signatures.append(columns)
             merged_metadata.append(merged)
         return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
+
+    def compare(self, samples: SampleDigests, what: str) -> None:
+        """Compare what the ranks of each replica have read; all ranks call it together.
+
+        Args:
+            samples: digests of what this rank has read.
+            what: it as a noun, such as "first samples of the dataset".
+
+        Raises:
+            DataError: ranks of one replica have read different samples.
+        """
+        self._compare_tp([samples], what)
+        self._compare_replicas(self.gather([samples]), what)
+
+    def _compare_tp(self, own: Sequence[SampleDigests], what: str) -> None:
+        """Compare what this rank's tensor parallel ranks have read, per round."""
+        if self._tp_group is None:
+            return
+        everyone: list[Any] = [None] * self.mesh.tp
+        with self._progress.waiting("what samples there are on", others_of(self._tp_group)):
+            dist.all_gather_object(everyone, own, group=self._tp_group)
+        _refuse_other_samples(everyone, dist.get_process_group_ranks(self._tp_group), what)
+
+    def _compare_replicas(self, everyone: Sequence[Sequence[SampleDigests]], what: str) -> None:
+        """Compare what the ranks of each replica have read, per round, as `gather` returns it."""
+        group = self._group
+        ranks = [self.mesh.rank] if group is None else dist.get_process_group_ranks(group)
+        for replica in range(self.mesh.dp):
+            own = self.of_replica(everyone, replica)
+            _refuse_other_samples(own, self.of_replica(ranks, replica), what)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a value of every rank, in the order pp rank, dp rank, cp rank."""
@@ -130,3 +179,29 @@ class BatchExchange:
             columns.append(union(*(found for found, _ in own)))
             metadata.append({key: value for _, one in own for key, value in one.items()})
         return tuple(columns), tuple(metadata)
+
+
+def _refuse_other_samples(
+    everyone: Sequence[Sequence[SampleDigests]], ranks: Sequence[int], what: str
+) -> None:
+    """Refuse ranks of one replica that have read different samples.
+
+    Args:
+        everyone: per rank and round, digests of what it has read.
+        ranks: the ranks, in that order.
+        what: they have read, as a noun.
+
+    Raises:
+        DataError: two of them need what the other has read differently.
+    """
+    for (one, mine), (other, theirs) in combinations(zip(ranks, everyone, strict=True), 2):
+        for own, read in zip(mine, theirs, strict=False):
+            names = differing(own, read)
+            if names:
+                columns = ", ".join(name if name == INDICES else repr(name) for name in names)
+                raise DataError(
+                    f"rank {one} and rank {other} compute one {what} together, but have read "
+                    f"different samples ({columns} differ); make the dataset the same on every "
+                    "rank: give a seed to its shuffle or split, to a sampler, and to generators "
+                    "of its own, and sort what comes out of a set."
+                )

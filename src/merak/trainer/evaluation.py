@@ -16,6 +16,7 @@ from transformers import Trainer
 from merak.core.errors import DataError
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, drop_non_tensors, example_batch, shard_loader
+from merak.data.digest import digest_columns, digests_of
 from merak.data.fetch import is_iterable
 from merak.engine import Engine
 from merak.graph.trace.outputs import LOSS, nested
@@ -239,6 +240,8 @@ class Evaluation:
         if self._engine.holds_last_stage:
             labels = [name for name in options.label_names if name in sample]
             read += [*labels, *options.kept(sample)]
+        first = digest_columns(sample, read)
+        self._batch_exchange.compare(first, "evaluation of the dataset's first samples")
         return shard_loader(
             self._loader,
             dp_degree=self.mesh.dp,
@@ -251,7 +254,8 @@ class Evaluation:
     def _compute(self, chunk: Sequence[Batch]) -> Iterator[dict[str, Any]]:
         prepared = [self._prepare_inputs(dict(batch)) if batch else batch for batch in chunk]
         metadata = [self._counter.metadata(batch) for batch in prepared]
-        exchanged = self._batch_exchange.exchange(prepared, metadata)
+        samples = [digests_of(batch) for batch in chunk]
+        exchanged = self._batch_exchange.exchange(prepared, metadata, samples)
         own = exchanged.own(self.mesh)
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
         batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]

@@ -21,6 +21,7 @@ from merak.core.announce import announce
 from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
+from merak.data.digest import digests_of
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
@@ -117,7 +118,8 @@ class Stepping(Saving):
         batches = list(islice(epoch_iterator, num_batches))
         assert self._batch_exchange is not None and self._counter is not None
         metadata = [self._counter.metadata(batch) for batch in batches]
-        exchanged = self._batch_exchange.exchange(batches, metadata)
+        samples = [digests_of(batch) for batch in batches]
+        exchanged = self._batch_exchange.exchange(batches, metadata, samples)
         self._step = StepInputs(batches, exchanged)
         across = self.args.average_tokens_across_devices
         replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)

@@ -28,6 +28,7 @@ from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
+from merak.data.digest import digest_columns
 from merak.engine import Engine, build_engine
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
@@ -232,6 +233,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
         self.throughput = Throughput(self._counter.counts_tokens(batch))
         columns = engine.columns(self._counter.signature(batch).columns)
+        assert self._batch_exchange is not None
+        first = digest_columns(batch, columns)
+        self._batch_exchange.compare(first, "step on the dataset's first samples")
         return shard_loader(
             loader,
             dp_degree=self.mesh.dp,
