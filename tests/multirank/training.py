@@ -219,7 +219,7 @@ def make_merak(setup: Setup, dp: int, cache: str, **kwargs: Any) -> Any:
 
     if setup.family == "plain":
         kwargs.setdefault("compute_loss_func", loss_of_logits)
-    if "model_init" not in kwargs:
+    if not {"model", "model_init"} & kwargs.keys():
         with merak.empty_weights() if setup.empty else _as_it_is():
             kwargs["model"] = model_of(setup)
     args = merak.MerakArguments(
@@ -244,7 +244,8 @@ def make_reference(setup: Setup, **kwargs: Any) -> Trainer:
     )
     kwargs.setdefault("train_dataset", Texts(setup.num_samples, padded=_padded(setup)))
     trainer_class = kwargs.pop("trainer_class", Trainer)
-    trainer: Trainer = trainer_class(model=model_of(setup), args=args, **kwargs)
+    kwargs.setdefault("model", model_of(setup))
+    trainer: Trainer = trainer_class(args=args, **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 

@@ -104,11 +104,19 @@ class Engine:
 
     def columns(self, signature: Signature, training: bool = True) -> tuple[str, ...]:
         """The columns of a batch that this rank reads."""
-        return self._state.program_for(signature, training).columns
+        self._state.program_for.refresh()
+        numbers = self._state.program_for.state.columns()
+        columns = self._state.program_for(signature, training).columns
+        return tuple(name for name in columns if name not in numbers)
 
     def outputs(self, signature: Signature) -> tuple[str, ...]:
         """Names of the model's outputs in evaluation, in its order, of all ranks."""
+        self._state.program_for.refresh()
         return self._state.program_for(signature, False).outputs
+
+    def changed_state(self) -> dict[str, str]:
+        """Python state that has changed since the model was traced, for ranks to compare."""
+        return self._state.program_for.state.described()
 
     def train_step(
         self,
@@ -144,6 +152,8 @@ class Engine:
             DataError: a column with an index beyond the table that it is looked up in.
         """
         state = self._state
+        state.program_for.refresh()
+        batches = self._with_numbers(batches)
         check_indices(state, f"step {step + 1}", signatures, batches, True)
         check_counts(state, len(signatures), update is not None)
         apply_parameter_writes(state, self._programs(signatures, True), batches)
@@ -224,7 +234,8 @@ class Engine:
             The end of a sentence, the same on every rank.
         """
         state = self._state
-        finder = NonFiniteFinder(state.base.loss)
+        batches = self._with_numbers(batches)
+        finder = NonFiniteFinder(self._programs(signatures, True)[0].loss)
         self.undo_buffers()
         state.optimizer_params.start_step()
         try:
@@ -240,6 +251,13 @@ class Engine:
         finite = all(rank[2] for rank in ranks)
         origins = [rank[0][0 if finite else 1] for rank in ranks]
         return describe(origins, {name for rank in ranks for name in rank[1]}, self.mesh.dp)
+
+    def _with_numbers(
+        self, batches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Batches with the Python numbers that are inputs of the graphs."""
+        numbers = self._state.program_for.state.columns()
+        return [{**batch, **numbers} for batch in batches] if numbers else list(batches)
 
     def _programs(self, signatures: Sequence[Signature], training: bool) -> list[Program]:
         """The programs of some microbatches; without any, the program of an ordinary one."""
@@ -338,6 +356,8 @@ class Engine:
             DataError: as in `train_step`.
         """
         state, num_own = self._state, len(signatures)
+        state.program_for.refresh()
+        batches = self._with_numbers(batches)
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:
             signatures, batches = self._as_many_as_others(signatures, batches)

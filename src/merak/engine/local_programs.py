@@ -19,6 +19,7 @@ from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
+from merak.engine.python_state import PythonState
 from merak.graph.context_parallel.apply import (
     ContextParallel,
     context_parallel,
@@ -95,12 +96,10 @@ class ProgramCache:
         self._graph = graph
         self._base_key = (tuple(graph.columns.items()), options.trains)
         self.base = self._compile(graph, options.trains)
-        self._graphs = {
-            mode: GraphsByShape(
-                source, training=mode, first=graph if mode is options.trains else None
-            )
-            for mode in (True, False)
-        }
+        self._is_base_stale = False
+        self._graphs = self._graphs_by_shape(graph)
+        self.state = PythonState(source)
+        self.state.add(graph.reads)
         self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
         self._max_shapes = options.max_shapes
         self._num_made = 0
@@ -129,15 +128,44 @@ class ProgramCache:
         """The segments of each of this rank's stages."""
         return {s: [p.segment for p in self.base.stages[s].segments] for s in self.own_stages}
 
+    def _graphs_by_shape(self, first: ModelGraph | None) -> dict[bool, GraphsByShape]:
+        trains = self._base_key[1]
+        return {
+            mode: GraphsByShape(self.source, training=mode, first=first if mode is trains else None)
+            for mode in (True, False)
+        }
+
     def __call__(self, signature: Signature, training: bool) -> Program:
-        """The program of a signature, in training or evaluation."""
-        if (signature, training) == self._base_key:
+        """The program of a signature, in training or evaluation.
+
+        Its columns are those of the signature, and the numbers of `state`.
+        """
+        if (signature, training) == self._base_key and not self._is_base_stale:
             return self.base
-        return self._compiled(signature, training)
+        return self._compiled((*signature, *self.state.signature), training)
+
+    def refresh(self) -> None:
+        """Trace the model anew where Python state that it reads has changed.
+
+        Raises:
+            TraceError: it cannot be.
+            TrainingError: a parameter is to be trained that was frozen.
+        """
+        self.state.frozen()
+        changes = self.state.changes()
+        if changes:
+            self.state.adopt(changes, self._trace_anew)
+
+    def _trace_anew(self) -> None:
+        self._is_base_stale = True
+        self._graphs = self._graphs_by_shape(None)
+        self._compiled.cache_clear()
+        self(*self._base_key)
 
     def _make(self, signature: Signature, training: bool) -> Program:
         started = time.perf_counter()
         graph = self._graphs[training](dict(signature))
+        self.state.add(graph.reads)
         program = self._compile(graph, training)
         self._num_made += 1
         self._seconds += time.perf_counter() - started

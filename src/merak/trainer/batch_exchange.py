@@ -1,6 +1,7 @@
 """The exchange of batches' shapes and metadata between ranks, before they run some microbatches.
 
-With them goes a digest of the samples: the ranks of one replica must have read the same ones.
+With them go digests of the samples, since the ranks of one replica must have read the same ones,
+and what a script has changed in Python, since all ranks must run the same model.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import DataError
+from merak.core.errors import DataError, TrainingError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.data import BatchSignature, signature, union
@@ -88,6 +90,7 @@ class BatchExchange:
         batches: Sequence[Batch],
         metadata: Sequence[Mapping[str, Any]] | None = None,
         samples: Sequence[SampleDigests] | None = None,
+        state: Mapping[str, str] = MappingProxyType({}),
     ) -> ExchangedBatches:
         """Exchange some rounds of microbatches; all ranks call it together.
 
@@ -95,22 +98,25 @@ class BatchExchange:
             batches: per round, this rank's columns of its replica's microbatch; may be empty.
             metadata: per round, this rank's metadata of it.
             samples: per round, digests of what this rank has read for it.
+            state: Python state of this rank's model that has changed, as text.
 
         Raises:
             DataError: ranks see one column differently, or have read different samples.
+            TrainingError: ranks have changed their models differently.
         """
         every = metadata or [{} for _ in batches]
         own = [(signature(batch), dict(one)) for batch, one in zip(batches, every, strict=True)]
         digests = list(samples or [SampleDigests() for _ in batches])
-        self._compare_tp(digests, "microbatch")
-        gathered = self.gather((own, digests))
-        everyone = [rounds for rounds, _ in gathered]
+        self._compare_tp(digests, "microbatch", state)
+        gathered = self.gather((own, digests, dict(state)))
+        _refuse_other_state([changed for _, _, changed in gathered], self._ranks())
+        everyone = [rounds for rounds, _, _ in gathered]
         if len({len(rounds) for rounds in everyone}) > 1:
             raise DataError(
                 "ranks have different numbers of microbatches "
                 f"({[len(rounds) for rounds in everyone]}); give every rank the same dataset."
             )
-        self._compare_replicas([read for _, read in gathered], "microbatch")
+        self._compare_replicas([read for _, read, _ in gathered], "microbatch")
         merged_signatures = []
         merged_metadata = []
         for number in range(len(own)):
@@ -132,22 +138,32 @@ class BatchExchange:
         self._compare_tp([samples], what)
         self._compare_replicas(self.gather([samples]), what)
 
-    def _compare_tp(self, own: Sequence[SampleDigests], what: str) -> None:
-        """Compare what this rank's tensor parallel ranks have read, per round."""
+    def _compare_tp(
+        self,
+        own: Sequence[SampleDigests],
+        what: str,
+        state: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Compare what this rank's tensor parallel ranks have read, per round, and changed."""
         if self._tp_group is None:
             return
         everyone: list[Any] = [None] * self.mesh.tp
         with self._progress.waiting("what samples there are on", others_of(self._tp_group)):
-            dist.all_gather_object(everyone, own, group=self._tp_group)
-        _refuse_other_samples(everyone, dist.get_process_group_ranks(self._tp_group), what)
+            dist.all_gather_object(everyone, (own, dict(state)), group=self._tp_group)
+        ranks = dist.get_process_group_ranks(self._tp_group)
+        _refuse_other_state([changed for _, changed in everyone], ranks)
+        _refuse_other_samples([read for read, _ in everyone], ranks, what)
 
     def _compare_replicas(self, everyone: Sequence[Sequence[SampleDigests]], what: str) -> None:
         """Compare what the ranks of each replica have read, per round, as `gather` returns it."""
-        group = self._group
-        ranks = [self.mesh.rank] if group is None else dist.get_process_group_ranks(group)
         for replica in range(self.mesh.dp):
             own = self.of_replica(everyone, replica)
-            _refuse_other_samples(own, self.of_replica(ranks, replica), what)
+            _refuse_other_samples(own, self.of_replica(self._ranks(), replica), what)
+
+    def _ranks(self) -> list[int]:
+        """The ranks of the job that `gather` has values of, in its order."""
+        group = self._group
+        return [self.mesh.rank] if group is None else dist.get_process_group_ranks(group)
 
     def gather(self, value: Any) -> list[Any]:
         """Gather a value of every rank, in the order pp rank, dp rank, cp rank."""
@@ -204,4 +220,26 @@ def _refuse_other_samples(
                     f"different samples ({columns} differ); make the dataset the same on every "
                     "rank: give a seed to its shuffle or split, to a sampler, and to generators "
                     "of its own, and sort what comes out of a set."
+                )
+
+
+def _refuse_other_state(everyone: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> None:
+    """Refuse ranks whose models a script has changed differently.
+
+    Args:
+        everyone: per rank, what has changed.
+        ranks: the ranks, in that order.
+
+    Raises:
+        TrainingError: it is not the same on two of them.
+    """
+    first = everyone[0]
+    for rank, other in zip(ranks, everyone, strict=True):
+        for name in (*first, *other):
+            one, two = first.get(name, "unchanged"), other.get(name, "unchanged")
+            if one != two:
+                raise TrainingError(
+                    f"{name} is {one} on rank {ranks[0]} and {two} on rank {rank}, so that the "
+                    "ranks would train different models; change it on every rank, not on the "
+                    "main process alone."
                 )

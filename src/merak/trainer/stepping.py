@@ -119,7 +119,9 @@ class Stepping(Saving):
         assert self._batch_exchange is not None and self._counter is not None
         metadata = [self._counter.metadata(batch) for batch in batches]
         samples = [digests_of(batch) for batch in batches]
-        exchanged = self._batch_exchange.exchange(batches, metadata, samples)
+        assert self.engine is not None
+        state = self.engine.changed_state()
+        exchanged = self._batch_exchange.exchange(batches, metadata, samples, state)
         self._step = StepInputs(batches, exchanged)
         across = self.args.average_tokens_across_devices
         replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)

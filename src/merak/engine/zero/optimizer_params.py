@@ -158,6 +158,9 @@ class OptimizerParams:
     def take_gradients(self, loss_scale: float = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
 
+        A parameter that has been frozen since (`requires_grad_(False)`) gets none, so that no
+        optimizer changes it.
+
         Args:
             loss_scale: the factor of the gradients, which are divided by it.
         """
@@ -170,7 +173,7 @@ class OptimizerParams:
         gradients.clear()  # so that each goes as soon as it has been converted
         for source, item in zip(sources, self.items.values(), strict=True):
             gradient, source.grad = source.grad, None
-            if gradient is None or not item.tensor.numel():
+            if gradient is None or not item.tensor.numel() or not item.parameter.requires_grad:
                 continue
             item.tensor.grad_dtype = item.tensor.dtype
             item.tensor.grad = gradient.to(item.tensor.dtype)

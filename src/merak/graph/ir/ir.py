@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.state_read import StateRead
 
 
 class Kind(Enum):
@@ -130,6 +131,7 @@ class ModelGraph:
         outputs: the model's own output names (loss, logits, …) → value names.
         loss: the value name of the loss; None when the model was traced for prediction alone.
         parameter_writes: what is written into parameters before the segments run.
+        reads: Python state that the trace took as constants.
     """
 
     segments: tuple[Segment, ...]
@@ -142,6 +144,7 @@ class ModelGraph:
     outputs: dict[str, str]
     loss: str | None
     parameter_writes: tuple[ParameterWrites, ...] = ()
+    reads: tuple[StateRead, ...] = ()
 
     def boundaries(self) -> tuple[tuple[str, ...], ...]:
         """Values that cross each cut between neighbouring segments, in linear time."""

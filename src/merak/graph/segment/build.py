@@ -20,10 +20,12 @@ from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.segment.counters import refuse_counters
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.call import LossFunction
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
 
@@ -40,6 +42,7 @@ class GraphSource:
         device: device type the model will run on.
         cache_dir: where traces are stored; None for no cache.
         autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
+        numbers: places of Python numbers that are inputs of the graph, by their column.
 
     It remembers which modules a trace runs as opaque modules, and the full shapes of parameters
     from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
@@ -53,6 +56,7 @@ class GraphSource:
     device: torch.device = torch.device("cpu")
     cache_dir: Path | None = None
     autocast: torch.dtype | None = None
+    numbers: dict[str, Slot] = field(default_factory=dict)
     parameters: Mapping[str, TensorMeta] = field(init=False)
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
 
@@ -115,14 +119,21 @@ def build_timed(
     """
     start = time.perf_counter()
     seconds = [0.0]
+    outputs = ("loss",) if training else None
 
     def make() -> Made:
         traced = _trace(source, columns)
         traced_at = time.perf_counter()
-        graph = cut_into_segments(traced, outputs=("loss",) if training else None)
+        graph = cut_into_segments(traced, outputs=outputs)
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
+        refuse_counters(
+            source.model,
+            traced.counted,
+            graph,
+            lambda: cut_into_segments(_trace(source, columns), outputs=outputs),
+        )
         return graph, traced.sources | loaded_sources(source.model)
 
     with as_traced(source, training), phase("tracing the model"):
@@ -151,6 +162,7 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
         device=source.device,
         autocast=source.autocast,
         opaque=source.opaque,
+        numbers=source.numbers,
     )
     if not traced.outputs:
         raise TraceError(
@@ -175,7 +187,15 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
 
 
 def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
-    what = (source.loss_fn, source.loss_columns, source.fixed, source.device.type, source.autocast)
+    numbers = tuple(source.numbers)
+    what = (
+        numbers,
+        source.loss_fn,
+        source.loss_columns,
+        source.fixed,
+        source.device.type,
+        source.autocast,
+    )
     return fingerprint(source.model, dict(columns), *what)
 
 

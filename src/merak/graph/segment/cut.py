@@ -67,6 +67,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
         outputs={name: node.name for name, node in outputs_by_name.items()},
         loss=outputs_by_name["loss"].name if "loss" in outputs_by_name else None,
         parameter_writes=trace.parameter_writes,
+        reads=trace.reads,
     )
 
 

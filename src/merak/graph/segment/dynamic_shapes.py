@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, as_traced, build_graph
 from merak.graph.segment.cut import cut_into_segments
+from merak.graph.segment.same_graph import is_same_graph
 from merak.graph.trace.call import Call
 from merak.graph.trace.exported import Exported
 from merak.graph.trace.specialize import NotResizable, at_sizes
@@ -85,7 +85,12 @@ class GraphsByShape:
         autocast = source.autocast
         casts = None if autocast is None else partial(torch.autocast, source.device.type, autocast)
         call = Call(
-            tuple(first.columns), dict(source.fixed), source.loss_fn, source.loss_columns, casts
+            tuple(first.columns),
+            dict(source.fixed),
+            source.loss_fn,
+            source.loss_columns,
+            casts,
+            numbers=source.numbers,
         )
         device = torch.device(source.device.type)
         try:
@@ -102,7 +107,7 @@ class GraphsByShape:
             raise NotResizable(str(error)) from error
         if exported.num_conditions:
             raise NotResizable("random numbers decide which operators run")
-        if not _same(self._at(first.columns, exported), first):
+        if not is_same_graph(self._at(first.columns, exported), first):
             raise NotResizable("with symbols the model runs other operators")
         self._is_hopeless = False
         return exported
@@ -110,39 +115,3 @@ class GraphsByShape:
     def _at(self, columns: Mapping[str, TensorMeta], exported: Exported) -> ModelGraph:
         traced = at_sizes(exported, columns)
         return cut_into_segments(traced, outputs=("loss",) if self._training else None)
-
-
-def _same(one: ModelGraph, other: ModelGraph) -> bool:
-    """Whether two graphs compute the same, whatever their values are called."""
-    pairs = zip((one.prologue, *one.segments), (other.prologue, *other.segments), strict=False)
-    return (
-        len(one.segments) == len(other.segments)
-        and list(one.outputs) == list(other.outputs)
-        and one.parameters == other.parameters
-        and one.constants.keys() == other.constants.keys()
-        and all(torch.equal(one.constants[n], other.constants[n]) for n in one.constants)
-        and all(_same_segment(a, b) for a, b in pairs)
-    )
-
-
-def _same_segment(one: Segment, other: Segment) -> bool:
-    fixed = (one.parameters, one.buffers, one.columns)
-    if fixed != (other.parameters, other.buffers, other.columns):
-        return False
-    return _written_out(one.graph) == _written_out(other.graph)
-
-
-def _written_out(graph: fx.Graph) -> list[tuple[object, ...]]:
-    """Operators of a graph and what they yield, with values by their index."""
-    places = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-
-    def line(node: fx.Node) -> tuple[object, ...]:
-        target = node.target if node.op == "call_function" else node.op
-        args = repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: _Place(places[n])))
-        return target, args, node.meta.get("tensor"), node.meta.get("source")
-
-    return [line(node) for node in graph.nodes]
-
-
-class _Place(str):
-    """Index of a value, in the text of an operator's arguments."""

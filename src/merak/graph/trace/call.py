@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 
 from merak.graph.trace.outputs import named_outputs
+from merak.graph.trace.state.slots import Slot, numbers_as_inputs
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
 
@@ -28,6 +29,7 @@ class Call:
         loss_columns: columns that go to the loss function alone.
         autocast: makes the context that the model runs under in mixed precision.
         host_random: names, "module:name", of the model's functions that draw on the host.
+        numbers: places of Python numbers that are inputs, by their column.
     """
 
     columns: tuple[str, ...]
@@ -36,6 +38,7 @@ class Call:
     loss_columns: tuple[str, ...]
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
     host_random: tuple[str, ...] = ()
+    numbers: dict[str, Slot] = field(default_factory=dict)
 
 
 def call_model(
@@ -46,6 +49,13 @@ def call_model(
     In evaluation a loss function is not called with a batch that has nothing for it, such as one of
     samples without labels, to be predicted.
     """
+    with numbers_as_inputs(batch, call.numbers) as own:
+        return _called(model, own, call)
+
+
+def _called(
+    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
+) -> dict[str, torch.Tensor]:
     if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
         return dict(named_outputs(_run(model, batch, call)))
     result = _run(model, _taken(model, batch, call.loss_columns), call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.export.graph_signature import InputKind
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 
 
@@ -31,6 +32,8 @@ class Exported:
         columns: names of the batch's columns.
         num_conditions: as of `Trace`.
         sizes: policy for data-dependent sizes.
+        reads: as of `Trace`.
+        counted: as of `Trace`.
     """
 
     graph: fx.Graph
@@ -43,6 +46,8 @@ class Exported:
     columns: tuple[str, ...]
     num_conditions: int = 0
     sizes: DynamicSizes = DynamicSizes.REFUSED
+    reads: tuple[StateRead, ...] = ()
+    counted: Mapping[StateRead, int | float] = field(default_factory=dict)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -41,6 +41,7 @@ from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.state.record import StateReads
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class Session:
         conditions: answers the model's random conditions.
         host_random: records functions that draw on the host.
         real: the model's own parameters and buffers, before fake ones take their place.
+        reads: records the Python state that the model reads.
         fake: the mode that makes fake tensors.
         checks: notes checks of values that are assumed to pass.
         packed: follows packed sequences.
@@ -70,6 +72,7 @@ class Session:
     conditions: RandomConditions
     host_random: HostRandomFunctions
     real: RealTensors
+    reads: StateReads
     fake: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     checks: ValueChecks = field(default_factory=ValueChecks)
     packed: PackedSequences = field(default_factory=PackedSequences)
@@ -109,6 +112,7 @@ They stay while the model runs once more in eager code, to explain a failure.
 
 
 MODES: tuple[tuple[Enter, str], ...] = (
+    (lambda s: s.reads.recorded(), "no function mode: sees attributes that Python code reads"),
     (
         lambda s: refuse_host_random(s.model),
         "no function mode: compares the host generators' states before and after the run",

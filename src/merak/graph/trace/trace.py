@@ -38,6 +38,8 @@ from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.passes import run_passes
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
+from merak.graph.trace.state.record import StateReads
+from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.traced import Trace
 
 
@@ -51,6 +53,7 @@ def trace(
     device: torch.device | None = None,
     autocast: torch.dtype | None = None,
     opaque: OpaqueSelection | None = None,
+    numbers: Mapping[str, Slot] | None = None,
 ) -> Trace:
     """Trace a model: run it once on fake tensors and record its operators.
 
@@ -64,6 +67,7 @@ def trace(
         autocast: the model's forward runs under torch.autocast with this type, its outputs become
             float32, and the loss function is outside, as transformers.Trainer has it.
         opaque: modules that are opaque from the first; gains those that have to be.
+        numbers: places of Python numbers that are inputs of the graph, by their column.
 
     Returns:
         The trace.
@@ -73,7 +77,9 @@ def trace(
     """
     device = torch.device((device or torch.device("cpu")).type)
     casts = None if autocast is None else partial(torch.autocast, device.type, autocast)
-    call = Call(tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts)
+    call = Call(
+        tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts, numbers=dict(numbers or {})
+    )
 
     opaque = OpaqueSelection() if opaque is None else opaque
     opaque.forget_loops()
@@ -140,7 +146,8 @@ def export_model(
     conditions = RandomConditions(answers, opaque.by_batch)
     host_random = HostRandomFunctions(call.host_random)
     real = RealTensors.of(model)
-    session = Session(model, columns, device, opaque, conditions, host_random, real)
+    reads = StateReads(model, call.loss_fn)
+    session = Session(model, columns, device, opaque, conditions, host_random, real, reads)
     runner = _Runner(model, call, conditions)
     program = _run_export(session, runner, call, symbolic)
     _refuse_growing(program, runner.remade)
@@ -158,6 +165,8 @@ def export_model(
         call.columns,
         len(conditions.made),
         opaque.sizes,
+        reads.found,
+        reads.counted,
     )
 
 
@@ -200,6 +209,8 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         sources=frozenset(rewriting.sources),
         num_conditions=exported.num_conditions,
         parameter_writes=rewriting.parameter_writes,
+        reads=exported.reads,
+        counted=exported.counted,
     )
 
 

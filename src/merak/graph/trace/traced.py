@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +10,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ParameterWrites
+from merak.graph.ir.state_read import StateRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Trace:
         num_conditions: how many random conditions were answered for it; the graph returns their
             booleans after the outputs, until `branches` has merged both branches of each.
         parameter_writes: writes into parameters, done before the graph runs.
+        reads: Python state that is constant in the graph.
+        counted: numbers that forward reads and sets, as it has left them.
     """
 
     graph: fx.Graph
@@ -38,3 +42,5 @@ class Trace:
     sources: frozenset[str] = field(default_factory=frozenset)
     num_conditions: int = 0
     parameter_writes: tuple[ParameterWrites, ...] = ()
+    reads: tuple[StateRead, ...] = ()
+    counted: Mapping[StateRead, int | float] = field(default_factory=dict)

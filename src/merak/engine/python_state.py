@@ -1,0 +1,187 @@
+"""Python state of a model during training: a change is an input of the graphs, or traces anew.
+
+A parameter that is frozen during training gets no gradient from then on; one that was frozen when
+the graphs were traced stays so.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from merak.core.announce import announce
+from merak.core.errors import MerakError, TraceError, TrainingError
+from merak.core.rank0 import warn_once
+from merak.core.tensor_meta import Signature, TensorMeta
+from merak.graph.ir.state_read import StateRead
+from merak.graph.segment.build import GraphSource
+from merak.graph.trace.state.functions import function_reads
+from merak.graph.trace.state.slots import Slot, is_plain
+from merak.graph.trace.state.watch import StateChange, StateWatch
+
+logger = logging.getLogger(__name__)
+
+MANY = 5
+"""After so many traces for one value's changes, people are told of them."""
+
+
+class PythonState:
+    """The Python values that a model's graphs depend on.
+
+    A number with a fraction that changes becomes an input of the graphs, where they can be traced
+    with it; any other change traces the model anew.
+
+    Args:
+        source: the model.
+    """
+
+    def __init__(self, source: GraphSource) -> None:
+        self._source = source
+        self._watch = StateWatch(source.model, source.loss_fn)
+        self._watch.add(function_reads(source.model, source.loss_fn))
+        self._constant: set[str] = set()  # numbers that cannot be inputs
+        self._num_traces: Counter[str] = Counter()
+        self._changed: dict[str, object] = {}
+        self._last: dict[str, float] = {}  # of numbers that are inputs
+        # By their places, since a rank's shards take the place of whole parameters.
+        self._parameters = [
+            (f"{path}.{key}".removeprefix("."), module, key, parameter.requires_grad)
+            for path, module in source.model.named_modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def add(self, reads: Sequence[StateRead]) -> None:
+        """Watch what a trace has read, with the values of now."""
+        self._watch.add(read for read in reads if str(read) not in self._source.numbers)
+
+    def frozen(self) -> set[str]:
+        """Names of the parameters that have been frozen since the model was traced.
+
+        Raises:
+            TrainingError: a parameter is to be trained that was frozen then.
+        """
+        frozen = set()
+        for name, module, key, is_trained in self._parameters:
+            parameter = module._parameters.get(key)
+            if parameter is None or parameter.requires_grad == is_trained:
+                continue
+            if not is_trained:
+                raise TrainingError(
+                    f"{name} was frozen when training began, so that no gradient is computed for "
+                    "it, and has requires_grad now; leave it on from the start, and freeze it "
+                    "(requires_grad_(False)) until it is to be trained, for example in "
+                    "on_train_begin of a callback."
+                )
+            frozen.add(name)
+        return frozen
+
+    def described(self) -> dict[str, str]:
+        """What has changed since the model was traced, as text, for ranks to compare."""
+        changed = self._changed | {c.slot.label: c.new for c in self._watch.changes()}
+        changed |= {name: slot.get() for name, slot in self._numbers().items()}
+        found = {
+            name: repr(value) if is_plain(value) else type(value).__name__
+            for name, value in changed.items()
+        }
+        return found | {f"{name}.requires_grad": "False" for name in self.frozen()}
+
+    @property
+    def signature(self) -> Signature:
+        """The columns of those numbers that are inputs."""
+        dtype = torch.get_default_dtype()
+        return tuple((name, TensorMeta((), dtype)) for name in self._source.numbers)
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        """The values of those numbers that are inputs, scalars on the CPU, by their column."""
+        self._last = {name: slot.get() for name, slot in self._numbers().items()}
+        return {name: torch.tensor(float(value)) for name, value in self._last.items()}
+
+    def _numbers(self) -> Mapping[str, Slot]:
+        return self._source.numbers
+
+    def changes(self) -> list[StateChange]:
+        """What has changed since it was traced with, but for numbers that are inputs."""
+        found = self._watch.changes()
+        for name, slot in list(self._numbers().items()):
+            if type(slot.get()) not in (float, int):
+                del self._source.numbers[name]
+                found.append(StateChange(slot, self._last.get(name), slot.get()))
+                self._watch.add([slot.read])
+        return found
+
+    def adopt(self, changes: Sequence[StateChange], trace: Callable[[], object]) -> None:
+        """Trace the model with what has changed.
+
+        Args:
+            changes: as of `changes`.
+            trace: forgets all graphs, and traces the model for its usual batch.
+
+        Raises:
+            TraceError: the model cannot be traced as it is now.
+        """
+        started = time.perf_counter()
+        self._watch.accept(changes)
+        self._changed |= {change.slot.label: change.new for change in changes}
+        numbers = {c.slot.label: c.slot for c in changes if c.is_number}
+        is_input = self._trace_with(numbers, trace)
+        if not is_input:
+            self._trace_anew(changes, trace)
+        for change in changes:
+            if is_input and change.is_number:
+                self._watch.remove(change.slot.label)
+                announce("%s: it is an input of the graph from now on", change)
+                continue
+            self._num_traces[change.slot.label] += 1
+            logger.info("%s: the model has been traced anew", change)
+            if self._num_traces[change.slot.label] == MANY:
+                self._warn(change, time.perf_counter() - started)
+
+    def _trace_with(self, numbers: Mapping[str, Slot], trace: Callable[[], object]) -> bool:
+        """Whether the model can be traced with further numbers as inputs, no more opaque."""
+        if not numbers or not self._constant.isdisjoint(numbers):
+            return False
+        source, before = self._source, copy.deepcopy(self._source.opaque)
+        source.numbers.update(numbers)
+        try:
+            trace()
+            if (
+                source.opaque.known() == before.known()
+                and source.opaque.by_batch == before.by_batch
+            ):
+                return True
+        except MerakError as error:
+            logger.debug("%s cannot be inputs: %s", ", ".join(numbers), error)
+        for name in numbers:
+            del source.numbers[name]
+        self._constant.update(numbers)
+        source.opaque.adopt(before)
+        return False
+
+    def _trace_anew(self, changes: Sequence[StateChange], trace: Callable[[], object]) -> None:
+        try:
+            trace()
+        except MerakError as error:
+            change = changes[0]
+            raise TraceError(
+                f"{change}, which forward reads at {change.line()}, and with that the training "
+                f"cannot go on: {str(error).rstrip('.')}; set it before training, or make two runs "
+                "of it."
+            ) from error
+
+    def _warn(self, change: StateChange, seconds: float) -> None:
+        warn_once(
+            logger,
+            "%s has changed %d times, and each time the model is traced anew (%.1f s), since the "
+            "code asks for its value; it is read at %s. Compute with it in torch operators alone, "
+            "or change it less often.",
+            change.slot.label,
+            MANY,
+            seconds,
+            change.line(),
+        )

@@ -1,0 +1,116 @@
+"""Globals and closures that the user's own functions read, found in their code.
+
+Code of installed packages does not change its globals from step to step; that of scripts and
+notebooks may.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from merak.core.source_lines import is_installed
+from merak.graph.ir.state_read import GLOBALS, LOSS, StateRead
+from merak.graph.trace.state.holders import closure
+from merak.graph.trace.state.slots import is_plain, is_plain_dict
+
+
+def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[StateRead, ...]:
+    """Plain values in globals and closures that forward and the loss function may read.
+
+    Args:
+        model: the model.
+        loss_fn: its loss function; None for none.
+    """
+    classes = [base for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
+    found: dict[tuple[str, str, tuple[str, ...]], StateRead] = {}
+    waiting = [f for f in (_own_function(cls.__dict__.get("forward")) for cls in classes) if f]
+    for steps, function in _functions_of(loss_fn, ()):
+        waiting.append(function)
+        for name, value in closure(function).items():
+            if is_plain(value):
+                line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+                read = StateRead(LOSS, "", (*steps, f"({name})"), line)
+                found[read.root, read.path, read.steps] = read
+    seen: set[types.CodeType] = set()
+    while waiting:
+        function = waiting.pop()
+        if function.__code__ in seen:
+            continue
+        seen.add(function.__code__)
+        for name, _ in _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD"):
+            waiting += [f for f in (_own_function(cls.__dict__.get(name)) for cls in classes) if f]
+        for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+            called = _own_function(function.__globals__.get(name))
+            waiting += [called] if called is not None else []
+            for read in _global_reads(function, name, line):
+                found.setdefault((read.root, read.path, read.steps), read)
+    return tuple(found.values())
+
+
+def _functions_of(
+    function: Any, steps: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], types.FunctionType]]:
+    """A function of the user, and those in its closure, with the steps that lead to them."""
+    if isinstance(function, types.MethodType):
+        yield from _functions_of(function.__func__, (*steps, "__func__"))
+    elif isinstance(function, partial):
+        yield from _functions_of(function.func, (*steps, "func"))
+    elif isinstance(function, types.FunctionType):
+        if not is_installed(function.__code__.co_filename):
+            yield steps, function
+        for name, value in closure(function).items():
+            if isinstance(value, (types.FunctionType, types.MethodType)) and len(steps) < 4:
+                yield from _functions_of(value, (*steps, f"({name})"))
+
+
+def _own_function(value: Any) -> types.FunctionType | None:
+    """The user's own function that a value is, inside its decorators."""
+    function = getattr(value, "__wrapped__", getattr(value, "__func__", value))
+    if not isinstance(function, types.FunctionType):
+        return None
+    return None if is_installed(function.__code__.co_filename) else function
+
+
+def _names(code: types.CodeType, *operations: str) -> Iterator[tuple[str, str]]:
+    """Names that code reads by some operations, with the line of each."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line
+        if instruction.opname in operations:
+            yield str(instruction.argval), f"{code.co_filename}:{line}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant, *operations)
+
+
+def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterator[StateRead]:
+    """Reads of a global: of a plain value, or of plain attributes of an object or module."""
+    module = str(function.__globals__.get("__name__"))
+    if vars(sys.modules.get(module, sys)) is not function.__globals__:
+        return  # not reached by its module's name
+    value = function.__globals__.get(name)
+    if is_plain(value) and name in function.__globals__ and not name.startswith("__"):
+        yield StateRead(GLOBALS, module, (f"[{name}]",), line)
+    elif is_plain_dict(value):
+        for key in value:
+            yield StateRead(GLOBALS, module, (f"[{name}]", f"[{key}]"), line)
+    elif isinstance(value, types.ModuleType):
+        if not is_installed(getattr(value, "__file__", None) or "<built in>"):
+            for own in _attributes_read(function, value):
+                yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
+    elif not isinstance(value, (type, types.FunctionType)) and hasattr(value, "__dict__"):
+        for own in _attributes_read(function, value):
+            yield StateRead(GLOBALS, module, (f"[{name}]", own), line)
+
+
+def _attributes_read(function: types.FunctionType, value: Any) -> list[str]:
+    own = vars(value)
+    names = function.__code__.co_names
+    return [n for n in dict.fromkeys(names) if n in own and is_plain(own[n]) and n[:2] != "__"]

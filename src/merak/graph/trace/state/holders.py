@@ -1,0 +1,103 @@
+"""Holders of Python state: the modules of a model, and plain objects such as configs in them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from merak.graph.ir.state_read import LOSS, MODEL
+
+_MAX_DEPTH, _MAX_HOLDERS = 4, 20_000
+_NO_HOLDERS = (
+    torch.Tensor, torch.Generator, type, Enum, types.ModuleType, types.FunctionType,
+    types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
+_OF_PYTHON = frozenset({"builtins", "torch", "numpy", "collections", "functools", "threading"})
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """An object with attributes, and how it is reached.
+
+    Args:
+        value: the object.
+        root: as of `StateRead`.
+        path: as of `StateRead`.
+        steps: as of `StateRead`; () for a module of the model.
+    """
+
+    value: Any
+    root: str
+    path: str
+    steps: tuple[str, ...] = ()
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """An object's own attributes, without asking the object."""
+    found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    return found
+
+
+def find_holders(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[Holder]:
+    """Every module of a model, and the plain objects that are reached from it or from its loss.
+
+    Args:
+        model: the model.
+        loss_fn: the loss function; None for none.
+    """
+    found = [Holder(m, MODEL, path) for path, m in model.named_modules()]
+    if loss_fn is not None:
+        found += _held_by_function(loss_fn, LOSS, "", (), 0)
+    seen = {id(attributes(holder.value)) for holder in found}
+    for holder in found:  # which grows meanwhile
+        if len(holder.steps) >= _MAX_DEPTH or len(found) > _MAX_HOLDERS:
+            continue
+        for name, value in list(attributes(holder.value).items()):
+            if _is_holder(value) and id(attributes(value)) not in seen:
+                seen.add(id(attributes(value)))
+                found.append(Holder(value, holder.root, holder.path, (*holder.steps, name)))
+    return found
+
+
+def _held_by_function(
+    function: Any, root: str, path: str, steps: tuple[str, ...], depth: int
+) -> Iterator[Holder]:
+    """The object of a bound method, and objects in the closure of a function."""
+    if isinstance(function, nn.Module) or _is_holder(function):
+        yield Holder(function, root, path, steps)
+    elif isinstance(function, types.MethodType):
+        if _is_holder(function.__self__):
+            yield Holder(function.__self__, root, path, (*steps, "__self__"))
+    elif isinstance(function, types.FunctionType) and depth < _MAX_DEPTH:
+        for name, value in closure(function).items():
+            if not isinstance(value, nn.Module):  # of the model, as good as surely
+                yield from _held_by_function(value, root, path, (*steps, f"({name})"), depth + 1)
+
+
+def closure(function: types.FunctionType) -> dict[str, Any]:
+    """Variables of a function's closure, by name."""
+    found = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return found
+
+
+def _is_holder(value: Any) -> bool:
+    """Whether a value is an object of a class that keeps its attributes in a dict."""
+    cls = type(value)
+    if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or cls.__module__.split(".")[0] in _OF_PYTHON:
+        return False
+    try:
+        return type(attributes(value)) is dict
+    except AttributeError:
+        return False

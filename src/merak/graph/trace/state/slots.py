@@ -1,0 +1,136 @@
+"""Slots: the places that Python state is read from, by which it can be read and set again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from merak.graph.ir.state_read import GLOBALS, MODEL, StateRead
+
+PLAIN = (bool, int, float, str, type(None))
+"""Types of state whose values are compared."""
+
+MISSING = object()
+"""Value of a slot that is not there any more."""
+
+_LARGEST = 64
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, None, or a small list or tuple of these."""
+    if type(value) in PLAIN:
+        return True
+    return (
+        type(value) in (list, tuple)
+        and len(value) <= _LARGEST
+        and all(type(item) in PLAIN for item in value)
+    )
+
+
+def is_plain_dict(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a value is a small dict from texts to plain values."""
+    return (
+        type(value) is dict
+        and 0 < len(value) <= _LARGEST
+        and all(type(key) is str and is_plain(item) for key, item in value.items())
+    )
+
+
+class Slot:
+    """The place of a plain value.
+
+    Args:
+        read: which one.
+        model: the model that it is read in.
+        loss_fn: the loss function that is called after it; None for none.
+
+    Raises:
+        LookupError: there is no such place.
+    """
+
+    def __init__(
+        self, read: StateRead, model: nn.Module, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self.read = read
+        self.label = str(read)
+        try:
+            self._root = _root(read, model, loss_fn)
+            self._container()
+        except Exception as error:
+            raise LookupError(self.label) from error
+
+    def get(self) -> Any:
+        """The value now; `MISSING` where there is none."""
+        try:
+            return _step(self._container(), self.read.steps[-1])
+        except Exception:  # whatever the user's own attributes raise
+            return MISSING
+
+    def set(self, value: Any) -> None:
+        """Set the value, or remove it where it is `MISSING`."""
+        container, step = self._container(), self.read.steps[-1]
+        if step.startswith("["):
+            container[step[1:-1]] = value
+        elif step.startswith("("):
+            _cell(container, step[1:-1]).cell_contents = value
+        elif value is MISSING:
+            delattr(container, step)
+        else:
+            setattr(container, step, value)
+
+    def own(self) -> Any:
+        """The value that the place itself holds; `MISSING` where a class or nothing has it."""
+        container, step = self._container(), self.read.steps[-1]
+        if step.startswith(("[", "(")):
+            return self.get()
+        return vars(container).get(step, MISSING)
+
+    def _container(self) -> Any:
+        found = self._root
+        for step in self.read.steps[:-1]:
+            found = _step(found, step)
+        return found
+
+
+def _root(read: StateRead, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Any:
+    if read.root == MODEL:
+        return model.get_submodule(read.path)
+    return vars(sys.modules[read.path]) if read.root == GLOBALS else loss_fn
+
+
+def _step(value: Any, step: str) -> Any:
+    if step.startswith("["):
+        return value[step[1:-1]]
+    if step.startswith("("):
+        return _cell(value, step[1:-1]).cell_contents
+    return getattr(value, step)
+
+
+def _cell(function: Any, name: str) -> Any:
+    return function.__closure__[function.__code__.co_freevars.index(name)]
+
+
+@contextmanager
+def numbers_as_inputs(
+    batch: dict[str, torch.Tensor], numbers: Mapping[str, Slot]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Context in which slots hold tensors of a batch in place of their numbers.
+
+    Args:
+        batch: tensors by column, also of the numbers.
+        numbers: the slots by column.
+
+    Yields:
+        The batch without these columns.
+    """
+    with ExitStack() as stack:
+        for column, slot in numbers.items():
+            if column in batch:
+                stack.callback(slot.set, slot.own())
+                slot.set(batch[column])
+        yield {name: value for name, value in batch.items() if name not in numbers}

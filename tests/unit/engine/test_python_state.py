@@ -1,0 +1,148 @@
+"""An engine follows what a loop changes in Python between two steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core import mesh
+from merak.core.errors import TraceError, TrainingError
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.engine import Engine
+from merak.engine.python_state import MANY
+from merak.graph.segment.build import GraphSource
+from merak.plan.engine_options import EngineOptions
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    mesh.reset()
+    mesh.init(device="cpu")
+    yield
+    mesh.reset()
+
+
+class Tempered(nn.Module):
+    """A loss that a number scales, in torch or by Python's own functions."""
+
+    def __init__(self, *, is_python: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+        self.is_python = is_python
+        self.power = 1.0
+        self.mode = "mean"
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.other(self.linear(x).relu()).square()
+        factor = math.exp(self.power) if self.is_python else self.power * 2
+        reduced: torch.Tensor = getattr(out, self.mode)()
+        return {"loss": reduced * factor}
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(8.0).view(2, 4)}
+
+
+def engine_of(model: nn.Module) -> Engine:
+    columns = signature(batch()).columns
+    return build_engine(GraphSource(model), columns, mesh.current_mesh(), EngineOptions())
+
+
+def step(engine: Engine, number: int = 0) -> float:
+    engine.optimizer_params.clear_gradients()
+    return float(engine.train_step(number, [signature(batch()).columns], [batch()])[0])
+
+
+def num_programs(engine: Engine) -> int:
+    """The number of programs that have been made beside the first one."""
+    return engine._state.program_for._num_made
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_a_changed_number_is_computed_with(
+    is_python: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Tempered(is_python=is_python)
+    expected = copy.deepcopy(model)
+    engine = engine_of(model)
+    with caplog.at_level(logging.WARNING):
+        for number in range(MANY + 2):
+            model.power = expected.power = 1.0 + number / 4
+            loss = expected(**batch())["loss"]
+            assert step(engine, number) == pytest.approx(loss.item(), rel=1e-6)
+            gradient = torch.autograd.grad(loss, expected.linear.weight)[0]
+            torch.testing.assert_close(model.linear.weight.grad, gradient)
+    # As an input it is traced once; else anew each time, after the trial as an input.
+    assert num_programs(engine) == (MANY + 1 if is_python else 1)
+    warned = [r.getMessage() for r in caplog.records if "traced anew" in r.getMessage()]
+    assert len(warned) == is_python
+    assert all("`factor = math.exp(self.power)" in text for text in warned)
+
+
+def test_evaluation_computes_with_it_too() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    columns = signature(batch()).columns
+    before = float(engine.evaluate([columns], [batch()])[0]["loss"])
+    model.power = 3.0
+    assert engine.columns(columns, training=False) == ("x",)
+    assert engine.outputs(columns) == ("loss",)
+    after = float(engine.evaluate([columns], [batch()])[0]["loss"])
+    assert after == pytest.approx(3 * before, rel=1e-6)
+    assert step(engine) == pytest.approx(after, rel=1e-6)
+
+
+def test_a_change_back_and_forth() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    first = step(engine)
+    model.mode = "sum"
+    assert step(engine) == pytest.approx(8 * first, rel=1e-6)
+    model.mode = "mean"
+    assert step(engine) == pytest.approx(first, rel=1e-6)
+
+
+def test_a_number_that_becomes_none_is_refused_with_its_line() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    model.power = 2.0
+    step(engine)
+    model.power = None  # type: ignore[assignment]
+    with pytest.raises(TraceError) as caught:
+        step(engine)
+    assert str(caught.value).startswith("model.power has changed from 2.0 to None, which forward")
+    assert "else self.power * 2`" in str(caught.value)
+
+
+def test_a_parameter_frozen_meanwhile_gets_no_gradient() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    step(engine)
+    assert model.other.bias.grad is not None
+    model.linear.requires_grad_(False)
+    step(engine)
+    assert model.linear.weight.grad is None
+    assert model.other.weight.grad is not None
+    norm = torch.stack([model.other.weight.grad.norm(), model.other.bias.grad.norm()]).norm()
+    assert float(engine.gradient_norm()) == pytest.approx(float(norm), rel=1e-6)
+    model.linear.requires_grad_(True)
+    step(engine)
+    assert model.linear.weight.grad is not None
+
+
+def test_a_parameter_frozen_from_the_start_stays_so() -> None:
+    model = Tempered()
+    model.other.bias.requires_grad_(False)
+    engine = engine_of(model)
+    step(engine)
+    model.other.bias.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"other\.bias was frozen when training began"):
+        step(engine)
