@@ -165,7 +165,7 @@ def export_model(
         call.columns,
         len(conditions.made),
         opaque.sizes,
-        reads.found,
+        reads.outside(opaque.modules),
         reads.counted,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +104,19 @@ class StateReads:
         name = getattr(type(holder), "attribute_map", {}).get(name, name)
         if name in attributes(holder) or _is_of_class(type(holder), name):
             self._sources[key[0], name] = model_line(sys._getframe(2))
+
+    def outside(self, modules: Collection[str]) -> tuple[StateRead, ...]:
+        """The reads of other places than some modules.
+
+        Args:
+            modules: paths of opaque modules, whose own code runs, and reads, in every step.
+        """
+        inner = tuple(f"{path}." for path in modules)
+        return tuple(
+            read
+            for read in self.found
+            if read.root != MODEL or not f"{read.path}.".startswith(inner)
+        )
 
     def _find_written(self) -> None:
         for key, name in self._sources:
