@@ -37,6 +37,7 @@ from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
+from merak.graph.weights.gather_weights import make_whole
 from merak.plan.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -227,6 +228,14 @@ class ParallelModel:
         own: Mapping[str, Any] = found["of_the_loop"]
         return own
 
+    def gather_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state dict on rank 0, on the CPU; all ranks call it together.
+
+        Returns:
+            Parameters and persistent buffers by name; nothing on other ranks.
+        """
+        return self.engine.gather_state_dict()
+
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
@@ -305,6 +314,7 @@ def parallelize(
     """
     device = current_mesh().device
     check_autocast(autocast, device)
+    make_whole(model)
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     source = GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)

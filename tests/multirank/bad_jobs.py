@@ -45,6 +45,12 @@ def callback() -> None:
     train(callbacks=[at_step_2(fail_on(1, lambda: None))])
 
 
+def saves_alone() -> None:
+    trainer = train()
+    if trainer.is_world_process_zero():
+        trainer.save_model()
+
+
 def killed() -> None:
     def kill() -> None:
         if int(os.environ["RANK"]) == 1:
@@ -130,7 +136,7 @@ def train(
     learning_rate: float = 1e-3,
     hang_limit_s: float = 600.0,
     **kwargs: Any,
-) -> None:
+) -> Any:
     import transformers
 
     merak.init(pp=2, device="cpu")
@@ -150,7 +156,9 @@ def train(
     )
     model = transformers.GPT2LMHeadModel(config)
     dataset = samples if samples is not None else Samples()
-    merak.MerakTrainer(model=model, args=args, train_dataset=dataset, **kwargs).train()
+    trainer = merak.MerakTrainer(model=model, args=args, train_dataset=dataset, **kwargs)
+    trainer.train()
+    return trainer
 
 
 if __name__ == "__main__":

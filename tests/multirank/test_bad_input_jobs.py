@@ -88,6 +88,14 @@ def test_the_first_rank_that_raises_is_shown(case: str, reason: str, tmp_path: P
     assert not list(tmp_path.glob("output/checkpoint-*"))
 
 
+@pytest.mark.slow
+def test_a_model_saved_on_one_rank_alone_is_said(tmp_path: Path) -> None:
+    ended = run("saves_alone", tmp_path)
+    assert ended.code != 0
+    assert "rank 0 has called trainer.save_model, but rank 1 ended without" in ended.said
+    assert "Traceback" not in ended.said
+
+
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     ended = run("killed", tmp_path)
     assert ended.code != 0

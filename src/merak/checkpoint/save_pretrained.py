@@ -62,7 +62,7 @@ def save_pretrained(
         writers = _ranks_that_see(target, unfinished, mesh, what)
         plan = plan_model_files(model, holdings, mesh, max_shard_size, writers)
         plan.write(tensors, unfinished, wait=waiting, target=target)
-        _on_rank0(partial(_finish, plan, unfinished, target), target, mesh, what)
+        on_rank0(partial(_finish, plan, unfinished, target), target, mesh, what)
     finally:
         if mesh.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,15 +78,25 @@ def _ranks_that_see(target: Path, unfinished: Path, mesh: Mesh, what: str) -> li
         copy_card(target, unfinished)
 
     mark = gather_objects(mark)[0]
-    _on_rank0(start, target, mesh, what)
+    on_rank0(start, target, mesh, what)
     seen = gather_objects((unfinished / mark).exists())
     if mesh.rank == 0:
         (unfinished / mark).unlink()
     return [rank for rank, sees in enumerate(seen) if sees]
 
 
-def _on_rank0(step: Callable[[], None], target: Path, mesh: Mesh, what: str) -> None:
-    """Run a step on rank 0; if it fails, all ranks raise its error."""
+def on_rank0(step: Callable[[], None], target: Path, mesh: Mesh, what: str) -> None:
+    """Run a step on rank 0, which all ranks wait for; if it fails, all of them raise its error.
+
+    Args:
+        step: what to run.
+        target: the folder that it writes into.
+        mesh: the grid of ranks.
+        what: is saved, as a noun.
+
+    Raises:
+        SavingError: it has failed.
+    """
     failure = attempt(step, target) if mesh.rank == 0 else None
     failure = gather_objects(failure)[0]
     if failure is not None:

@@ -23,6 +23,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.weights.laid_out import mark_laid_out
 from merak.graph.weights.materialize import materialize
 from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
@@ -92,6 +93,8 @@ def build_with_forecast(
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description
+    runs_whole = "" in source.opaque.modules
+    mark_laid_out(source.model, engine.part, runs_whole=runs_whole)
     return engine, forecast
 
 

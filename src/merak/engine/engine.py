@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from merak.core.errors import TrainingError
 from merak.core.mesh import REPLICAS
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
@@ -34,6 +36,8 @@ from merak.engine.step.training_step import TrainingStep, Update
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
+from merak.graph.weights.gather_weights import gather_state_dict
+from merak.graph.weights.laid_out import Part, methods_allowed
 from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
@@ -55,6 +59,7 @@ class Engine:
         self.description: Mapping[str, Any] = {}
         self._state = state
         self._buffers_before: TensorDict = {}
+        self._is_retired = False
         self._update_norm = torch.zeros((), device=state.mesh.device)
 
     @property
@@ -63,12 +68,42 @@ class Engine:
         self._state.optimizer_params.wait()
         return self._state.parameters
 
-    def whole_model(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
         """Inside, the user's model has this rank's parameters unsharded over dp, also with zero=3.
 
         All replicas call it together. What is written into parameters inside stays.
         """
-        return self._state.optimizer_params.unsharded(self._state.model)
+        self._refuse_retired()
+        model = self._state.model
+        with self._state.optimizer_params.unsharded(model), methods_allowed(model):
+            yield
+
+    @property
+    def part(self) -> Part:
+        """The part of the model that this rank has."""
+        is_sharded = self._state.fsdp is not None
+        return Part(self.held(), self.shards, self.mesh, is_sharded, weakref.ref(self))
+
+    def retire(self) -> None:
+        """Train this model no more: another engine is about to."""
+        self._is_retired = True
+
+    def _refuse_retired(self) -> None:
+        if self._is_retired:
+            raise TrainingError(
+                "another trainer (or merak.parallelize) was given this trainer's model, and has "
+                "its weights now; go on with that one."
+            )
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state dict on rank 0, on the CPU; all ranks call it together.
+
+        Returns:
+            Parameters and persistent buffers by name; nothing on other ranks.
+        """
+        with self.whole_model():
+            return gather_state_dict(self._state.model, self.part)
 
     @property
     def holds_last_stage(self) -> bool:
@@ -150,7 +185,9 @@ class Engine:
             ScheduleError: an asynchronous schedule without `update`, or whose replicas have
                 different numbers of microbatches.
             DataError: a column with an index beyond the table that it is looked up in.
+            TrainingError: another engine has been given the model.
         """
+        self._refuse_retired()
         state = self._state
         state.program_for.refresh()
         batches = self._with_numbers(batches)
@@ -354,13 +391,15 @@ class Engine:
 
         Raises:
             DataError: as in `train_step`.
+            TrainingError: as in `train_step`.
         """
+        self._refuse_retired()
         state, num_own = self._state, len(signatures)
         state.program_for.refresh()
-        batches = self._with_numbers(batches)
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:
             signatures, batches = self._as_many_as_others(signatures, batches)
+        batches = self._with_numbers(batches)
         apply_parameter_writes(state, self._programs(signatures, False), batches)
         programs = [state.program_for(signature, False) for signature in signatures]
         most = len(programs) if state.fsdp is None else microbatch_counts(state, len(programs))[0]

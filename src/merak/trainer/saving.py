@@ -29,13 +29,13 @@ from transformers.trainer_utils import (
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
-from merak.checkpoint.save_pretrained import save_pretrained
+from merak.checkpoint.save_pretrained import on_rank0, save_pretrained
 from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import CheckpointSaver, Contents
 from merak.checkpoint.state import check_model, load_state
-from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
+from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import Mesh
 from merak.engine import Engine
 from merak.engine.rank_state import rank_state
@@ -110,25 +110,41 @@ class Saving(Trainer):
         return CheckpointSaver(self.mesh, self.args.async_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that `from_pretrained` reads; all ranks call it.
+        """Save a folder that `from_pretrained` reads; all ranks call it, and wait for the last.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
+
+        Raises:
+            SavingError: it could not be written.
+            TrainingError: a rank has ended its script without calling it.
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
+        call_the_roll("trainer.save_model")
         if self.engine is None:
-            with writing_into(folder):
-                super().save_model(folder, _internal_call)
+            step = partial(super().save_model, folder, _internal_call)
+            on_rank0(step, Path(folder), self.mesh, "model")
             return
         with self.engine.whole_model():
             held = self.engine.held()
             save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
-        if self.args.should_save:
-            with writing_into(folder):
-                self._save_companions(folder)
-            if self.args.push_to_hub and not _internal_call:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        companions = partial(self._save_companions, folder)
+        on_rank0(companions, Path(folder), self.mesh, "model")
+        if self.args.should_save and self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def gather_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's state dict on rank 0, on the CPU; all ranks call it together.
+
+        Returns:
+            Parameters and persistent buffers by name; nothing on other ranks.
+        """
+        call_the_roll("trainer.gather_state_dict")
+        if self.engine is None:
+            state: dict[str, torch.Tensor] = self.model.state_dict()
+            return state if self.mesh.rank == 0 else {}
+        return self.engine.gather_state_dict()
 
     def _save_companions(self, folder: str) -> None:
         """Save the tokenizer and the arguments beside the model, as transformers does."""

@@ -34,6 +34,7 @@ from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
+from merak.graph.weights.gather_weights import make_whole
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
@@ -100,6 +101,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         show_announcements(announced_level(arguments))
         if self.mesh.given is None:
             announce("%s", describe_mesh(self.mesh))
+        if isinstance(model, nn.Module):
+            make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
         if plan_training(self):

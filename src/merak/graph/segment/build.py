@@ -28,6 +28,7 @@ from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
+from merak.graph.weights.laid_out import methods_allowed
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +203,8 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
 @contextmanager
 def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
     """Context with a model in train or eval mode, and with full meta parameters."""
-    with _whole_parameters(source), _mode(source.model, training):
+    whole = _whole_parameters(source)
+    with methods_allowed(source.model), whole, _mode(source.model, training):
         yield
 
 

@@ -1,0 +1,100 @@
+"""Whole weights of a model that is laid out, gathered from the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merak.core.errors import WeightsError
+from merak.core.health.status import during, waiting_for_all
+from merak.core.shards import join
+from merak.graph.weights.holders import find_holders, first_names, named_tensors, shard_shape
+from merak.graph.weights.laid_out import Part, part_of, remove_refusals
+from merak.graph.weights.rank_agreement import transfer_device
+
+
+@during("gathering the weights")
+def gather_state_dict(model: nn.Module, part: Part) -> dict[str, torch.Tensor]:
+    """The state dict of a laid out model on rank 0, on the CPU; collective of all ranks.
+
+    Args:
+        model: the user's, unsharded over replicas.
+        part: what this rank has of it.
+
+    Returns:
+        Parameters and persistent buffers by all of their names; nothing on other ranks.
+    """
+    firsts = first_names(named_tensors(model))
+    whole = {}
+    for name, value in _whole_tensors(model, part):
+        if part.mesh.rank == 0:
+            whole[name] = value.cpu()
+    return {name: whole[first] for name, first in firsts.items() if first in whole}
+
+
+@during("gathering the weights")
+def make_whole(model: nn.Module) -> None:
+    """Make a laid out model whole again on every rank, for another engine; collective of all ranks.
+
+    Args:
+        model: the user's; its parameters are new ones, on the CPU. One that is not laid out, or of
+            which each rank has everything, stays as it is.
+
+    Raises:
+        WeightsError: replicas have shards of it (ZeRO-3), and their engine is no more.
+    """
+    part = part_of(model)
+    if part is None:
+        return
+    engine = part.engine()
+    if engine is None and part.is_sharded:
+        raise WeightsError(
+            "the trainer that this model was trained by is gone, and with it the shards of zero=3; "
+            "keep that trainer until the next one has been made, or save the model and load it."
+        )
+    named = named_tensors(model)
+    firsts = first_names(named)
+    with nullcontext() if engine is None else engine.whole_model():
+        values = {name: value.cpu() for name, value in _whole_tensors(model, part)}
+    if engine is not None:
+        engine.retire()
+    remove_refusals(model)
+    made = {name: _like(named[name], value) for name, value in values.items()}
+    for name, first in firsts.items():
+        path, _, attribute = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        slots = module._parameters if isinstance(made[first], nn.Parameter) else module._buffers
+        slots[attribute] = made[first]
+
+
+def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(value, requires_grad=old.requires_grad)
+    return value
+
+
+def _whole_tensors(model: nn.Module, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the state dict by its first name, one after another, on all ranks."""
+    mesh = part.mesh
+    device = transfer_device(mesh.device)
+    holders = find_holders(model, part.held, part.shards, mesh)
+    own = named_tensors(model)
+    for name in sorted(holders):
+        held = holders[name]
+        pieces = []
+        for rank in held.ranks:
+            piece = torch.empty(
+                shard_shape(held.shape, held.shard), dtype=held.dtype, device=device
+            )
+            if mesh.rank == rank:
+                piece.copy_(own[name].detach())
+            if mesh.world_size > 1:
+                with waiting_for_all(f"{name} on"):
+                    dist.broadcast(piece, src=rank)
+            pieces.append(piece)
+        yield name, pieces[0] if held.shard is None else join(pieces, held.shard)
