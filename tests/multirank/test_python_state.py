@@ -112,6 +112,25 @@ def seen(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def train_frozen(zero: int, cache: str) -> dict[str, Any]:
+    import merak
+
+    merak.init(dp=2, device="cpu")
+    setup = Setup("gpt2", padded=False, arguments=dict(SETUP.arguments) | {"zero": zero})
+    found = seen(make_merak(setup, 2, cache, model=model(), callbacks=[Changing(freeze)]))
+    return {kind: found[kind] for kind in ("losses", "norms")}
+
+
+@pytest.mark.parametrize("zero", [1, slow(2), slow(3)])
+def test_frozen_parameters_of_sharded_optimizers_stay(
+    pool: RankPool, cache: str, zero: int
+) -> None:
+    expected = reference(CHANGES.index(freeze))
+    for found in pool.run(train_frozen, 2, zero, cache):
+        for kind in ("losses", "norms"):
+            torch.testing.assert_close(found[kind], expected[kind], rtol=1e-4, atol=1e-5)
+
+
 def model() -> nn.Module:
     torch.manual_seed(5)
     return Weighted()

@@ -21,6 +21,7 @@ from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.call import Call, call_model
+from merak.graph.weights.holders import named_tensors
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.cost.device import DeviceProfile, preset
 from merak.plan.engine_options import EngineOptions
@@ -391,6 +392,6 @@ def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
 
 def _buffers(model: nn.Module) -> Tensors:
     """Return the floating point buffers of checkpoints; others are constant tables."""
-    saved = model.state_dict(keep_vars=True)
+    saved = named_tensors(model)
     found = {n: b for n, b in model.named_buffers() if n in saved}
     return {n: b.detach().cpu() for n, b in found.items() if b.is_floating_point()}

@@ -48,6 +48,8 @@ class PythonState:
         self._num_traces: Counter[str] = Counter()
         self._changed: dict[str, object] = {}
         self._last: dict[str, float] = {}  # of numbers that are inputs
+        is_double = any(p.dtype == torch.float64 for p in source.model.parameters())
+        self._dtype = torch.float64 if is_double else torch.get_default_dtype()
         # By their places, since a rank's shards take the place of whole parameters.
         self._parameters = [
             (f"{path}.{key}".removeprefix("."), module, key, parameter.requires_grad)
@@ -94,13 +96,15 @@ class PythonState:
     @property
     def signature(self) -> Signature:
         """The columns of those numbers that are inputs."""
-        dtype = torch.get_default_dtype()
-        return tuple((name, TensorMeta((), dtype)) for name in self._source.numbers)
+        return tuple((name, TensorMeta((), self._dtype)) for name in self._source.numbers)
 
     def columns(self) -> dict[str, torch.Tensor]:
         """The values of those numbers that are inputs, scalars on the CPU, by their column."""
         self._last = {name: slot.get() for name, slot in self._numbers().items()}
-        return {name: torch.tensor(float(value)) for name, value in self._last.items()}
+        return {
+            name: torch.tensor(float(value), dtype=self._dtype)
+            for name, value in self._last.items()
+        }
 
     def _numbers(self) -> Mapping[str, Slot]:
         return self._source.numbers
@@ -128,12 +132,11 @@ class PythonState:
         started = time.perf_counter()
         self._watch.accept(changes)
         self._changed |= {change.slot.label: change.new for change in changes}
-        numbers = {c.slot.label: c.slot for c in changes if c.is_number}
-        is_input = self._trace_with(numbers, trace)
-        if not is_input:
+        inputs = self._make_inputs([c.slot for c in changes if c.is_number], trace)
+        if not inputs:
             self._trace_anew(changes, trace)
         for change in changes:
-            if is_input and change.is_number:
+            if change.slot.label in inputs:
                 self._watch.remove(change.slot.label)
                 announce("%s: it is an input of the graph from now on", change)
                 continue
@@ -142,10 +145,27 @@ class PythonState:
             if self._num_traces[change.slot.label] == MANY:
                 self._warn(change, time.perf_counter() - started)
 
+    def _make_inputs(self, slots: Sequence[Slot], trace: Callable[[], object]) -> set[str]:
+        """Make numbers inputs of the graphs, all or some of them, and trace the model with these.
+
+        Returns:
+            Those that are; where there are none, the model is still to be traced.
+        """
+        numbers = {slot.label: slot for slot in slots if slot.label not in self._constant}
+        if not numbers or self._trace_with(numbers, trace):
+            return set(numbers)
+        found: set[str] = set()
+        if len(numbers) > 1:
+            found = {
+                name for name, slot in numbers.items() if self._trace_with({name: slot}, trace)
+            }
+        self._constant.update(numbers.keys() - found)
+        if found:
+            trace()  # the last attempt may have been one that failed
+        return found
+
     def _trace_with(self, numbers: Mapping[str, Slot], trace: Callable[[], object]) -> bool:
         """Whether the model can be traced with further numbers as inputs, no more opaque."""
-        if not numbers or not self._constant.isdisjoint(numbers):
-            return False
         source, before = self._source, copy.deepcopy(self._source.opaque)
         source.numbers.update(numbers)
         try:
@@ -159,7 +179,6 @@ class PythonState:
             logger.debug("%s cannot be inputs: %s", ", ".join(numbers), error)
         for name in numbers:
             del source.numbers[name]
-        self._constant.update(numbers)
         source.opaque.adopt(before)
         return False
 

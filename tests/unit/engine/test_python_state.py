@@ -87,6 +87,50 @@ def test_a_changed_number_is_computed_with(
     assert all("`factor = math.exp(self.power)" in text for text in warned)
 
 
+class TwoNumbers(nn.Module):
+    """A loss with a number that can be an input, and one that Python computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.first, self.second = 0.1, 1.0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.linear(x.double()).square().mean()
+        return {"loss": out * self.first * math.exp(self.second)}
+
+
+def test_of_several_numbers_some_are_inputs() -> None:
+    model = TwoNumbers()
+    expected = copy.deepcopy(model)
+    engine = engine_of(model)
+    made = []
+    for number in range(4):
+        model.first = expected.first = 0.1 + number / 3
+        if number in (1, 2):
+            model.second = expected.second = 1.0 + number
+        assert step(engine, number) == pytest.approx(expected(**batch())["loss"].item(), rel=1e-7)
+        made.append(num_programs(engine))
+    assert made[3] == made[2] == made[1] + 1
+
+
+def test_variables_of_a_loss_function_are_followed() -> None:
+    beta = 0.5
+
+    def loss_fn(outputs: dict[str, torch.Tensor], batch: object) -> torch.Tensor:
+        return outputs["loss"] * beta
+
+    columns = signature(batch()).columns
+    source = GraphSource(Tempered(), loss_fn)
+    engine = build_engine(source, columns, mesh.current_mesh(), EngineOptions())
+    first = step(engine)
+    beta = 0.25
+    assert step(engine) == pytest.approx(first / 2, rel=1e-6)
+    beta = 1.0
+    assert step(engine) == pytest.approx(2 * first, rel=1e-6)
+    assert num_programs(engine) == 1
+
+
 def test_evaluation_computes_with_it_too() -> None:
     model = Tempered()
     engine = engine_of(model)
