@@ -74,7 +74,8 @@ class Refusal:
             WeightsError: always.
         """
         mesh = self.part.mesh
-        degrees = ", ".join(f"{a}={n}" for a, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1)
+        axes = (("pp", mesh.pp), ("tp", mesh.tp), ("ep", mesh.ep))
+        degrees = ", ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1)
         raise WeightsError(
             f"{self.method} of the model needs all of its weights, and each rank has a part of "
             f"them ({degrees or 'zero=3'}); {_INSTEAD[self.method]}."
