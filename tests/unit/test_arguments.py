@@ -18,7 +18,12 @@ from transformers import (
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames, ParallelMode
 
-from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
+from merak.arguments import (
+    MerakArguments,
+    check_arguments,
+    rules,
+    single_process_accelerate,
+)
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.page import render
 from merak.arguments.rules import Layout, Policy
@@ -139,11 +144,15 @@ def test_defaults_of_the_installed_transformers_are_accepted(job: Callable[..., 
     assert MerakArguments(**args.to_dict()).to_dict() == args.to_dict()
 
 
-def test_fields_that_the_table_does_not_know(job: Callable[..., None]) -> None:
+def test_fields_that_the_table_does_not_know(
+    job: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     @dataclasses.dataclass(repr=False)
     class Newer(MerakArguments):
         shiny: int = 3
 
+    assert Newer(output_dir="unused", shiny=4).shiny == 4  # of a class of the user's own
+    monkeypatch.setattr(rules, "Seq2SeqTrainingArguments", Newer)  # a newer transformers has it
     assert Newer(output_dir="unused").shiny == 3
     with pytest.raises(ArgumentsError, match="shiny=4 cannot be honoured: this version of Merak"):
         Newer(output_dir="unused", shiny=4)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 
@@ -87,9 +89,11 @@ def problems(
         own: fields that are Merak's own, which no rule governs.
         mesh: the ranks of the job.
     """
+    theirs = Seq2SeqTrainingArguments if isinstance(arguments, TrainingArguments) else arguments
+    known = {field.name for field in dataclasses.fields(theirs)}  # type: ignore[arg-type]
     for field in dataclasses.fields(arguments):  # type: ignore[arg-type]
-        if field.name in own or not field.init:
-            continue
+        if field.name in own or not field.init or field.name not in known:
+            continue  # fields of a user's own class are that class's matter
         rule = rules.get(field.name, UNKNOWN)
         value = getattr(arguments, field.name)
         if rule.policy is not Policy.REFUSED or _accepted(value, field, rule):

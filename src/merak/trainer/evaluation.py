@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderStateMixin  # type: ignore[import-untyped]
+from accelerate.state import GradientState  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -105,6 +106,14 @@ def evaluation_options(
     )
 
 
+class _PlainLoader(DataLoaderStateMixin):  # type: ignore[misc]
+    """What accelerate looks at where a user's own loader, which it has not made, is evaluated."""
+
+    def __init__(self) -> None:
+        self.gradient_state = GradientState()
+        self.reset()
+
+
 class Evaluation:
     """A loader that runs its batches through the model, several at a time in the pipeline.
 
@@ -165,8 +174,7 @@ class Evaluation:
     def _seen_by_accelerate(self, is_last: bool) -> Iterator[None]:
         loader: Any = self._loader
         if not isinstance(loader, DataLoaderStateMixin):
-            yield
-            return
+            loader = _PlainLoader()  # a user's own: the training's loader must not cut its results
         loader.begin()  # the last to begin is the one that counts
         loader.end_of_dataloader = is_last
         if is_last and self._options.counts_last:

@@ -50,11 +50,15 @@ from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.stepping import Stepping
+from merak.trainer.subclass.optimizer import use_optimizer_tensors
+from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
+    by_name,
     in_one_sentence,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
+    steps_other_tensors,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         model: any traceable module that returns a loss; with or without weights
             (`merak.empty_weights`).
         args: `MerakArguments`.
+        *further: by position, in the order of `transformers.Trainer`.
         **kwargs: as of `transformers.Trainer`. `compute_loss_func` is traced with the model.
 
     Raises:
@@ -77,11 +82,19 @@ class MerakTrainer(Stepping, Logging, Trainer):
     args: MerakArguments
 
     def __init__(
-        self, model: nn.Module | None = None, args: MerakArguments | None = None, **kwargs: Any
+        self,
+        model: nn.Module | None = None,
+        args: MerakArguments | None = None,
+        *further: Any,
+        **kwargs: Any,
     ) -> None:
         self.mesh = current_mesh()
+        kwargs |= by_name(further)
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
+        is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
+        refuse_overrides(type(self), MerakTrainer, extended_only=not is_alone)
         self.engine = None
+        self._connected: torch.optim.Optimizer | None = None
         self._batch_exchange = None
         self._counter = None
         self._evaluation: Evaluation | None = None
@@ -105,6 +118,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
+        if self._overrides_loader:  # the loop asks the object, whose rank reads its share
+            self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
         if plan_training(self):
             self.mesh = current_mesh()
             self._train_batch_size = self.args.train_batch_size
@@ -199,7 +214,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def _make_counter(self) -> TokenCounter:
         def count_labels(batch: Mapping[str, Any]) -> int | None:
             # transformers' own count knows which labels a causal loss shifts away.
-            found = Trainer._get_num_items_in_batch(self, [batch], torch.device("cpu"))
+            found = self._get_num_items_in_batch([batch], torch.device("cpu"))
             return None if found is None else int(found)
 
         takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
@@ -219,13 +234,32 @@ class MerakTrainer(Stepping, Logging, Trainer):
     # ---- data ----
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's microbatches, with the columns that its segments read."""
-        if self.train_dataset is None:
+        """The loader of this rank's microbatches, with the columns that its segments read.
+
+        A subclass that overrides it sees and gives the loader of one process.
+        """
+        if self._overrides_loader:
+            return super().get_train_dataloader()
+        return self._shard_train_loader()
+
+    @property
+    def _overrides_loader(self) -> bool:
+        return type(self).get_train_dataloader is not MerakTrainer.get_train_dataloader
+
+    def _train_loader(self) -> DataLoader[Any]:
+        """The loader of one process, which a subclass may make."""
+        if self.train_dataset is not None:
+            check_not_empty(self.train_dataset)
+        elif not self._overrides_loader:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
-        check_not_empty(self.train_dataset)
+        if self._overrides_loader:
+            return type(self).get_train_dataloader(self)
+        return Trainer.get_train_dataloader(self)
+
+    def _shard_train_loader(self) -> DataLoader[Any]:
+        loader = self._train_loader()
         self._skipped.start()
         self._rollbacks.start()
-        loader = super().get_train_dataloader()
         if self.engine is None:
             check_what_follows(self)
         refuse_unequal_replicas(self.args, loader, self.mesh.dp)
@@ -251,16 +285,32 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's own parameters."""
-        assert self.engine is not None
-        is_new = self.optimizer is None  # a second `train` goes on with the one of the first
+        engine = self._engine_of_training()
         kind = str(getattr(self.args.optim, "value", self.args.optim))
         with in_one_sentence(f"optim={kind!r} cannot be made"):
             optimizer: torch.optim.Optimizer = super().create_optimizer(
-                LocalParameters(self.engine.optimizer_params.named)
+                LocalParameters(engine.optimizer_params.named)
             )
-        if is_new:
-            self.engine.connect_optimizer(optimizer)
         return optimizer
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Create both, of the parameters as they are laid out; also before `train`."""
+        self._engine_of_training()
+        super().create_optimizer_and_scheduler(num_training_steps)
+
+    def _engine_of_training(self) -> Engine:
+        return self.engine or self.build_engine(self._train_loader(), self.train_dataset)
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The model as it is; the optimizer, which is there by now, steps this rank's tensors."""
+        optimizer = self._inner_optimizer()
+        if optimizer is not None and optimizer is not self._connected:
+            assert self.engine is not None
+            use_optimizer_tensors(optimizer, self.model, self.engine.optimizer_params)
+            self.engine.connect_optimizer(optimizer)
+            self._connected = optimizer  # a second `train` goes on with it
+        wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
+        return wrapped
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -293,9 +343,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
         check_not_empty(dataloader.dataset, "evaluation")
-        if self.engine is None and self.train_dataset is not None:
+        if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.
-            self.build_engine(Trainer.get_train_dataloader(self), self.train_dataset)
+            self.build_engine(self._train_loader(), self.train_dataset)
             check_batch(self, example_batch(dataloader, seed=self.args.seed), dataloader.dataset)
         engine = self.build_engine(dataloader, trains=False)
         assert self._batch_exchange is not None and self._counter is not None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,12 +125,30 @@ def refuse_what_ranks_cannot_share(
             "optimizers=(optimizer, …) holds the parameters themselves, not the float32 masters "
             "of master_weights=True; pass optimizer_cls_and_kwargs=(class, {…}) instead."
         )
-    for method in ("compute_loss", "compute_loss_context_manager"):
-        if getattr(cls, method) is not getattr(Trainer, method):
-            raise ArgumentsError(
-                f"{cls.__name__} overrides {method}, which Merak does not call: the loss is part "
-                "of the traced graph; pass compute_loss_func=… instead."
-            )
+
+
+def steps_other_tensors(args: object) -> bool:
+    """Whether the optimizer of one process steps other tensors than the model's parameters.
+
+    Args:
+        args: of the trainer; None for the defaults.
+    """
+    return bool(getattr(args, "master_weights", False) or getattr(args, "fp16", False))
+
+
+def by_name(further: Sequence[object]) -> dict[str, object]:
+    """Arguments after `model` and `args` by their names, in the order of `transformers.Trainer`.
+
+    Args:
+        further: as they were given by position.
+
+    Raises:
+        TypeError: there are more than a trainer takes.
+    """
+    names = list(inspect.signature(Trainer.__init__).parameters)[3:]
+    if len(further) > len(names):
+        raise TypeError(f"MerakTrainer takes at most {len(names) + 2} arguments by position.")
+    return dict(zip(names, further))
 
 
 def _refuse_generation(cls: type, args: object) -> None:

@@ -1,0 +1,91 @@
+"""What scripts do with transformers' trainer, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
+
+import merak
+from merak.core import mesh
+from merak.core.errors import ArgumentsError
+
+
+@pytest.fixture(autouse=True)
+def job() -> Iterator[None]:
+    merak.init(device="cpu")
+    yield
+    mesh.reset()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.linear(x)
+        return {"loss": nn.functional.mse_loss(logits, labels), "logits": logits}
+
+
+SAMPLES = [{"x": torch.ones(4) * i, "labels": torch.zeros(4)} for i in range(15)]
+
+
+@dataclass
+class OwnArguments(merak.MerakArguments):
+    """Fields of a script's own, as Alpaca, LLaVA and TRL have them."""
+
+    model_max_length: int = field(default=512, metadata={"help": "tokens"})
+
+
+class OwnLoaders(merak.MerakTrainer):
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        assert isinstance(self.train_dataset, list)
+        return DataLoader(self.train_dataset, 5, collate_fn=default_data_collator)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        return DataLoader(SAMPLES, 4, collate_fn=default_data_collator)  # type: ignore[arg-type]
+
+
+def arguments(folder: Path, **more: Any) -> OwnArguments:
+    return OwnArguments(
+        output_dir=str(folder), disable_tqdm=True, save_strategy="no", num_train_epochs=1, **more
+    )
+
+
+def test_arguments_have_fields_of_ones_own(tmp_path: Path) -> None:
+    assert arguments(tmp_path, model_max_length=7).model_max_length == 7
+    with pytest.raises(ArgumentsError, match="fsdp"):
+        arguments(tmp_path, model_max_length=7, fsdp="full_shard")
+
+
+def test_a_trainer_is_made_by_position(tmp_path: Path) -> None:
+    trainer = merak.MerakTrainer(Model(), arguments(tmp_path), default_data_collator, SAMPLES)
+    assert trainer.data_collator is default_data_collator
+    assert trainer.train_dataset is SAMPLES
+    with pytest.raises(TypeError, match="by position"):
+        merak.MerakTrainer(Model(), arguments(tmp_path), *[None] * 20)
+
+
+def test_loaders_of_ones_own_are_read(tmp_path: Path) -> None:
+    args = arguments(tmp_path, per_device_eval_batch_size=4)
+    trainer = OwnLoaders(Model(), args, train_dataset=SAMPLES, eval_dataset=SAMPLES)
+    assert trainer.train().global_step == 3  # of 5 samples each
+    made = trainer.evaluation_loop(trainer.get_eval_dataloader(), "all of them", False)
+    assert made.predictions.shape == (15, 4)  # type: ignore[union-attr]
+
+
+def test_an_optimizer_is_made_before_training(tmp_path: Path) -> None:
+    trainer = merak.MerakTrainer(Model(), arguments(tmp_path), train_dataset=SAMPLES)
+    trainer.create_optimizer_and_scheduler(num_training_steps=2)
+    made, before = trainer.optimizer, trainer.model.linear.weight.detach().clone()
+    trainer.train()
+    assert trainer._inner_optimizer() is made
+    assert not trainer.model.linear.weight.equal(before)
