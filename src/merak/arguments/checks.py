@@ -45,6 +45,11 @@ def _optimizer_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
             f"optim={name!r} cannot be honoured with zero={arguments.zero}: its update looks at "
             "whole parameters, of which each replica steps some rows; use 'adamw_torch', or zero=0."
         )
+    elif arguments.local_steps and name.startswith("schedule_free"):
+        yield (
+            f"optim={name!r} cannot be honoured with local_steps={arguments.local_steps}: it steps "
+            "parameters that are not the model's, which replicas average; use 'adamw_torch'."
+        )
     elif (arguments.zero or arguments.master_weights) and name.startswith("schedule_free"):
         yield (
             f"optim={name!r} cannot be honoured with zero={arguments.zero} and master_weights="

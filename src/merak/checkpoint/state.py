@@ -39,6 +39,9 @@ from merak.graph.weights.holders import RankView, find_holders, rank_view
 MODEL = "model/"
 """Keys of parameters and buffers are `model/name`."""
 
+OUTER = "outer/"
+"""Keys of the momentum of DiLoCo's outer optimizer are `outer/parameter name`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankState:
@@ -57,6 +60,7 @@ class RankState:
         further: further tensors of the training by key, saved and loaded with the optimizer: the
             parameter whose shards they are laid out like, None for tensors of their own.
         reset: begins anew with those of `further` that a checkpoint does not have, by their keys.
+        outer_momenta: of an outer optimizer, by parameter name, shaped as what the optimizer steps.
     """
 
     model: nn.Module
@@ -68,6 +72,7 @@ class RankState:
     description: Mapping[str, Any] | None = None
     further: Mapping[str, tuple[str | None, torch.Tensor]] = field(default_factory=dict)
     reset: Callable[[Collection[str]], None] | None = None
+    outer_momenta: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def view(self) -> RankView:
         """Return the tensors of this rank by name."""
@@ -85,7 +90,7 @@ def held_shards(state: RankState, buffers: Collection[str]) -> Shards:
     shards = _model_shards(view, buffers)
     if state.optimizer is not None:
         shards |= optimizer_shards(state.optimizer, view) | _further_shards(state, view)
-    return shards
+    return shards | _outer_shards(state, view)
 
 
 def held_values(state: RankState) -> dict[str, dict[str, Any]]:
@@ -177,6 +182,9 @@ def load_state(
         stored = {key: own for key, own in further.items() if saved.shape(key) == own.size}
         wanted.update(stored)
         absent.extend(key for key in further if key not in stored)
+        outer = _outer_shards(state, view)
+        held = saved.metadata.state_dict_metadata
+        wanted.update({key: shard for key, shard in outer.items() if key in held})
 
     together(prepare, target, "read")
     (saved,) = found
@@ -244,6 +252,13 @@ def _further_shards(state: RankState, view: RankView) -> Shards:
     return {
         key: shard_of(tensor, view.shards.get(like) if like else None, view.shard_index)
         for key, (like, tensor) in state.further.items()
+    }
+
+
+def _outer_shards(state: RankState, view: RankView) -> Shards:
+    return {
+        f"{OUTER}{name}": shard_of(momentum, view.shards.get(name), view.shard_index)
+        for name, momentum in state.outer_momenta.items()
     }
 
 

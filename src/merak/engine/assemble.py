@@ -16,6 +16,7 @@ from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
 from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, fill_buckets
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
+from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.stage_io import StageIO
@@ -142,11 +143,12 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
         microbatches=MicrobatchFactory(job.mesh, job.programs.buffers, job.options.seed),
         transfers=transfers,
         stage_io=StageIO(transfers, job.mesh),
-        reducer=_reducer(job, groups, optimizer_params),
+        reducer=_reducer(job, _gradient_groups(job, groups), optimizer_params),
         tied=_tied_gradients(job, stages, optimizer_params, fsdp),
         optimizer_params=optimizer_params,
         fsdp=fsdp,
         zero=job.options.zero,
+        local_steps=_local_steps(job, optimizer_params),
         progress=job.progress,
         oom_guard=job.oom_guard,
         save_fewer=save_fewer,
@@ -225,6 +227,24 @@ def _replica_buffers(job: _Job, groups: Mapping[int, dist.ProcessGroup | None]) 
     replica_buffers = ReplicaBuffers(written, job.programs.buffers, job.mesh, job.progress)
     replica_buffers.start()
     return replica_buffers
+
+
+def _gradient_groups(
+    job: _Job, groups: Mapping[int, dist.ProcessGroup | None]
+) -> Mapping[int, dist.ProcessGroup | None]:
+    """The ranks that reduce the gradients of each stage; under Local SGD those of one replica."""
+    if not job.options.local_steps or job.mesh.dp == 1:
+        return groups
+    return replica_groups(job.mesh, job.layout.schedule, "cp")
+
+
+def _local_steps(job: _Job, optimizer_params: OptimizerParams) -> LocalSteps | None:
+    if not job.options.local_steps:
+        return None
+    tensors = optimizer_params.named
+    names = [[n for s in stage.segments for n in s.segment.parameters] for stage in job.stages]
+    buckets = averaging_buckets(names, tensors, job.tied, job.options.bucket_bytes)
+    return LocalSteps(tensors, buckets, job.mesh, job.progress, job.options)
 
 
 def _reducer(

@@ -20,6 +20,7 @@ from merak.engine.comm.buffer_sync import sync_buffers
 from merak.engine.comm.eval_parameters import fetch_remote
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_norm import clip_gradients
+from merak.engine.comm.local_steps import LocalSteps
 from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
 from merak.engine.health.oom import StepAborted, explain_oom, raise_if_aborted
 from merak.engine.health.step_records import StepRecord, gather_records
@@ -72,9 +73,11 @@ class Engine:
     def whole_model(self) -> Iterator[None]:
         """Inside, the user's model has this rank's parameters unsharded over dp, also with zero=3.
 
-        All replicas call it together. What is written into parameters inside stays.
+        All replicas call it together; under Local SGD it ends their round. What is written into
+        parameters inside stays.
         """
         self._refuse_retired()
+        self.end_round()
         model = self._state.model
         with self._state.optimizer_params.unsharded(model), methods_allowed(model):
             yield
@@ -104,6 +107,20 @@ class Engine:
         """
         with self.whole_model():
             return gather_state_dict(self._state.model, self.part)
+
+    def end_round(self) -> None:
+        """Give all replicas the same parameters, if Local SGD has let them part.
+
+        All replicas call it together.
+        """
+        state = self._state
+        if state.local_steps is not None and state.local_steps.end_round():
+            state.optimizer_params.sync_model_params()
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The rounds of Local SGD; None where replicas reduce gradients in every step."""
+        return self._state.local_steps
 
     @property
     def holds_last_stage(self) -> bool:
@@ -320,7 +337,9 @@ class Engine:
             if self.updates_inside:
                 self._update_norm = run.update_norm
             if not self.updates_inside:
-                oom_guard.allocate(partial(state.optimizer_params.take_gradients, loss_scale))
+                local = state.local_steps  # whose gradients are of one replica, not of all
+                divisor = loss_scale if local is None else loss_scale / local.num_replicas
+                oom_guard.allocate(partial(state.optimizer_params.take_gradients, divisor))
             if oom_guard.is_armed:
                 others = tuple(r for r in range(self.mesh.world_size) if r != self.mesh.rank)
                 with self.progress.waiting("whether memory ran out on", others):
@@ -396,6 +415,7 @@ class Engine:
         self._refuse_retired()
         state, num_own = self._state, len(signatures)
         state.program_for.refresh()
+        self.end_round()
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:
             signatures, batches = self._as_many_as_others(signatures, batches)
@@ -467,7 +487,10 @@ class Engine:
         """
         refuse_sparse_optimizer(optimizer, self._state.densified)
         if optimizer is not None:
-            connect_optimizer(optimizer, self._state.optimizer_params.sync_model_params)
+            state = self._state
+            connect_optimizer(
+                optimizer, state.optimizer_params.sync_model_params, state.local_steps
+            )
 
     @property
     def optimizer_params(self) -> OptimizerParams:
@@ -477,11 +500,15 @@ class Engine:
     def gradient_norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar, the same on every rank.
 
+        Under Local SGD it is that of this replica's gradients; or NaN if some replica's is not
+        finite.
         Of a step under an asynchronous schedule, which leaves no gradients, it is 0; or NaN if a
         gradient of one of its updates was not finite.
         """
+        local = self._state.local_steps
         if not self.updates_inside:
-            return gradient_norm(self._state)
+            norm = gradient_norm(self._state)
+            return norm if local is None else local.agree_on_finite(norm)
         for axis in ("tp", "pp", REPLICAS):
             self.all_reduce(self._update_norm, axis, "norms of updates")
         return self._update_norm

@@ -21,9 +21,14 @@ def rank_state(
         model: the user's model, holding this rank's parameters.
         optimizer: of this rank's parameters; None to save or load the model alone.
     """
+    outer: dict[str, torch.Tensor] = {}
+    if engine.local_steps is not None and optimizer is not None:
+        engine.local_steps.average_states(optimizer)
+        outer = engine.local_steps.momenta()
     masters = engine.optimizer_params.optimizer_tensors()
     held, described = engine.held(), engine.description or None
     state = RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)
+    state = replace(state, outer_momenta=outer)
     if (compression := engine.compression) is None:
         return state
     return replace(state, further=compression.tensors(), reset=compression.reset)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.engine.comm.gradient_reducers import GradientReducers
+from merak.engine.comm.local_steps import LocalSteps
 from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers
 from merak.engine.comm.stage_io import StageIO
@@ -57,6 +58,7 @@ class EngineState:
         optimizer_params: the optimizer's tensors.
         fsdp: the parameters that are sharded over replicas; None for none.
         zero: the level of ZeRO; see `EngineOptions`.
+        local_steps: the rounds of Local SGD; None where replicas reduce gradients in every step.
         progress: of the actions and waits of the engine.
         oom_guard: aborts the step where memory runs out.
         save_fewer: gives a plan that saves fewer activations; None where errors end the job.
@@ -85,6 +87,7 @@ class EngineState:
     optimizer_params: OptimizerParams
     fsdp: FsdpParameters | None
     zero: int
+    local_steps: LocalSteps | None
     progress: Progress
     oom_guard: OomGuard
     save_fewer: SaveFewer | None

@@ -11,6 +11,7 @@ from merak.core.mesh import Mesh
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
+from merak.plan.options import ParallelOptions
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Kind, Schedule
 
@@ -87,6 +88,38 @@ def refuse_compressed_sparse(kind: str, names: Iterable[str]) -> None:
         raise ScheduleError(
             f"gradient_compression={kind!r} compresses dense gradients, but {name} has sparse ones;"
             " use sparse=False in its embedding, or gradient_compression='off'."
+        )
+
+
+def refuse_local_steps(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
+    """Refuse Local SGD where replicas do not each step whole parameters once a step.
+
+    Args:
+        schedule: that of a step.
+        options: how the job is laid out.
+        mesh: the degrees.
+
+    Raises:
+        ScheduleError: the schedule updates inside a step, ZeRO shards the update, or replicas
+            have the experts of a layer between them.
+    """
+    steps = options.local_steps
+    if steps and not schedule.is_synchronous:
+        raise ScheduleError(
+            f"local_steps={steps} counts optimizer steps, but schedule={schedule.name!r} updates "
+            "weights several times inside one; use local_steps=0, or a synchronous schedule such "
+            "as '1f1b'."
+        )
+    if steps and options.zero:
+        raise ScheduleError(
+            f"local_steps={steps} has every replica step all parameters on its own, but "
+            f"zero={options.zero} shards them over the replicas; use zero=0 with a larger tp or "
+            "pp, or local_steps=0."
+        )
+    if steps and mesh.spreads_experts:
+        raise ScheduleError(
+            f"local_steps={steps} has every replica step on its own, but with ep={mesh.ep} they "
+            "have the experts of a layer between them; use ep=1, or experts over tp."
         )
 
 

@@ -45,6 +45,11 @@ class EngineOptions(ParallelOptions):
         return None if self.feature_dict is None else parse_features(self.feature_dict)
 
     @property
+    def outer_copies(self) -> int:
+        """Copies of the trained parameters that Local SGD holds: its anchor and momentum."""
+        return 2 if self.local_steps and self.outer_optimizer == "nesterov" else 0
+
+    @property
     def exact_tied_gradients(self) -> bool:
         """Whether gradients of tied parameters are all-reduced after every microbatch."""
         return self.tied_gradients == "microbatch"

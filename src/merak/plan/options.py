@@ -50,6 +50,11 @@ _SECONDS = Range(SMALLEST, math.inf, "use a number of seconds above 0", "is not 
 _SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
 _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
+_LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
+_OUTER_RATE = Range(SMALLEST, LARGEST, "use a number above 0, such as 0.7", "is no learning rate")
+_OUTER_MOMENTUM = Range(
+    0, math.nextafter(1, 0), "use a number of 0 or more and below 1", "is no momentum"
+)
 
 
 def option(
@@ -134,6 +139,34 @@ class ParallelOptions:
         "The stage of ZeRO, what replicas shard instead of each holding all of it: 1 the "
         "optimizer's state and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
         choices=(0, 1, 2, 3),
+    )
+    local_steps: int = option(
+        0,
+        "STEPS",
+        "Local SGD: optimizer steps that every data parallel replica takes on its own before all "
+        "replicas average their parameters, as outer_optimizer says. If 0, replicas reduce "
+        "gradients in every step. Not with zero, nor asynchronous schedules.",
+        within=_LOCAL_STEPS,
+    )
+    outer_optimizer: str = option(
+        "average",
+        "NAME",
+        "What replicas do after local_steps steps: 'average' parameters, or 'nesterov' (DiLoCo), "
+        "where an outer SGD with Nesterov momentum steps the parameters they last had in common "
+        "by the mean of what the replicas have changed.",
+        choices=("average", "nesterov"),
+    )
+    outer_learning_rate: float = option(
+        0.7,
+        "RATE",
+        "Learning rate of outer_optimizer='nesterov'.",
+        within=_OUTER_RATE,
+    )
+    outer_momentum: float = option(
+        0.9,
+        "MOMENTUM",
+        "Momentum of outer_optimizer='nesterov'.",
+        within=_OUTER_MOMENTUM,
     )
     tied_gradients: str = option(
         "microbatch",

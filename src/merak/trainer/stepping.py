@@ -61,7 +61,10 @@ class Stepping(Saving):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, and on SIGTERM stop before a step that all ranks agree on."""
         with saves_on_sigterm(self.args.sigterm_limit_s):
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
+        if self.engine is not None:
+            self.engine.end_round()
+        return output
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Start from the state of a checkpoint, if any, and say if nothing is left to train."""

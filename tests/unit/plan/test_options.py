@@ -39,6 +39,10 @@ def test_training_arguments_have_types_that_options_take() -> None:
         ({"gradient_sums": "half"}, "gradient_sums='half' is not a choice; use 'float32' or 'own'"),
         ({"memory_budget": 0}, "memory_budget=0 is not a size; use a number of bytes above 0."),
         ({"host_bytes_per_s": float("inf")}, "host_bytes_per_s=inf is no rate"),
+        ({"local_steps": -1}, "local_steps=-1 is no number of steps; use 0 or more."),
+        ({"outer_optimizer": "adam"}, "outer_optimizer='adam' is not a choice; use 'average' or"),
+        ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0 is no learning rate; use a number"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0 is no momentum; use a number of 0 or more"),
     ],
 )
 def test_a_value_that_is_none_is_refused(settings: dict[str, Any], sentence: str) -> None:

@@ -66,21 +66,19 @@ def replica_groups(
     Args:
         mesh: the grid of ranks.
         schedule: that of a step.
-        axis: `REPLICAS`, or `EXPERT_REPLICAS` for those of a stage's experts.
+        axis: `REPLICAS`, `EXPERT_REPLICAS` for those of a stage's experts, or "cp" for the ranks of
+            one data parallel replica.
     """
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for ranks in sorted({schedule.ranks_of(stage) for stage in range(schedule.num_stages)}):
         if len(ranks) == 1:
             groups[ranks] = mesh.group(axis)
             continue
-        stride = mesh.stride(axis)  # of the replicas; so many groups lie side by side
+        stride, degree = mesh.stride(axis), getattr(mesh, axis)
+        firsts = [n for n in range(mesh.stride("pp")) if n // stride % degree == 0]
         lines = [
-            [
-                p * mesh.stride("pp") + r * stride + t
-                for p in ranks
-                for r in range(getattr(mesh, axis))
-            ]
-            for t in range(stride)
+            [p * mesh.stride("pp") + first + r * stride for p in ranks for r in range(degree)]
+            for first in firsts
         ]
         with waiting_for_all("a group of ranks with"):
             groups[ranks], _ = dist.new_subgroups_by_enumeration(lines)

@@ -12,6 +12,7 @@ import torch
 
 from merak.core.mesh import REPLICAS
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
+from merak.engine.comm.local_steps import LocalSteps
 from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
 from merak.engine.state import EngineState
 from merak.engine.step.loss_scale import LossScale
@@ -87,13 +88,16 @@ class FiniteCheck:
 
 
 def connect_optimizer(
-    optimizer: torch.optim.Optimizer, sync_model_params: Callable[[], None]
+    optimizer: torch.optim.Optimizer,
+    sync_model_params: Callable[[], None],
+    local_steps: LocalSteps | None = None,
 ) -> None:
     """Let an optimizer's step reach the model, and say what to do when it runs out of memory.
 
     Args:
         optimizer: of an engine's optimizer tensors.
         sync_model_params: copies them into the model's parameters.
+        local_steps: the rounds of Local SGD that its steps make up; None for none.
     """
     step: Callable[..., Any] = type(optimizer).step
 
@@ -104,4 +108,7 @@ def connect_optimizer(
 
     # A method, as learning rate schedulers, which wrap it as well, expect it to be.
     optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
+    if local_steps is not None:
+        optimizer.register_step_pre_hook(lambda *_: local_steps.start_step())
+        optimizer.register_step_post_hook(lambda *_: local_steps.end_step())
     optimizer.register_step_post_hook(lambda *_: sync_model_params())

@@ -29,7 +29,7 @@ _LOW: int = 2**_BITS - 1
 _WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 Slot = tuple[str, int]
-"""A parameter, and the tensor parallel rank where shards of it differ; else 0."""
+"""A parameter, and a number for its shard, and for its replica where Local SGD lets those part."""
 
 
 def check_replicas(state: EngineState, when: str) -> None:
@@ -79,24 +79,32 @@ def digests(state: EngineState) -> dict[Slot, int]:
     if not sums:
         return {}
     values = torch.stack(sums).tolist()  # the only wait for the device
+    mesh = state.mesh
+    replica = mesh.dp_rank * mesh.shard_degree if _may_differ(state) else 0
     return {
-        _slot(name, state.mesh.shard_rank, name.partition(" (")[0] in shards): _folded(value)
+        (name, replica + (mesh.shard_rank if _is_shard(name, shards) else 0)): _folded(value)
         for name, value in zip(tensors, values, strict=True)
     }
 
 
-def _slot(name: str, shard_rank: int, is_sharded: bool) -> Slot:
-    return name, shard_rank if is_sharded else 0
+def _is_shard(name: str, shards: Mapping[str, object]) -> bool:
+    return name.partition(" (")[0] in shards
+
+
+def _may_differ(state: EngineState) -> bool:
+    """Whether replicas differ rightly: inside a round of Local SGD."""
+    return state.local_steps is not None and state.local_steps.is_inside_round
 
 
 def _slots(state: EngineState) -> list[Slot]:
     """All parameters and their masters, the same list on every rank."""
     names = [n for n, _ in state.model.named_parameters(remove_duplicate=False)]
+    num_different = state.mesh.shard_degree * (state.mesh.dp if _may_differ(state) else 1)
     return [
-        (name, shard_rank)
+        (name, number)
         for parameter in names
         for name in (parameter, f"{parameter} (its float32 master)")
-        for shard_rank in range(state.mesh.shard_degree)
+        for number in range(num_different)
     ]
 
 

@@ -242,6 +242,8 @@ class Forecast:
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
             compression=self.options.gradient_compression,
+            averages=self.options.local_steps > 0,
+            outer_copies=self.options.outer_copies,
             zero=ZeroSharding(
                 degree=mesh.replicas if self.options.zero else 1,
                 gradients=self.options.zero >= 2 and mesh.replicas > 1,

@@ -11,7 +11,7 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import refuse_zero
+from merak.plan.constraints import refuse_local_steps, refuse_zero
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""
@@ -60,6 +60,8 @@ def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     for zero in range(options.zero + 1, 4 if forecast.mesh.replicas > 1 else 0):
         try:
             refuse_zero(forecast.layout.schedule, zero)
+            own = replace(options, zero=zero)
+            refuse_local_steps(forecast.layout.schedule, own, forecast.mesh)
         except MerakError:
             return
         if zero == 3 and low and not options.master_weights:

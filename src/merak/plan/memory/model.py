@@ -30,6 +30,9 @@ from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
 from merak.schedule.steps import Step
 
+_COPIES_OF_BUCKET = 3
+"""Of a bucket of parameters that replicas average: what is sent, its parts, and their mean."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -86,6 +89,8 @@ class Job:
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
         bucket_bytes: size of the buckets in which gradients are reduced over replicas.
         zero: what replicas shard of parameters, gradients and optimizer state.
+        averages: whether replicas average parameters (Local SGD), in buckets of `bucket_bytes`.
+        outer_copies: copies of what the optimizer steps that an outer optimizer holds.
         measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
         compression: of gradient reductions, as the option `gradient_compression`.
@@ -100,6 +105,8 @@ class Job:
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
     zero: ZeroSharding = field(default_factory=ZeroSharding)
+    averages: bool = False
+    outer_copies: int = 0
     measured: Measured | None = None
     kernels: str | None = None
     split: SplitSegments | None = None
@@ -279,13 +286,20 @@ def _with_policy(program: Program, policy: ActivationPolicy) -> Program:
 def _optimizer(
     job: Job, program: Program, measure: OptimizerMemories
 ) -> tuple[dict[str, int], int]:
-    """Optimizer state by parameter, masters included, and temporaries of its step."""
+    """Optimizer state by parameter, with masters and outer state, and temporaries of its step."""
     metas, some = _trained(parameters_of(program)), _stepped(job, program)
     stepped = job.zero.optimizer_tensors(metas)
     found: OptimizerMemory = measure(list(some.values()), job.kernels)
     state = dict(zip(some, found.state_bytes, strict=True))
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
-    return {name: state.get(name, 0) + masters[name] for name in metas}, found.taken_bytes
+    outer = {name: job.outer_copies * stepped[name].num_bytes for name in metas}
+    held = {name: state.get(name, 0) + masters[name] + outer[name] for name in metas}
+    taken_bytes = found.taken_bytes
+    if job.averages:
+        sizes = [meta.num_bytes for meta in stepped.values()]
+        bucket_bytes = min(sum(sizes), job.bucket_bytes + max(sizes, default=0))
+        taken_bytes = max(taken_bytes, _COPIES_OF_BUCKET * bucket_bytes)
+    return held, taken_bytes
 
 
 def _stepped(job: Job, program: Program) -> dict[str, TensorMeta]:

@@ -84,6 +84,7 @@ def stage_exchange(
     schedule: Schedule,
     zero: ZeroSharding,
     compression: str = "off",
+    local: bool = False,
 ) -> StageExchange:
     """Price what the replicas of a stage exchange.
 
@@ -95,6 +96,7 @@ def stage_exchange(
         schedule: with the stage's ranks.
         zero: what replicas shard.
         compression: of the reductions, as the option `gradient_compression`.
+        local: whether data parallel replicas step on their own; `averaging_seconds` prices them.
     """
     exchanges = _Exchanges(stage, cluster, candidate, zero)
     trained = exchanges.trained
@@ -102,6 +104,9 @@ def stage_exchange(
     reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
+    if local:  # context parallel ranks alone
+        inside = group_of(cluster, candidate.cp, candidate.tp)
+        slows, reduce_s = interference_of(inside), _one_by_one(kind, reduced, inside)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
@@ -194,6 +199,34 @@ class _Exchanges:
             experts = {n: meta for n, meta in metas.items() if n in self._experts}
             total += _one_by_one(kind, _buckets(experts, num_bytes), self._same_experts)
         return total
+
+
+def averaging_seconds(
+    stages: Sequence[Stage],
+    cluster: Cluster,
+    candidate: Candidate,
+    zero: ZeroSharding,
+    local_steps: int,
+) -> float:
+    """Seconds of a step for the averages of Local SGD: one exchange, divided by its steps.
+
+    Args:
+        stages: those of one pp rank.
+        cluster: the devices.
+        candidate: the degrees.
+        zero: the precision of what the optimizer steps.
+        local_steps: steps from one average to the next; 0 for none.
+    """
+    if not local_steps or candidate.dp == 1:
+        return 0.0
+    group = group_of(cluster, candidate.dp, candidate.cp * candidate.tp)
+    total = 0.0
+    for stage in stages:
+        trained = {name: meta for name, meta in stage.parameters.items() if meta.requires_grad}
+        stepped = zero.optimizer_tensors(trained)
+        sizes = {name: 4 * math.prod(meta.shape) for name, meta in stepped.items()}
+        total += _one_by_one("all_reduce", _buckets(stepped, sizes), group)
+    return total / local_steps
 
 
 def beside_s(compute_s: float, collective_s: float, interference: float = INTERFERENCE) -> float:

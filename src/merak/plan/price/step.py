@@ -20,7 +20,7 @@ from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
-from merak.plan.constraints import refuse_zero
+from merak.plan.constraints import refuse_local_steps, refuse_zero
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
@@ -28,6 +28,7 @@ from merak.plan.partition import Partition, from_sizes
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.replicas import (
+    averaging_seconds,
     exposed_gather_s,
     stage_exchange,
     tied_seconds,
@@ -202,6 +203,7 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
         plans = plans_from_costs(forecast, lambda: segments[0])
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     refuse_zero(forecast.layout.schedule, candidate.zero)
+    refuse_local_steps(forecast.layout.schedule, forecast.options, forecast.mesh)
     return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 
@@ -281,9 +283,17 @@ def _step(
     """The seconds of a step by cause, and the bubble fraction."""
     schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
     zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
+    local = forecast.options.local_steps
     exchanges = [
         stage_exchange(
-            stage, number, cluster, candidate, schedule, zero, workload.gradient_compression
+            stage,
+            number,
+            cluster,
+            candidate,
+            schedule,
+            zero,
+            workload.gradient_compression,
+            local=local > 0,
         )
         for number, stage in enumerate(stages)
     ]
@@ -309,6 +319,12 @@ def _step(
     exact = forecast.options.exact_tied_gradients
     late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero, exact)
     late_s += exposed_gather_s(stages, exchanges)
+    late_s += max(
+        averaging_seconds(
+            [stages[n] for n in schedule.stages_of(own)], cluster, candidate, zero, local
+        )
+        for own in range(candidate.pp)
+    )
     optimizer_s = max(
         update_seconds(
             [stages[number] for number in schedule.stages_of(own)],
@@ -411,7 +427,14 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     whole, reduction_s = [], []
     for number, stage in enumerate(laid.stages):
         own = stage_exchange(
-            stage, number, cluster, candidate, schedule, zero, workload.gradient_compression
+            stage,
+            number,
+            cluster,
+            candidate,
+            schedule,
+            zero,
+            workload.gradient_compression,
+            local=forecast.options.local_steps > 0,
         )
         whole.append(slower(stage.whole, own.forward_s, own.backward_s))
         hides = workload.kernels.hides_reductions

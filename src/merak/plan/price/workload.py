@@ -50,6 +50,8 @@ class Workload:
         features: tensor parallel attributes that override those derived from the model.
         tied_gradients: as the option of this name, "microbatch" or "step".
         gradient_compression: as the option of this name, of reductions over replicas.
+        local_steps: as the option of this name.
+        outer_optimizer: as the option of this name.
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
     """
 
@@ -63,6 +65,8 @@ class Workload:
     features: Features | None = None
     tied_gradients: str = "microbatch"
     gradient_compression: str = "off"
+    local_steps: int = 0
+    outer_optimizer: str = "average"
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     """What others derive from the workload and want to have once."""
@@ -245,6 +249,8 @@ class Workload:
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
             gradient_compression=self.gradient_compression,
+            local_steps=self.local_steps,
+            outer_optimizer=self.outer_optimizer,
             gradient_sums=self.gradient_sums,
             optimizer=self.optimizer,
             memory_budget=memory_budget,

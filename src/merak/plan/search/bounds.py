@@ -211,6 +211,9 @@ class JobPricing:
             return 0.0
         replicas = group_of(self.cluster, candidate.replicas, candidate.tp)
         whole, _ = self._state(candidate)
+        if self.workload.local_steps and candidate.cp == 1:
+            sent_s = collective_seconds("all_reduce", whole.gradients / candidate.pp, replicas)
+            return sent_s / self.workload.local_steps
         zero, count = candidate.zero, candidate.num_microbatches
         kind = "reduce_scatter" if zero else "all_reduce"
         reduce_s = collective_seconds(kind, whole.gradients / candidate.pp, replicas)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from merak.core.errors import PlanError
+from merak.core.errors import PlanError, ScheduleError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.device import preset
 from merak.plan.price.candidate import Candidate
@@ -168,3 +169,45 @@ def test_reductions_that_nothing_hides_come_after_the_backward(
     whole = price(workload, cluster(), candidate)
     assert whole.exposed_communication_s > hidden.exposed_communication_s
     assert whole.compute_s == pytest.approx(hidden.compute_s)
+
+
+def test_averages_of_local_steps_are_priced_once_in_so_many_steps() -> None:
+    candidate = Candidate(dp=4, microbatch=2, num_microbatches=4)
+    communication_s = {}
+    for steps in (0, 1, 2, 20, 10**9):
+        job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+        job.local_steps = steps
+        communication_s[steps] = price(job, cluster(), candidate).exposed_communication_s
+    none_s = communication_s[10**9]
+    assert communication_s[1] - none_s == pytest.approx(2 * (communication_s[2] - none_s), rel=1e-3)
+    assert communication_s[1] - none_s == pytest.approx(
+        20 * (communication_s[20] - none_s), rel=1e-3
+    )
+    assert none_s < communication_s[20] < communication_s[0]
+
+
+def test_the_anchor_and_the_momentum_of_diloco_are_forecast() -> None:
+    candidate = Candidate(dp=4, microbatch=2, num_microbatches=4)
+    bytes_of = {}
+    for outer in ("average", "nesterov"):
+        job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+        job.local_steps, job.outer_optimizer = 20, outer
+        (own,) = memory_of(job, cluster(), candidate)
+        bytes_of[outer] = sum(stage.optimizer for stage in own.stages)
+    parameters = sum(p.numel() * p.element_size() for p in job.model.parameters())
+    assert bytes_of["nesterov"] - bytes_of["average"] == 2 * parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"zero": 1}, r"zero=1 shards them over the replicas; use zero=0 with a larger tp or pp"),
+        ({"schedule": "pipedream_2bw", "pp": 2, "dp": 2}, "or a synchronous schedule such as"),
+    ],
+)
+def test_local_steps_are_refused_with_what_to_use(changes: dict[str, Any], sentence: str) -> None:
+    job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+    job.local_steps = 20
+    candidate = replace(Candidate(dp=4, microbatch=2, num_microbatches=4), **changes)
+    with pytest.raises(ScheduleError, match=sentence):
+        price(job, cluster(), candidate)
