@@ -116,6 +116,11 @@ def refuse_local_steps(schedule: Schedule, options: ParallelOptions, mesh: Mesh)
             f"zero={options.zero} shards them over the replicas; use zero=0 with a larger tp or "
             "pp, or local_steps=0."
         )
+    if steps and options.gradient_compression != "off":
+        raise ScheduleError(
+            f"local_steps={steps} leaves out the reductions that gradient_compression="
+            f"{options.gradient_compression!r} compresses; use one of the two."
+        )
     if steps and mesh.spreads_experts:
         raise ScheduleError(
             f"local_steps={steps} has every replica step on its own, but with ep={mesh.ep} they "

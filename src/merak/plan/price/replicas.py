@@ -83,8 +83,7 @@ def stage_exchange(
     candidate: Candidate,
     schedule: Schedule,
     zero: ZeroSharding,
-    compression: str = "off",
-    local: bool = False,
+    workload: Workload,
 ) -> StageExchange:
     """Price what the replicas of a stage exchange.
 
@@ -95,18 +94,14 @@ def stage_exchange(
         candidate: the degrees.
         schedule: with the stage's ranks.
         zero: what replicas shard.
-        compression: of the reductions, as the option `gradient_compression`.
-        local: whether data parallel replicas step on their own; `averaging_seconds` prices them.
+        workload: how they reduce; `averaging_seconds` prices what Local SGD exchanges.
     """
-    exchanges = _Exchanges(stage, cluster, candidate, zero)
+    exchanges = _Exchanges(stage, cluster, candidate, zero, workload.local_steps > 0)
     trained = exchanges.trained
-    kind, sent = _reduction(trained, candidate, zero, compression)
+    kind, sent = _reduction(trained, candidate, zero, workload.gradient_compression)
     reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
-    if local:  # context parallel ranks alone
-        inside = group_of(cluster, candidate.cp, candidate.tp)
-        slows, reduce_s = interference_of(inside), _one_by_one(kind, reduced, inside)
     copies = schedule.ranks_of(number)
     if len(copies) > 1:
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
@@ -116,7 +111,7 @@ def stage_exchange(
     num_buckets = max(1, len(reduced))
     times = stage.whole
     beside = times.backward_s * (1 - 1 / num_buckets)
-    if compression in WITH_ERROR_FEEDBACK:
+    if workload.gradient_compression in WITH_ERROR_FEEDBACK:
         beside = 0.0  # which reduces after the backward pass
     gather_s = 0.0
     if zero.is_sharded:
@@ -171,13 +166,20 @@ class _Exchanges:
         cluster: the devices.
         candidate: the degrees.
         zero: which parameters are experts.
+        local: whether context parallel ranks alone reduce gradients.
     """
 
     def __init__(
-        self, stage: Stage, cluster: Cluster, candidate: Candidate, zero: ZeroSharding
+        self,
+        stage: Stage,
+        cluster: Cluster,
+        candidate: Candidate,
+        zero: ZeroSharding,
+        local: bool,
     ) -> None:
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
-        self.everyone = group_of(cluster, candidate.replicas, candidate.tp)
+        size = candidate.cp if local else candidate.replicas
+        self.everyone = group_of(cluster, size, candidate.tp)
         self._experts = zero.experts
         self._same_experts = None
         if zero.experts and zero.expert_replicas > 1:

@@ -285,16 +285,7 @@ def _step(
     zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     local = forecast.options.local_steps
     exchanges = [
-        stage_exchange(
-            stage,
-            number,
-            cluster,
-            candidate,
-            schedule,
-            zero,
-            workload.gradient_compression,
-            local=local > 0,
-        )
+        stage_exchange(stage, number, cluster, candidate, schedule, zero, workload)
         for number, stage in enumerate(stages)
     ]
     graph = workload.local_graph(candidate.form)
@@ -426,16 +417,7 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     graph = workload.local_graph(candidate.form)
     whole, reduction_s = [], []
     for number, stage in enumerate(laid.stages):
-        own = stage_exchange(
-            stage,
-            number,
-            cluster,
-            candidate,
-            schedule,
-            zero,
-            workload.gradient_compression,
-            local=forecast.options.local_steps > 0,
-        )
+        own = stage_exchange(stage, number, cluster, candidate, schedule, zero, workload)
         whole.append(slower(stage.whole, own.forward_s, own.backward_s))
         hides = workload.kernels.hides_reductions
         reduction_s.append(own.reduction_s if hides else own.unhidden_reduction_s)
