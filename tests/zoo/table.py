@@ -30,7 +30,7 @@ model takes fewer samples, of a batch with fewer samples.
 The last column has, for a few layers of the published widths, 1,024 tokens and tp=8, the fraction
 of the parameters that tensor parallelism shards, and how often ranks exchange activations in one
 layer's forward and backward. `python -m tests.zoo.widths docs/zoo.md` fills it; empty cells have
-not been run.
+not been run, and a cell says so where an architecture needs more memory or time than it may have.
 
 `make zoo` runs the zoo and writes this page. It takes hours, and continues where it stopped. Tasks
 that have not been run are left out. The zoo is not part of the tests, which check forty different

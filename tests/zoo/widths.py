@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import re
+import resource
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -22,6 +25,11 @@ TP = 8
 COLUMN = f"tp={TP}, real widths"
 MOST_S = 300
 """Seconds after which an architecture is given up."""
+
+MOST_BYTES = 8 * 2**30
+"""Memory that an architecture may take: some unroll long loops."""
+
+TOO_LARGE = f"no: over {MOST_BYTES >> 30} GiB"
 
 _ROW = re.compile(r"\| `(?P<name>\w+)` \| (?P<traces>[\w ]+) \|")
 
@@ -62,16 +70,45 @@ def _with_cell(line: str, wanted: bool) -> str:
 
 
 def _cell(name: str) -> str:
-    """Fraction that is split, and the collectives of a layer's forward and backward."""
+    """Fraction that is split, and the collectives of a layer's forward and backward.
+
+    A child process finds it: one that needs more memory than it may have ends alone.
+    """
+    processes = multiprocessing.get_context("fork")
+    receiving, sending = processes.Pipe(duplex=False)
+    child = processes.Process(target=_send_cell, args=(name, sending))
+    child.start()
+    sending.close()
+    try:
+        cell = str(receiving.recv())
+    except EOFError:  # it was ended without a word
+        cell = TOO_LARGE
+    child.join()
+    print(f"{name}: {cell}", flush=True)
+    return cell
+
+
+def _send_cell(name: str, sending: Connection) -> None:
+    """Send one architecture's cell, in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     try:
         with within(MOST_S), contextlib.redirect_stdout(None):
             found = sharded_at_real_widths(Request(name), Layout(tp=TP), {})
+        cell = f"{found.split:.1%} ({found.forward} + {found.backward})"
+    except TimeoutError:
+        cell = f"no: over {MOST_S} s"
     except Exception as error:  # of one architecture; the others go on
         print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        return "no"
-    cell = f"{found.split:.1%} ({found.forward} + {found.backward})"
-    print(f"{name}: {cell}", flush=True)
-    return cell
+        cell = TOO_LARGE if _is_for_memory(error) else "no"
+    sending.send(cell)
+
+
+def _is_for_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it comes from, is a lack of memory."""
+    if error is None:
+        return False
+    is_own = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    return is_own or _is_for_memory(error.__cause__ or error.__context__)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,30 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"intermediate_size_mlp": 64, "num_local_experts": 4, "num_experts_per_tok": 1,
          "head_dim": 4, "layer_types": ["full_attention"] * 2},
     ),
+    "flex_olmo": (
+        hf.FlexOlmoForCausalLM,
+        hf.FlexOlmoConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "ernie4_5_moe": (
+        hf.Ernie4_5_MoeForCausalLM,
+        hf.Ernie4_5_MoeConfig,
+        {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2,
+         "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    ),
+    "afmoe": (
+        hf.AfmoeForCausalLM,
+        hf.AfmoeConfig,
+        {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+         "num_dense_layers": 1, "sliding_window": 4, "global_attn_every_n_layers": 2},
+    ),
+    "exaone_moe": (
+        hf.ExaoneMoeForCausalLM,
+        hf.ExaoneMoeConfig,
+        {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+         "first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse"],
+         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }  # fmt: skip
 
 

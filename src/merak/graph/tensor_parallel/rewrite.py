@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
     AXIS,
     PARTIAL,
@@ -140,7 +140,7 @@ class Rewriter:
         if decision.output != REPLICATE:
             self.split.append(new)
         if has_mutable_schema(new):
-            self.converted.clear()  # conversions made before the write hold old numbers
+            self.forget(node)
         if decision.becomes is not None:
             assert not isinstance(decision.output, tuple)
             return self.become(node, new, decision.output, decision.becomes)
@@ -151,6 +151,16 @@ class Rewriter:
             whole = fx.map_arg(further, lambda n: self.convert(n, REPLICATE))
             new = self.call(step, (new, *whole), {}, node)
         return new
+
+    def forget(self, write: fx.Node) -> None:
+        """Forget conversions made before a write, which hold the old numbers."""
+        written = {n.meta.get("storage") for n in mutated_arguments(write)} | {None}
+        kept = self.converted.items()
+        self.converted = {
+            (node, need): new
+            for (node, need), new in kept
+            if node.meta.get("storage") not in written
+        }
 
     def become(self, node: fx.Node, new: fx.Node, placed: Placement, wanted: Placement) -> fx.Node:
         """Result of an operator, converted at once."""

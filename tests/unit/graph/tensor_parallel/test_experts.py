@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from merak.graph.tensor_parallel.apply import (
     attributes_for,
@@ -23,6 +26,7 @@ from merak.graph.tensor_parallel.apply import (
 from merak.graph.tensor_parallel.features import Column, Row
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
+from merak.ops.collectives import copy_to
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_models import MODELS, SMALL, build
@@ -121,3 +125,79 @@ def test_sums_travel_through_what_is_linear_in_them_alone(
     sums = [t.numel for t in found if t.kind is Collective.REDUCE]
     assert sums == [times * columns["x"].numel()]
     assert_parity(model, columns, features, 2, monkeypatch)
+
+
+class Alone(nn.Module):
+    """Experts whose sum the loss reads, without a head behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = hf.MixtralConfig(**{**SMALL, "num_local_experts": 4})
+        config._experts_implementation = "grouped_mm"
+        self.stem = nn.Linear(32, 32)
+        self.layers = nn.ModuleList([MixtralSparseMoeBlock(config)])
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layers[0](self.stem(x)).square().mean()}
+
+
+class OwnGradient(torch.autograd.Function):
+    """Doubles in the forward, with a backward that a graph does not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2 + 0 * gradient.abs().sum()
+
+
+class Opaque(Alone):
+    """Routing weights with a backward of their own, as of Phimoe."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, block = self.stem(x), self.layers[0]
+        rows = x.reshape(-1, 32)
+        _, weights, experts = block.gate(rows)
+        found = block.experts(rows, experts, OwnGradient.apply(weights))
+        return {"loss": F.linear(found, self.stem.weight).square().mean()}
+
+
+@pytest.mark.parametrize("kind", [Alone, Opaque])
+def test_the_largest_collective_has_the_size_of_an_activation(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, columns = kind(), {"x": torch.randn(2, 8, 32)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    graph = cases.traced(model, columns)
+    weights = tensor_parallel(graph, None, 2).weights
+    assert {n.rpartition(".")[2] for n in weights if "experts" in n} == {
+        "gate_up_proj",
+        "down_proj",
+    }
+    experts = next(s for s in graph.segments if any("experts" in n for n in s.parameters))
+    sent = [
+        t.numel
+        for t in collectives(replace(graph, segments=(experts,)), weights, 2)
+        if t.kind not in FORWARD and not t.of_weights
+    ]
+    assert max(sent) == columns["x"].numel()
+    parallel = tensor_parallel(graph, None, 2)
+    rewritten = parallel(experts)[0].graph.nodes  # the block writes into the routing weights
+    copies = [n.meta["tensor"].shape for n in rewritten if n.target is copy_to]
+    assert sum(math.prod(shape) == columns["x"].numel() for shape in copies) == 1
+    assert_parity(model, columns, None, 2, monkeypatch)
+
+
+def test_a_norm_over_all_heads_costs_one_number_a_position() -> None:
+    model = build("flex_olmo")
+    graph = cases.traced(model, cases.batch(padded=False))
+    weights = tensor_parallel(graph, None, 2).weights
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm"} <= {n.split(".")[-2] for n in weights}
+    tokens = cases.BATCH * cases.SEQUENCE
+    sums = [t for t in collectives(graph, weights, 2) if t.numel == tokens]
+    assert Counter(t.kind for t in sums) == {Collective.REDUCE: 4, Collective.COPY: 4}

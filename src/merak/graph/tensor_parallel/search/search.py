@@ -56,7 +56,10 @@ _OF_WEIGHTS = 0.01
 """Cost of all-reducing the gradient of a small whole weight, besides its size."""
 
 _OF_POSITIONS = 0.1
-"""Least cost of all-reducing a few numbers for each position."""
+"""Least cost of all-reducing a few numbers for each position, inside an operator."""
+
+_OF_ONE = 0.25
+"""Least cost of reducing a number for each position, as of a norm's mean square over all heads."""
 
 _ROUNDS = 12
 """How many steps a group of weights may spread: from one weight to the next."""
@@ -106,7 +109,8 @@ class Search:
         self.fixed = dict(fixed)
         self.scale = _activation_size(segment)
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
-        self._gemm_share = self._gemm_shares(activation_tokens(segment))
+        self.tokens = activation_tokens(segment)
+        self._gemm_share = self._gemm_shares(self.tokens)
         self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
         self._above = _ancestors(self.graph)
         self._weights = weights_only(self.graph)
@@ -137,9 +141,10 @@ class Search:
         groups = sorted(self._groups(seeds), key=lambda found: found.value)
         for _ in range(2):
             for group in groups:
-                found = self._better(best, {**group.weights, **best.weights})
-                if found is not best and self.runs(group.weights):
-                    best = found
+                for weights in _joined(group.weights, best.weights):
+                    found = self._better(best, weights)
+                    if found is not best and self.runs(group.weights):
+                        best = found
         for name in [n for n in best.weights if n not in self.fixed]:
             best = self._better(best, {n: p for n, p in best.weights.items() if n != name})
         return best
@@ -238,8 +243,8 @@ class Search:
         for _ in range(_ROUNDS):
             before = best
             late = self._late(best)
-            for source in self._common(late):
-                inside = best.inside | self._between(source, late)
+            for source, ends in self._common(late):
+                inside = best.inside | self._between(source, ends)
                 if inside != best.inside:
                     best = self._cheaper(best, self.judge(best.weights, inside))
             if best is before:
@@ -263,7 +268,7 @@ class Search:
             )
         }
 
-    def _common(self, late: set[fx.Node]) -> Iterator[fx.Node]:
+    def _common(self, late: set[fx.Node]) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
         """Latest values from which the same of some others are made: two or more, or a larger one.
 
         As of experts, which read every token several times.
@@ -272,16 +277,17 @@ class Search:
         for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
                 continue
-            reached = frozenset(n for n in late if self._is_made_from(n, node))
+            reached = frozenset(n for n in late if n is node or self._is_made_from(n, node))
             size = math.prod(shape_of(node))
-            is_less = len(reached) == 1 and any(size < math.prod(shape_of(n)) for n in reached)
+            larger = [frozenset((n,)) for n in reached if size < math.prod(shape_of(n))]
             # Of one value, side inputs come first, which are no use: one of each size is tried.
-            kind = (reached, size if is_less else 0)
-            if (len(reached) > 1 or is_less) and kind not in seen:
-                seen.add(kind)
-                yield node
+            kinds = [(reached, 0)] if len(reached) > 1 else []
+            for kind in (*kinds, *((ends, size) for ends in larger)):
+                if kind not in seen:
+                    seen.add(kind)
+                    yield node, kind[0]
 
-    def _between(self, source: fx.Node, ends: set[fx.Node]) -> frozenset[fx.Node]:
+    def _between(self, source: fx.Node, ends: Collection[fx.Node]) -> frozenset[fx.Node]:
         return frozenset(
             node
             for node in self.graph.nodes
@@ -341,7 +347,9 @@ class Search:
         size = transfer.numel / self.scale
         if transfer.of_weights:
             return size * 0.1 + _OF_WEIGHTS
-        return max(_OF_POSITIONS if transfer.kind is Collective.INSIDE else 1.0, size)
+        if transfer.kind is Collective.INSIDE:
+            return max(_OF_POSITIONS, size)
+        return max(_OF_ONE if transfer.numel == self.tokens else 1.0, size)
 
     def runs(self, weights: Assignment) -> bool:
         """Whether the operators run on their shards."""
@@ -352,6 +360,16 @@ class Search:
         except ShardError:
             return False
         return True
+
+
+def _joined(group: Assignment, best: Assignment) -> Iterator[Assignment]:
+    """Both together: where they differ as the one has it, and as the other.
+
+    A weight that was split for itself may be wanted otherwise by one in front of it.
+    """
+    yield {**group, **best}
+    if any(best.get(name, placed) != placed for name, placed in group.items()):
+        yield {**best, **group}
 
 
 def whole_share(placed: Placement | None) -> float:
@@ -380,13 +398,20 @@ def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
 
 
 def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Values that every value is made from, each as a bit at its index."""
+    """Values that every value's gradient flows on to, each as a bit at its index."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         found[node] = 0
-        for source in node.all_input_nodes:
+        for source in node.all_input_nodes if _passes_gradients(node) else ():
             found[node] |= found[source] | 1 << place[source]
     return found
+
+
+def _passes_gradients(node: fx.Node) -> bool:
+    """Whether a gradient flows through a value, or through one of a tuple."""
+    found = node.meta.get("tensor")
+    each = found if isinstance(found, (tuple, list)) else (found,)
+    return any(isinstance(meta, TensorMeta) and meta.requires_grad for meta in each)
 
 
 def _depth(graph: fx.Graph) -> int:

@@ -76,7 +76,7 @@ class _Group:
     def priced(self, worth: float) -> dict[str, Placement]:
         """Group where sharding it is worth more than it costs; else None."""
         placed = self.placed()
-        if placed is None:
+        if placed is None or self.is_inner(placed):
             return {}
         group: dict[str, Placement] = {self.name: placed, **self.followers({self.name: placed})}
         cost = 0.0
@@ -102,6 +102,20 @@ class _Group:
         if dim is None:
             return None
         return Shard(dim, (self.model.parameters[self.name].shape[dim],), self.name)
+
+    def is_inner(self, placed: Shard) -> bool:
+        """Whether a block that the loss reads directly is better split with this as its last part.
+
+        Such a block's inner values are split, and its last product sums over them.
+        """
+        if self.name in embeddings(self.model):
+            return False
+        for segment in self.readers():
+            own = {n: p for n, p in self.chosen.items() if n in segment.parameters}
+            free = Search(segment, self.model.parameters, self.degree, self.replicated, own).run()
+            if free.weights.get(self.name, placed) != placed:
+                return True
+        return False
 
     def followers(self, group: Mapping[str, Placement] | None = None) -> dict[str, Placement]:
         """Biases that the head adds to sharded outputs."""

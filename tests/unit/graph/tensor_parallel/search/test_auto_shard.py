@@ -196,13 +196,13 @@ def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "vocabulary,split", [(9, "nothing of"), (63, "nothing but the vocabulary of")]
+    "vocabulary,split", [(9, "nothing of"), (95, "nothing but the vocabulary of")]
 )
 def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
     vocabulary: int, split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.Mamba2Config(
-        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=4, num_hidden_layers=1,
         vocab_size=vocabulary, chunk_size=8, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
