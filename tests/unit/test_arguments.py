@@ -40,7 +40,6 @@ SOME_VALUES: dict[str, object] = {
     "neftune_noise_alpha": 5.0,
     "torch_empty_cache_steps": 4,
     "activation_checkpointing_kwargs": {"every_n_layers": 2},
-    "gradient_checkpointing_kwargs": {"use_reentrant": False},
     "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
@@ -125,6 +124,13 @@ def test_refuses_only_where_it_matters(name: str, degree: str, job: Callable[...
     job(**{degree: 2})
     with pytest.raises(ArgumentsError, match=f"^{name}={value} cannot be honoured with "):
         arguments(**{name: value})
+
+
+def test_checkpointing_of_modules_means_recomputation(job: Callable[..., None]) -> None:
+    taken = arguments(gradient_checkpointing=True)
+    assert (taken.recompute, taken.gradient_checkpointing) == ("full", False)
+    assert arguments(gradient_checkpointing=True, recompute="selective").recompute == "selective"
+    assert arguments().recompute != "full"
 
 
 def test_use_cpu_needs_a_mesh_on_the_cpu(job: Callable[..., None]) -> None:

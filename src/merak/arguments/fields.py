@@ -71,6 +71,24 @@ def given_arguments(arguments: TrainingFields) -> frozenset[str]:
     return given
 
 
+def take_checkpointing(arguments: TrainingFields) -> None:
+    """Turn transformers' request to checkpoint modules into one to recompute segments.
+
+    Args:
+        arguments: of a job; `recompute` stays as it is where it is given.
+    """
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    if not any(getattr(arguments, name, False) is True for name in names):
+        return
+    given = given_arguments(arguments)
+    if "recompute" not in given:
+        arguments.recompute = "full"
+        vars(arguments)[_GIVEN] = given | {"recompute"}
+    for name in names:
+        if hasattr(arguments, name):  # transformers would change the model's modules
+            setattr(arguments, name, False)
+
+
 def _on_command_line() -> set[str]:
     options = (word[2:].partition("=")[0] for word in sys.argv[1:] if word.startswith("--"))
     return {option.replace("-", "_") for option in options}

@@ -9,8 +9,8 @@ from __future__ import annotations
 from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
 
 _FULL_EVAL = "evaluation uses the weights that are trained; bf16=True or fp16=True autocasts it too"
-_RECOMPUTE = "Merak recomputes segments of the traced model, not modules; use recompute='full', a"
-_RECOMPUTE += " fraction of them, or 'auto'"
+_RECOMPUTE = "means `recompute='full'`, where `recompute` is not given"
+_CHECKPOINT = "Merak recomputes segments of the traced model, not modules by torch's checkpoint"
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
 _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
@@ -91,10 +91,10 @@ PRECISION = {
 }
 
 MEMORY_AND_SPEED = {
-    "activation_checkpointing": refused(_RECOMPUTE, False),
-    "activation_checkpointing_kwargs": refused(_RECOMPUTE),
-    "gradient_checkpointing": refused(_RECOMPUTE, False),
-    "gradient_checkpointing_kwargs": refused(_RECOMPUTE),
+    "activation_checkpointing": honoured(_RECOMPUTE),
+    "activation_checkpointing_kwargs": refused(f"{_CHECKPOINT}; use recompute=0.5 for half"),
+    "gradient_checkpointing": honoured(_RECOMPUTE),
+    "gradient_checkpointing_kwargs": no_effect(_CHECKPOINT),
     "torch_compile": refused(_COMPILE),
     "torch_compile_backend": refused(_COMPILE),
     "torch_compile_mode": refused(_COMPILE),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
-from merak.arguments.fields import OWN_FIELDS, TrainingFields
+from merak.arguments.fields import OWN_FIELDS, TrainingFields, take_checkpointing
 from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
@@ -67,6 +67,7 @@ class MerakArguments(TrainingFields):
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, then fill in defaults as transformers does."""
         mesh = current_mesh()
+        take_checkpointing(self)
         apply_plan(self, mesh)
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, _least(mesh)))
         raise_first(kind_problems(self, TrainingFields))

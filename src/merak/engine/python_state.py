@@ -70,7 +70,8 @@ class PythonState:
         """
         frozen = set()
         for name, module, key, is_trained in self._parameters:
-            parameter = module._parameters.get(key)
+            # The dict's own `get`: no wait for rows that other replicas have updated (ZeRO).
+            parameter = dict.get(module._parameters, key)
             if parameter is None or parameter.requires_grad == is_trained:
                 continue
             if not is_trained:

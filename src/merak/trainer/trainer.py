@@ -33,7 +33,6 @@ from merak.engine import Engine, build_engine
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
-from merak.graph.weights.empty_weights import empty_weights
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
@@ -134,10 +133,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.accelerator.device_placement = False
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Call the user's `model_init`, for a new model without weights and a new engine."""
+        """Call the user's `model_init`, for a new model and a new engine."""
         self.engine = None
-        with empty_weights():
-            model: nn.Module = super().call_model_init(trial)
+        model: nn.Module = super().call_model_init(trial)
         return model
 
     # ---- the engine ----

@@ -1,0 +1,91 @@
+"""The page docs/transformers.md, made from the table of overrides.
+
+After a change of the table: `python -m merak.trainer.subclass.page > docs/transformers.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from merak.trainer.subclass.overrides import OVERRIDES, Decision
+
+INTRODUCTION = """\
+# What is the same as in transformers, and what is not
+
+`MerakTrainer` is a subclass of `transformers.Trainer` and runs its training loop. What a script
+does with a trainer is done as there, or refused with one sentence before anything is trained.
+"""
+
+IN_JOBS = {
+    "data": (
+        "every rank reads the dataset; the batches are those of one process, which replicas share "
+        "out. Ranks of one replica that read different samples end the job before its first step"
+    ),
+    "the model's forward": (
+        "traced once for each shape. A number that a callback changes (a loss weight, a "
+        "temperature) is followed; what cannot be followed ends the job with the line that read "
+        "it"
+    ),
+    "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
+    "the trainer's `model`": (
+        "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
+        "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict"
+    ),
+    "`save_model`, checkpoints": (
+        "called on every rank, which save together; files are those of transformers"
+    ),
+    "`is_world_process_zero()`, `is_local_process_zero()`": "true on rank 0 of the job alone",
+    "`args.world_size`, `args.process_index`": (
+        "the number of replicas, by which batch sizes are multiplied; the global rank"
+    ),
+    "`model_init`": "called as it is, on every rank with the same seed",
+    "`gradient_checkpointing=True`": "means `recompute='full'`, where `recompute` is not given",
+}
+"""What a job of several ranks does with what a script does, beside arguments and methods."""
+
+METHODS = """\
+[Training arguments](arguments.md) has the decision on every argument, also on those that are
+refused. Fields of a class of your own, a subclass of `MerakArguments`, are left alone.
+
+## Methods that a subclass may override
+
+The same table decides when the trainer is built: an override that Merak would not call as
+transformers does is refused, and so is one of a method of a newer transformers that it does not
+know.
+"""
+
+_TITLES = {
+    Decision.CALLED: "### Called as in transformers",
+    Decision.EXTENDED: "### Called; the override calls `super()`",
+    Decision.REFUSED: "### Refused",
+}
+
+
+def render() -> str:
+    """The page as Markdown."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield INTRODUCTION
+    yield "| what | in a job of several ranks |"
+    yield "|---|---|"
+    yield from (f"| {what} | {sentence} |" for what, sentence in IN_JOBS.items())
+    yield f"\n{METHODS}"
+    for decision, title in _TITLES.items():
+        yield f"{title}\n"
+        yield "| methods | how, or why not |"
+        yield "|---|---|"
+        groups: dict[str, list[str]] = {}
+        for name, override in OVERRIDES.items():
+            if override.decision is decision:
+                groups.setdefault(override.sentence, []).append(f"`{name}`")
+        for sentence, names in groups.items():
+            yield f"| {', '.join(sorted(names))} | {sentence} |"
+        yield ""
+    yield "This page is made by `python -m merak.trainer.subclass.page`.\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())
