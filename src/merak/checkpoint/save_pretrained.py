@@ -20,6 +20,7 @@ from merak.core.health.status import during, waiting
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
 from merak.graph.weights.holders import find_holders, rank_view
+from merak.graph.weights.laid_out import methods_allowed
 from merak.graph.weights.rank_agreement import gather_objects
 
 
@@ -52,8 +53,19 @@ def save_pretrained(
     Raises:
         WeightsError: a parameter that no rank holds, or a folder that cannot be written.
     """
+    with methods_allowed(model):
+        _save(model, owned, shards, mesh, Path(folder), max_shard_size)
+
+
+def _save(
+    model: nn.Module,
+    owned: Collection[str],
+    shards: Mapping[str, ParameterShard],
+    mesh: Mesh,
+    target: Path,
+    max_shard_size: int | str | None,
+) -> None:
     check_saves(model)
-    target = Path(folder)
     what = "adapters" if has_adapters(model) else "model"
     holdings = find_holders(model, owned, shards, mesh)
     tensors = rank_view(model, owned, shards, mesh).tensors

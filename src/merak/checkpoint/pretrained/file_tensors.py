@@ -14,7 +14,6 @@ from merak.core.errors import WeightsError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.weights.deferred_init import InitRecorder
 from merak.graph.weights.holders import TensorHolders, first_names, named_tensors
-from merak.graph.weights.laid_out import methods_allowed
 
 State = dict[str, torch.Tensor]
 
@@ -49,19 +48,13 @@ def check_saves(model: nn.Module) -> None:
             "into the model first."
         )
     firsts = first_names(named_tensors(model))
-    for key, value in _own_state(model).items():
+    for key, value in model.state_dict(keep_vars=True).items():
         if key not in firsts:
             raise WeightsError(
                 f"{key} of the state dict is neither a parameter nor a buffer but "
                 f"{type(value).__name__}, which safetensors cannot hold; leave it out of the "
                 "state dict."
             )
-
-
-def _own_state(model: nn.Module) -> dict[str, object]:
-    """The state dict of a model of which this rank may have a part."""
-    with methods_allowed(model):
-        return dict(model.state_dict(keep_vars=True))
 
 
 def meta_state(model: nn.Module, holdings: Mapping[str, TensorHolders]) -> State:
@@ -76,7 +69,7 @@ def meta_state(model: nn.Module, holdings: Mapping[str, TensorHolders]) -> State
     """
     firsts = first_names(named_tensors(model))
     state: State = {}
-    for key in _own_state(model):
+    for key in model.state_dict(keep_vars=True):
         holding = holdings.get(firsts[key])
         if holding is None:
             raise WeightsError(
