@@ -1,4 +1,4 @@
-"""Optimizers of a script's own over the model's parameters, as transformers steps them."""
+"""Optimizers and losses of a script's own, as transformers steps and computes them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import Layout, Setup, alone, make_merak, make_reference
+from tests.multirank.training import Layout, Setup, Texts, alone, make_merak, make_reference
 from tests.tiers import slow
 
 SETUP = Setup("gpt2", arguments={"max_steps": 4})
@@ -24,6 +24,52 @@ class OwnRates:
         groups = [{"params": half, "lr": lr} for half, lr in zip(halves, (1e-2, 1e-3), strict=True)]
         self.optimizer = torch.optim.AdamW(groups)
         return self.optimizer
+
+
+class OwnLoss:
+    """A loss of the logits, with a weight that grows, and a penalty."""
+
+    weight = 1.0
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        scale = 40.0 if num_items_in_batch is None else num_items_in_batch
+        loss = self.weight * loss / scale + 1e-3 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class Growing(TrainerCallback):
+    """Makes the weight of a trainer's loss grow."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.weight += 0.5
+
+
+def grown(trainer: Any) -> tuple[list[float], float]:
+    """Losses of training and of an evaluation behind it."""
+    trainer.add_callback(Growing(trainer))
+    return losses(trainer), trainer.evaluate(Texts(6))["eval_loss"]
+
+
+def train_with_own_loss(layout: Layout, cache: str) -> tuple[list[float], float]:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    made = type("OwnLoss", (OwnLoss, merak.MerakTrainer), {})
+    return grown(make_merak(SETUP, dp, cache, trainer_class=made))
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -52,3 +98,13 @@ def test_own_rates_are_trained_with(pool: RankPool, cache: str, layout: Layout, 
         assert abs(losses(make_reference(SETUP))[-1] - reference[-1]) > 1e-3  # the rates matter
     for found in pool.run(train, 2, layout, zero, cache):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
+def test_own_losses_are_traced_with_the_model(pool: RankPool, cache: str, layout: Layout) -> None:
+    with alone():
+        made = type("OwnLoss", (OwnLoss, Trainer), {})
+        reference, evaluated = grown(make_reference(SETUP, trainer_class=made))
+    for found, own in pool.run(train_with_own_loss, 2, layout, cache):
+        torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
+        assert own == pytest.approx(evaluated, rel=1e-4)

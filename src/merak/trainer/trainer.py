@@ -33,6 +33,7 @@ from merak.engine import Engine, build_engine
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
+from merak.graph.trace.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
@@ -188,10 +189,19 @@ class MerakTrainer(Stepping, Logging, Trainer):
             loss: torch.Tensor = compute(outputs, labels, num_items_in_batch=count)
             return loss
 
+        def loss_of_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
+            count = batch.pop(TOKENS, None)
+            found: Any = self.compute_loss(
+                model, batch, return_outputs=True, num_items_in_batch=count
+            )
+            return found[0], found[1]
+
+        has_own = type(self).compute_loss is not Trainer.compute_loss
+        own = calls_model(loss_of_model) if has_own else None
         return GraphSource(
             model=self.model,
-            loss_fn=loss_of if compute is not None else None,
-            loss_columns=("labels",) if compute is not None else (),
+            loss_fn=own or (loss_of if compute is not None else None),
+            loss_columns=("labels",) if compute is not None or has_own else (),
             fixed=self._plain,
             device=self.mesh.device,
             cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,6 +17,21 @@ from merak.graph.trace.outputs import named_outputs
 from merak.graph.trace.state.slots import Slot, numbers_as_inputs
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
+
+
+def calls_model(compute: Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]]) -> LossFunction:
+    """A loss function that calls the model itself, and gives the loss and what the model returns.
+
+    Args:
+        compute: `compute(model, batch) -> (loss, outputs)`; it may call the model in any way.
+    """
+    function: Any = compute
+    vars(function)[_CALLS_MODEL] = True
+    loss_fn: LossFunction = function
+    return loss_fn
+
+
+_CALLS_MODEL = "_merak_calls_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +74,10 @@ def _called(
 ) -> dict[str, torch.Tensor]:
     if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
         return dict(named_outputs(_run(model, batch, call)))
+    if hasattr(call.loss_fn, _CALLS_MODEL):
+        with _autocast_inside(model, call):
+            loss, result = call.loss_fn(model, {**batch, **call.fixed})
+        return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
     result = _run(model, _taken(model, batch, call.loss_columns), call)
     loss = call.loss_fn(result, batch)
     return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
@@ -73,6 +93,30 @@ def _run(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) -> Any:
     with call.autocast():
         result = model(**batch, **call.fixed)
     return convert_to_fp32(result)
+
+
+@contextmanager
+def _autocast_inside(model: nn.Module, call: Call) -> Iterator[None]:
+    """Context in which calls of a model run in mixed precision, and nothing else."""
+    if call.autocast is None:
+        yield
+        return
+    forward, autocast = model.forward, call.autocast
+
+    @wraps(forward)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with autocast():
+            result = forward(*args, **kwargs)
+        return convert_to_fp32(result)
+
+    own = vars(model).get("forward")
+    vars(model)["forward"] = cast
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
 
 
 def _taken(

@@ -40,7 +40,7 @@ class Override:
     sentence: str
 
 
-_LOSS = "the loss is part of the traced graph; pass compute_loss_func=… instead"
+_LOSS = "forward and loss are traced, and autocast with them; use bf16=True or fp16=True"
 _RANKS = "every rank calls it with the same values"
 _LOOP = "part of transformers' training loop"
 _STATE = "all ranks save or load their parts there together"
@@ -66,6 +66,9 @@ _CALLED = {
     "on every rank, with the columns that the rank reads; values may change, not shapes": """
     _prepare_inputs""",
     "with one microbatch at a time": "_get_num_items_in_batch",
+    "traced with the model, once for each shape: it gets the model and tensors without values": (
+        "compute_loss"
+    ),
     _HUB: "_finish_current_push _push_from_checkpoint init_hf_repo push_to_hub",
 }
 
@@ -85,7 +88,7 @@ _EXTENDED = {
 }
 
 _REFUSED = {
-    _LOSS: "compute_loss compute_loss_context_manager autocast_smart_context_manager",
+    _LOSS: "compute_loss_context_manager autocast_smart_context_manager",
     "columns stay on the host until a stage reads them; override _prepare_inputs": "_prepare_input",
     _PLACES: "_move_model_to_device",
     _MESH: """_build_accelerator_args _defer_fsdp_gradient_reduction _has_mixed_mesh_grads

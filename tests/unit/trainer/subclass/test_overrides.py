@@ -12,9 +12,9 @@ from merak.core.errors import ArgumentsError
 from merak.trainer.subclass.overrides import OVERRIDES, refuse_overrides, trainer_methods
 
 
-class OwnLoss(MerakTrainer):
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs)
+class OwnContext(MerakTrainer):
+    def compute_loss_context_manager(self) -> Any:
+        return super().compute_loss_context_manager()
 
 
 class OwnStep(MerakTrainer):
@@ -48,6 +48,9 @@ class Extends(MerakTrainer):
     def create_optimizer(self, model: Any = None) -> Any:
         return super().create_optimizer(model)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
     def own_method(self) -> None:
         """One of its own, which no trainer has."""
 
@@ -59,7 +62,7 @@ def test_every_method_of_the_installed_transformers_has_a_decision() -> None:
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
-        (OwnLoss, r"OwnLoss overrides compute_loss, which Merak does not call.*compute_loss_func="),
+        (OwnContext, r"OwnContext overrides compute_loss_context_manager, .*use bf16=True"),
         (OwnStep, r"OwnStep overrides training_step, and does not call super\(\).training_step"),
         (Inherits, r"OwnStep overrides training_step"),
         (Mixed, r"Mixin overrides _save, .*override save_model"),
