@@ -18,6 +18,7 @@ from merak.plan.cost.measured_times import load_times
 from merak.plan.cost.segment_time import segment_costs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.partition import Partition, from_sizes
+from merak.plan.recompute_spec import recomputing_times
 from merak.plan.step_plans import StepPlans
 from merak.plan.tied_parameters import Reader
 from merak.schedule.ir import Schedule
@@ -82,7 +83,9 @@ def partition_segments(
         return Partition(num_segments, ())
 
     def balanced() -> Partition:
-        costs = segment_times(graph, options, mesh, cache)
+        names = [segment.name for segment in graph.segments]
+        times = segment_times(graph, options, mesh, cache)
+        costs = recomputing_times(times, names, options.recompute)
         return balance(costs, num_stages, options.num_microbatches)
 
     # Measured speeds differ from rank to rank, and all ranks need one partition.

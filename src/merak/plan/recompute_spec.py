@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from merak.core.errors import PlanError
+from merak.plan.balance import Timed
 
 Recompute = str | float | Sequence[int | str] | None
 """The argument's values: "off", "full", "selective", "auto", a fraction, or some segments."""
@@ -80,6 +81,48 @@ def parse_recompute(value: Recompute) -> RecomputeSpec:
     if not all(isinstance(s, int | str) and not isinstance(s, bool) for s in segments):
         raise _refusal(value)
     return RecomputeSpec(Mode.SEGMENTS, segments=segments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Times of a segment that recomputes, seconds."""
+
+    forward_s: float
+    backward_s: float
+
+
+def recomputing_times(
+    times: Sequence[Timed], names: Sequence[str], value: Recompute
+) -> Sequence[Timed]:
+    """Times of segments for the balance: a backward includes the forward that it computes again.
+
+    Of a fraction of every stage's segments, every segment gets that fraction, since the stages are
+    not known yet. Selective recomputation is short, and what "auto" or a schedule recomputes
+    follows from the stages: none of the three is counted.
+
+    Args:
+        times: of every segment, without recomputation.
+        names: of the segments.
+        value: the argument `recompute`.
+
+    Raises:
+        PlanError: it is no such argument, or names a segment that does not exist.
+    """
+    spec = parse_recompute(value)
+    if spec.mode is Mode.FRACTION:
+        fractions = [spec.fraction] * len(times)
+    elif spec.mode is Mode.SEGMENTS:
+        chosen = spec.numbers(names)
+        fractions = [float(index in chosen) for index in range(len(times))]
+    else:
+        return times
+    if not any(fractions):
+        return times
+    return [
+        # A segment without a backward is not computed again.
+        _Times(own.forward_s, own.backward_s + fraction * own.forward_s if own.backward_s else 0.0)
+        for own, fraction in zip(times, fractions, strict=True)
+    ]
 
 
 def _parse_text(text: str) -> RecomputeSpec:

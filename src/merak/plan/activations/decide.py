@@ -29,7 +29,13 @@ from merak.plan.cost.device import DeviceProfile, usable_bytes
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.model import RankMemory
-from merak.plan.recompute_spec import Mode, Recompute, RecomputeSpec, parse_recompute
+from merak.plan.recompute_spec import (
+    Mode,
+    Recompute,
+    RecomputeSpec,
+    parse_recompute,
+    recomputing_times,
+)
 from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
@@ -287,12 +293,14 @@ def find_fitting_pp(forecast: Forecast, budget: int, times: Times) -> int | None
     """The smallest larger pipeline degree, by doubling, with which a recomputing job fits."""
     mesh, layout, options = forecast.mesh, forecast.layout, forecast.options
     num_segments, pp = layout.partition.num_segments, 2 * mesh.pp
+    names = [segment.name for segment in layout.graph.segments]
     while pp <= num_segments:
         try:
             chosen = options.schedule_options or {}
             plans = StepPlans(options.schedule, pp, options.num_microbatches, chosen=chosen)
             num_stages = plans.base.schedule.num_stages
-            partition = balance(times(), num_stages, options.num_microbatches)
+            costs = recomputing_times(times(), names, "full")
+            partition = balance(costs, num_stages, options.num_microbatches)
         except ValueError:
             return None  # The schedule is not defined for that degree.
         bigger = replace(

@@ -46,7 +46,7 @@ from merak.plan.price.stages import (
 from merak.plan.price.uncertainty import MEMORY_UNCERTAINTY, Shares, uncertainty
 from merak.plan.price.update import norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
-from merak.plan.recompute_spec import Mode, parse_recompute
+from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
 from merak.schedule.costs import Link
 from merak.schedule.ir import Schedule
@@ -246,7 +246,8 @@ def _partition(
         return Partition(num_segments, ())
     graph = workload.local_graph(candidate.form)
     sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
-    different = {id(own): own for own in prices}
+    names = [segment.name for segment in graph.segments]
+    different = {id(own): recomputing_times(own, names, candidate.recompute) for own in prices}
     kinds = {
         key: tuple((one.forward_s, one.backward_s) for one in own) for key, own in different.items()
     }
@@ -255,10 +256,11 @@ def _partition(
     key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)
     if key not in workload.memo:
         count = candidate.num_microbatches
+        on_stages = [different[id(own)] for own in prices]
         workload.memo[key] = (
-            balance_uneven(prices, count, links=links, cut_bytes=sizes)
+            balance_uneven(on_stages, count, links=links, cut_bytes=sizes)
             if differs
-            else balance(prices[0], num_stages, count)
+            else balance(on_stages[0], num_stages, count)
         )
     found: Partition = workload.memo[key]
     return found
