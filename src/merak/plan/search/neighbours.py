@@ -60,8 +60,8 @@ def _microbatches(own: Candidate) -> Iterator[Candidate]:
 def _degrees(own: Candidate) -> Iterator[Candidate]:
     """Twice of one degree and half of another."""
     batch = own.dp * own.microbatch * own.num_microbatches
-    for more in ("pp", "dp", "tp"):
-        for less in ("pp", "dp", "tp"):
+    for more in ("pp", "dp", "tp", "cp"):
+        for less in ("pp", "dp", "tp", "cp"):
             if more != less and getattr(own, less) % 2 == 0:
                 degrees = {more: 2 * getattr(own, more), less: getattr(own, less) // 2}
                 other = replace(own, **degrees)
@@ -72,7 +72,7 @@ def _degrees(own: Candidate) -> Iterator[Candidate]:
 
 def _without_idle(own: Candidate) -> Candidate:
     """The same without what its degrees leave nothing to do for."""
-    if own.dp == 1:
+    if own.replicas == 1:
         own = replace(own, zero=0)
     if own.tp == 1:
         own = replace(own, sequence_parallel=False, sub_pipelining="off")

@@ -101,6 +101,16 @@ def test_neighbours_are_one_step_away():
     assert {c.schedule for c in others} >= {"1f1b", "interleaved_1f1b", "zero_bubble_v"}
 
 
+def test_neighbours_step_over_context_parallelism():
+    space = space_of(replace(job_of(8, 64, 9), cps=(2, 4)), Pinned()).candidates
+    own = next(c for c in space if (c.dp, c.tp, c.pp, c.cp, c.zero) == (2, 2, 1, 2, 1))
+    found = list(Neighbours(space).of(own))
+    degrees = {(c.dp, c.tp, c.pp, c.cp) for c in found}
+    assert {(1, 2, 1, 4), (2, 1, 1, 4), (1, 2, 2, 2)} <= degrees
+    assert all(c.world_size == 8 and c.dp * c.microbatch * c.num_microbatches == 64 for c in found)
+    assert {c.zero for c in found if c.dp == 1} == {1}  # replicas of cp shard the state, too
+
+
 def test_a_job_fits_nowhere_only_where_every_candidate_was_looked_at():
     """With few prices, all of them spent on plans that do not fit."""
     found = search_job(job_of(), Double(device_bytes=16.0, misjudged=0.0), Pinned(), 1, 1)
