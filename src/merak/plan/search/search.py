@@ -87,37 +87,34 @@ def _context_degrees(job: Job) -> tuple[int, ...]:
 def _with_experts(
     found: Ranking, workload: Workload, pricing: Pricing, top: int, refusal: Refusal | None
 ) -> Ranking:
-    """The ranking with its layouts also priced with whole experts on every rank."""
+    """The ranking with its fastest layout also priced with whole experts on every rank."""
+    own = next(iter(found.plans), None)
+    ep = 1 if own is None else _whole_experts(own.candidate, workload)
+    if own is None or ep == 1:
+        return found
     plans, rejected = list(found.plans), list(found.rejected)
-    num_priced, num_tried = found.num_priced, 0
-    for own in found.plans:
-        ep = _whole_experts(own.candidate, workload)
-        candidate = replace(own.candidate, ep=ep, partition=None)
-        if ep == 1:
-            continue
-        why = None if refusal is None else refusal(candidate)
-        num_tried += 1
-        try:
-            price = pricing.price(candidate) if why is None else None
-        except MerakError as error:
-            why, price = str(error).rstrip("."), None
-        num_priced += price is not None
-        if price is not None and price.fits:
-            plans.append(price)
-            if price.step_s > own.step_s:
-                why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with ep=1"
-        elif price is not None:
-            rejection = memory_rejection(price)
-            why = None if rejection is None else rejection.why
-        if why is not None and all(own.what != f"ep={candidate.ep}" for own in rejected):
-            rejected.append(Rejected(f"ep={candidate.ep}", why, 1))
-    plans.sort(key=lambda own: own.step_s)
+    candidate = replace(own.candidate, ep=ep, partition=None)
+    why = None if refusal is None else refusal(candidate)
+    try:
+        price = pricing.price(candidate) if why is None else None
+    except MerakError as error:
+        why, price = str(error).rstrip("."), None
+    if price is not None and price.fits:
+        plans.append(price)
+        if price.step_s > own.step_s:
+            why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with ep=1"
+    elif price is not None:
+        rejection = memory_rejection(price)
+        why = None if rejection is None else rejection.why
+    if why is not None:
+        rejected.append(Rejected(f"ep={ep}", why, 1))
+    plans.sort(key=lambda plan: plan.step_s)
     return replace(
         found,
         plans=tuple(plans[:top]),
         rejected=tuple(rejected),
-        num_priced=num_priced,
-        num_candidates=found.num_candidates + num_tried,
+        num_priced=found.num_priced + (price is not None),
+        num_candidates=found.num_candidates + 1,
     )
 
 

@@ -11,7 +11,7 @@ The rules, each of which is printed where it leaves something out:
 - ZeRO needs dp > 1; ZeRO 3 no split backward.
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it; it has no sequence parallelism
-  where tp > 1, and no sub-pipelining. Experts are tried whole at the best layouts (ep = tp).
+  where tp > 1, and no sub-pipelining. Experts are tried whole at the best layout.
 """
 
 from __future__ import annotations
