@@ -33,6 +33,8 @@ def describe_mesh(mesh: Mesh) -> str:
     degrees = f"({device}): dp {mesh.dp} × tp {mesh.tp} × pp {mesh.pp}"
     if mesh.cp > 1:
         degrees += f" × cp {mesh.cp}"
+    if mesh.ep > 1:
+        degrees += f", ep {mesh.ep} over {'replicas' if mesh.spreads_experts else 'tp'}"
     if not mesh.hosts:
         return f"{ranks} on 1 host {degrees}"
     across = [axis for axis in ("tp", "cp", "dp", "pp") if crosses_hosts(mesh, axis)]
