@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from tools import report
+from tools.link import slow_link
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -199,17 +200,9 @@ def main() -> None:
         rank_job(options)
         return
     with tempfile.TemporaryDirectory(prefix="merak-experts-") as folder:
-        options.folder, options.network = folder, None
-        if options.rate:
-            from tests.multirank.network import Network
-
-            options.network = Network()
-            options.network.limit_rate(options.rate)
-        try:
+        options.folder = folder
+        with slow_link(options.rate) as options.network:
             report.show(compare(options), options.json)
-        finally:
-            if options.network is not None:
-                options.network.close()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 import transformers
 from precision_curves import LENGTH, library_bytes, small_gpt2
 from tools import report
+from tools.link import sent_bytes, slow_link
 
 import merak
 from merak.plan.gradient_compression import COMPRESSIONS, compressed_bytes
@@ -62,13 +63,6 @@ def train(kind: str, num_steps: int, text: torch.Tensor, mesh: Any) -> dict[str,
     }
 
 
-def sent_bytes() -> int:
-    """Bytes that this host has sent, by the counters of all its links but the loopback."""
-    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:]
-    fields = [line.replace(":", " ").split() for line in lines]
-    return sum(int(own[9]) for own in fields if own[0] != "lo")
-
-
 def rank_job(options: argparse.Namespace) -> None:
     """One rank of every training; rank 0 writes down what it has found."""
     torch.set_num_threads(1)
@@ -85,22 +79,15 @@ def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
     script = [str(Path(__file__).resolve()), "--rank", "--folder", options.folder]
     script += ["--steps", str(options.steps)]
     log = Path(options.folder, "log")
-    if options.rate:
-        from tests.multirank.network import Network
-
-        network = Network()
-        network.limit_rate(options.rate)
-        try:
+    with slow_link(options.rate) as network:
+        if network is not None:
             running = [host.torchrun(1, script, log) for host in network.hosts]
             failed = any([one.wait() for one in running])
-        finally:
-            network.close()
-    else:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
-        with log.open("wb") as out:
-            failed = bool(
-                subprocess.call([sys.executable, *command, *script], stdout=out, stderr=out)
-            )
+        else:
+            job = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={REPLICAS}"]
+            with log.open("wb") as out:
+                command = [sys.executable, *job, *script]
+                failed = bool(subprocess.call(command, stdout=out, stderr=out))
     if failed:
         raise SystemExit(log.read_text(errors="replace")[-4000:])
     found: dict[str, Any] = json.loads(Path(options.folder, "found.json").read_text("utf-8"))

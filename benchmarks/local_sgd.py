@@ -25,6 +25,7 @@ import torch
 import torch.multiprocessing as mp
 import transformers
 from tools import report
+from tools.link import sent_bytes, slow_link
 
 import merak
 
@@ -108,12 +109,6 @@ def train(rank: int, file: str, options: argparse.Namespace) -> None:
         Path(file).write_text(json.dumps(found), encoding="utf-8")
 
 
-def sent_bytes() -> int:
-    """Bytes that have left this host over its link."""
-    lines = Path("/proc/net/dev").read_text(encoding="ascii").splitlines()
-    return sum(int(line.split(":")[1].split()[8]) for line in lines if "eth7" in line)
-
-
 def time_rounds(options: argparse.Namespace) -> None:
     """On a rank of two hosts: seconds and sent bytes of a step, over two rounds."""
     torch.set_num_threads(1)
@@ -137,22 +132,16 @@ def time_rounds(options: argparse.Namespace) -> None:
 
 def timed(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """What two hosts measure that a slow link joins."""
-    from tests.multirank.network import Network
-
-    network = Network()
-    network.limit_rate(options.rate)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "times.json")
-            script = [__file__, "--local-steps", str(options.local_steps), "--time-into", str(file)]
-            logs = [Path(folder, f"{host.name}.log") for host in network.hosts]
-            running = [h.torchrun(1, script, log) for h, log in zip(network.hosts, logs)]
-            if any([one.wait() for one in running]):
-                sys.exit("".join(log.read_text(encoding="utf-8") for log in logs))
-            found: dict[str, dict[str, float]] = json.loads(file.read_text(encoding="utf-8"))
-            return found
-    finally:
-        network.close()
+    with slow_link(options.rate) as network, tempfile.TemporaryDirectory() as folder:
+        assert network is not None
+        file = Path(folder, "times.json")
+        script = [__file__, "--local-steps", str(options.local_steps), "--time-into", str(file)]
+        logs = [Path(folder, f"{host.name}.log") for host in network.hosts]
+        running = [h.torchrun(1, script, log) for h, log in zip(network.hosts, logs)]
+        if any([one.wait() for one in running]):
+            sys.exit("".join(log.read_text(encoding="utf-8") for log in logs))
+        found: dict[str, dict[str, float]] = json.loads(file.read_text(encoding="utf-8"))
+        return found
 
 
 def curves_table(found: dict[str, list[float]], stretch: int) -> list[dict[str, str]]:

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tools import report
+from tools.link import slow_link
 
 import merak
 from merak.engine.profile.measure import ProfiledModel, measure_profile
@@ -318,17 +319,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="merak-plans-") as folder:
         options.folder = options.folder or folder
         Path(options.folder).mkdir(exist_ok=True)
-        options.network = None
-        if options.rate:
-            from tests.multirank.network import Network
-
-            options.network = Network()
-            options.network.limit_rate(options.rate)
-        try:
+        with slow_link(options.rate) as options.network:
             report.show(compare(options), options.json)
-        finally:
-            if options.network is not None:
-                options.network.close()
 
 
 if __name__ == "__main__":

@@ -204,7 +204,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             loss_columns=("labels",) if compute is not None or has_own else (),
             fixed=self._plain,
             device=self.mesh.device,
-            cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
+            # No file could be told to be of a loss that may read anything of the trainer.
+            cache_dir=None if has_own or not self.args.trace_cache else Path(self.args.trace_cache),
             autocast=self.args.autocast,
         )
 
