@@ -204,8 +204,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             loss_columns=("labels",) if compute is not None or has_own else (),
             fixed=self._plain,
             device=self.mesh.device,
-            # No file could be told to be of a loss that may read anything of the trainer.
-            cache_dir=None if has_own or not self.args.trace_cache else Path(self.args.trace_cache),
+            cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
             autocast=self.args.autocast,
         )
 

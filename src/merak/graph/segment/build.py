@@ -22,7 +22,7 @@ from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.counters import refuse_counters
 from merak.graph.segment.cut import cut_into_segments
-from merak.graph.trace.call import LossFunction
+from merak.graph.trace.call import LossFunction, does_call_model
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
@@ -138,7 +138,7 @@ def build_timed(
         return graph, traced.sources | loaded_sources(source.model)
 
     with as_traced(source, training), phase("tracing the model"):
-        if source.cache_dir is None:
+        if source.cache_dir is None or does_call_model(source.loss_fn):
             graph, known = make()[0], False
         else:
             adopt = partial(_adopt, source.model)

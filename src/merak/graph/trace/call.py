@@ -34,6 +34,14 @@ def calls_model(compute: Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]])
 _CALLS_MODEL = "_merak_calls_model"
 
 
+def does_call_model(loss_fn: LossFunction | None) -> bool:
+    """Whether a loss function calls the model itself; then it may read anything, beside the batch.
+
+    No file of a trace could be told to be of such a function.
+    """
+    return hasattr(loss_fn, _CALLS_MODEL)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Arguments of a model's call, beside the batch itself.
@@ -74,7 +82,7 @@ def _called(
 ) -> dict[str, torch.Tensor]:
     if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
         return dict(named_outputs(_run(model, batch, call)))
-    if hasattr(call.loss_fn, _CALLS_MODEL):
+    if does_call_model(call.loss_fn):
         with _autocast_inside(model, call):
             loss, result = call.loss_fn(model, {**batch, **call.fixed})
         return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
