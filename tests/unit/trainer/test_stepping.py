@@ -27,6 +27,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     merak.init(device="cpu")
     yield
+    if preemption._stop.supervisor is not None:
+        # It would look at the process's own state next, and end the process with its tests.
+        preemption._stop.supervisor.join()
     mesh.reset()
     signal.signal(signal.SIGTERM, before)
 
