@@ -141,11 +141,14 @@ def _request() -> None:
         if _stop.limit_s is None or not _stop.num_begun:  # nothing is trained yet
             _end()
         _stop.is_requested = True
-        next_step, limit_s = _stop.num_begun + 1, _stop.limit_s
-    for work, value in ((_end_at, limit_s), (_supervise, next_step)):
-        thread = threading.Thread(target=work, args=(value,), daemon=True, name="merak SIGTERM")
+        work = ((_end_at, _stop.limit_s), (_supervise, _stop.num_begun + 1))
+        threads = [
+            threading.Thread(target=target, args=(value,), daemon=True, name="merak SIGTERM")
+            for target, value in work
+        ]
+        _stop.supervisor = threads[-1]  # before the loop can have saved, and waits for it
+    for thread in threads:
         thread.start()
-    _stop.supervisor = thread
 
 
 def _supervise(next_step: int) -> None:
