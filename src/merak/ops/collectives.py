@@ -37,7 +37,7 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The tensor; its gradient, of which each rank has a part, is all-reduced over the axis.
     """
-    return _with_gradient(tensor, partial(_all_reduce, axis=axis))
+    return with_gradient(tensor, partial(_all_reduce, axis=axis))
 
 
 def copy_parts_to(
@@ -55,7 +55,7 @@ def copy_parts_to(
     Returns:
         The tensor; the gradients of the replicated parts are all-reduced over the axis.
     """
-    return _with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
+    return with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -164,7 +164,7 @@ def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The tensor; its gradient, which every rank has whole, is divided among the ranks.
     """
-    return _with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
+    return with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
 
 
 def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -179,6 +179,27 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """
     result: torch.Tensor = _ReplicateToPartial.apply(tensor, axis)  # type: ignore[no-untyped-call]
     return result
+
+
+def with_gradient(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Identity whose gradient is changed on its way back.
+
+    By a hook, since what a function of autograd's own returns may not be written in place. Where
+    backward gives no gradient, it gives none on every rank, and nothing is changed or sent.
+
+    Args:
+        tensor: any values.
+        change: makes of the gradient, where there is one, the gradient of `tensor`.
+
+    Returns:
+        A view of the tensor.
+    """
+    entering = tensor.view_as(tensor)
+    if entering.requires_grad:
+        entering.register_hook(lambda found: None if found is None else change(found))
+    return entering
 
 
 def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
@@ -201,19 +222,6 @@ def axis_rank(axis: str) -> int:
     """Position of this rank along a mesh axis."""
     rank: int = getattr(current_mesh(), f"{axis}_rank")
     return rank
-
-
-def _with_gradient(
-    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Identity whose gradient is changed on its way back.
-
-    By a hook, since what a function of autograd's own returns may not be written in place.
-    """
-    entering = tensor.view_as(tensor)
-    if entering.requires_grad:
-        entering.register_hook(change)
-    return entering
 
 
 def _sum_parts(

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard
-from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.collectives import axis_degree, axis_rank, with_gradient
 
 Layout = tuple[int, int, str]
 """(dim, whole size, axis): what is split, and over which axis."""
@@ -58,11 +58,11 @@ def vocab_parallel_embedding(
     local = (indices - start).masked_fill(foreign, 0).masked_fill(nowhere, weight.shape[0])
     own_padding = padding_idx - start if start <= padding_idx < stop else -1
     rows = torch.embedding(weight, local, own_padding, False, sparse)
-    if scale_grad_by_freq and rows.requires_grad:
+    if scale_grad_by_freq:
         flat = indices.flatten()
         counts = flat.new_zeros(size).index_add(0, flat, torch.ones_like(flat))
         times = counts[indices].unsqueeze(-1)
-        rows.register_hook(lambda gradient: gradient / times)
+        rows = with_gradient(rows, lambda gradient: gradient / times)
     return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
 
 
