@@ -30,7 +30,7 @@ from merak.zoo.batches.batch import example_arguments
 from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.examples import examples
 from merak.zoo.configs.field_names import IMAGE
-from merak.zoo.configs.fields import Fields, flat, merged, text_part
+from merak.zoo.configs.fields import Fields, flat, merged, most_positions, text_part
 from merak.zoo.configs.fill_defaults import completions, missing_field
 from merak.zoo.configs.shrink import Attempt, Wanted, attempts, few_layers
 from merak.zoo.model_source import ModelSource, resolve_model
@@ -141,8 +141,8 @@ def sharded_at_real_widths(request: Request, layout: Layout, filled: Fields) -> 
 
 
 def _sharded(source: ModelSource, tp: int) -> RealWidths:
-    longest = getattr(text_part(source.config), "max_position_embeddings", None)
-    tokens = min(REAL_SEQUENCE, longest) if isinstance(longest, int) and longest > 0 else None
+    limit = most_positions(source.config)
+    tokens = None if limit is None else min(REAL_SEQUENCE, limit[1])
     workload = example_workload(source, global_batch=1, sequence=tokens)
     return real_widths(workload.graph(1), tp, workload.tokens_per_sample)
 
@@ -258,9 +258,9 @@ def _jobs(
 ) -> Iterator[Job]:
     """Yield jobs for a version: the same model, on batches of several kinds."""
     source = request.source(changes)
-    limit = getattr(text_part(source.config), "max_position_embeddings", None)
-    longest = limit if isinstance(limit, int) and limit > 0 else DEFAULT_SEQUENCE
-    requested = request.sequence or min(DEFAULT_SEQUENCE, longest)
+    limit = most_positions(source.config)
+    longest = DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
+    requested = request.sequence or longest
     for example in islice(examples(source.model_class, source.config, requested, failures), most):
         columns = example.columns
         if changes:

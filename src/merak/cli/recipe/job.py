@@ -34,6 +34,7 @@ from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
+from merak.zoo.configs.fields import most_positions
 from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
 
 HELD_OUT_SPLITS = ("validation", "eval", "test")
@@ -311,11 +312,11 @@ def _check_text(source: ModelSource, recipe: DataRecipe) -> None:
 
 
 def _check_positions(source: ModelSource, recipe: DataRecipe) -> None:
-    longest = getattr(source.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < recipe.sequence:
+    limit = most_positions(source.config)
+    if limit is not None and limit[1] < recipe.sequence:
         raise CommandError(
-            f"data.sequence={recipe.sequence} is more than the {longest} positions of "
-            f"{source.name}; shorten it, or set model.config.max_position_embeddings."
+            f"data.sequence={recipe.sequence} is more than the {limit[1]} positions of "
+            f"{source.name}; shorten it, or set model.config.{limit[0]}."
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.garbage import paused_collector
 from merak.core.health.status import phase
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.cache import Made, cached
@@ -137,7 +138,7 @@ def build_timed(
         )
         return graph, traced.sources | loaded_sources(source.model)
 
-    with as_traced(source, training), phase("tracing the model"):
+    with as_traced(source, training), phase("tracing the model"), paused_collector():
         if source.cache_dir is None or does_call_model(source.loss_fn):
             graph, known = make()[0], False
         else:

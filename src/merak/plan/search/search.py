@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from merak.core.errors import MerakError
+from merak.core.garbage import paused_collector
 from merak.graph.tensor_parallel.report import undivided_weights
 from merak.graph.tensor_parallel.search.expert_weights import num_experts
 from merak.plan.cluster.cluster import Cluster
@@ -32,6 +33,7 @@ Refusal = Callable[[Candidate], str | None]
 """Says why a job cannot have a layout; None where it can."""
 
 
+@paused_collector()
 def search(
     workload: Workload,
     cluster: Cluster,

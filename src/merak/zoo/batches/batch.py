@@ -17,7 +17,7 @@ from merak.launch.errors import CommandError
 from merak.zoo.batches.columns import Column, Columns
 from merak.zoo.batches.documented import DEFAULT_WAVE, Known, described, documented_column
 from merak.zoo.configs.field_names import IMAGE_CHANNELS, IMAGES
-from merak.zoo.configs.fields import text_part
+from merak.zoo.configs.fields import most_positions, text_part
 
 DEFAULT_SEQUENCE = 512
 """Tokens of a sequence where neither the user nor the model says less."""
@@ -238,16 +238,16 @@ def _names(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _sequence(config: PreTrainedConfig, wanted: int | None) -> int:
-    limit = getattr(text_part(config), "max_position_embeddings", None)
-    longest = limit if isinstance(limit, int) and limit > 0 else None
+    limit = most_positions(config)
     if wanted is None:
-        return min(DEFAULT_SEQUENCE, longest or DEFAULT_SEQUENCE)
+        return DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
     if wanted < 1:
         raise CommandError(f"--seq {wanted} has no tokens; use 1 or more.")
-    if longest is not None and wanted > longest:
+    if limit is not None and wanted > limit[1]:
+        name, longest = limit
         raise CommandError(
             f"--seq {wanted} is more than the model's {longest} positions; use --seq {longest}, or "
-            f"--config '{{\"max_position_embeddings\": {wanted}}}'."
+            f"--config '{{\"{name}\": {wanted}}}'."
         )
     return wanted
 

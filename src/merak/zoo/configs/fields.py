@@ -9,6 +9,9 @@ from transformers import PreTrainedConfig
 
 Fields = dict[str, Any]
 
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
+"""Fields with the number of positions, a decoder's own where it reads what an encoder heard."""
+
 BY_LAYER = "per_layer_config"
 """The field with what layers have of their own, by their numbers."""
 
@@ -43,6 +46,19 @@ def text_part(config: PreTrainedConfig) -> PreTrainedConfig:
     except ValueError:
         return config
     return found
+
+
+def most_positions(config: PreTrainedConfig) -> tuple[str, int] | None:
+    """Return how many tokens a model's text has positions for, with the config's name of that.
+
+    None where the config sets no limit.
+    """
+    text = text_part(config)
+    for name in _POSITIONS:
+        limit = getattr(text, name, None)
+        if isinstance(limit, int) and limit > 0:
+            return name, limit
+    return None
 
 
 def inner_configs(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:

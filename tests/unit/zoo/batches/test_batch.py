@@ -165,6 +165,8 @@ def test_sequence_is_the_models_longest() -> None:
     assert example_columns(source.model_class, source.config)["input_ids"].shape == (1, 48)
     long = resolve_model("GPT2LMHeadModel", {"n_positions": 4096})
     assert example_columns(long.model_class, long.config)["input_ids"].shape == (1, 512)
+    decoder = resolve_model("WhisperForConditionalGeneration", {"max_target_positions": 40})
+    assert example_columns(decoder.model_class, decoder.config)["labels"].shape == (1, 40)
     endless = resolve_model("T5ForConditionalGeneration", {})
     assert example_columns(endless.model_class, endless.config)["labels"].shape == (1, 512)
 
@@ -181,6 +183,11 @@ def test_regression_has_a_number_for_a_label() -> None:
         ("GPT2LMHeadModel", {"batch": 0}, "--batch 0 has no samples"),
         ("GPT2LMHeadModel", {"sequence": 0}, "--seq 0 has no tokens"),
         ("GPT2LMHeadModel", {"sequence": 2000}, "--seq 2000 is more than the model's 1024 posit"),
+        (
+            "WhisperForConditionalGeneration",
+            {"sequence": 500},
+            """--seq 448, or --config '{"max_target_positions": 500}'""",
+        ),
     ],
 )
 def test_wrong_sizes(name: str, sizes: dict[str, int], said: str) -> None:
