@@ -244,7 +244,8 @@ def make_reference(setup: Setup, **kwargs: Any) -> Trainer:
     )
     kwargs.setdefault("train_dataset", Texts(setup.num_samples, padded=_padded(setup)))
     trainer_class = kwargs.pop("trainer_class", Trainer)
-    kwargs.setdefault("model", model_of(setup))
+    if not {"model", "model_init"} & kwargs.keys():
+        kwargs["model"] = model_of(setup)
     trainer: Trainer = trainer_class(args=args, **kwargs)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

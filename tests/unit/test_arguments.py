@@ -193,7 +193,6 @@ def test_arguments_changed_later_are_checked_again(job: Callable[..., None]) -> 
         ({"split_batches": True}, "accelerator_config.split_batches=True cannot be honoured"),
         ({"dispatch_batches": True}, "accelerator_config.dispatch_batches=True"),
         ('{"use_configured_state": true}', "accelerator_config.use_configured_state=True"),
-        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "set gradient_accumulation_steps"),
     ],
 )
 def test_accelerator_options(config: object, said: str, job: Callable[..., None]) -> None:

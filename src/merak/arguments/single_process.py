@@ -2,7 +2,8 @@
 
 Merak reduces gradients and hands out data itself, so each rank's `transformers.Trainer` must
 believe that it is the only process: no DistributedDataParallel, no sharded loader, and gather is
-the identity. Accelerate decides by the variables of the launcher, so those are hidden from it.
+the identity. Accelerate decides by the variables of the launcher, so those are hidden from it. It
+is told the rank afterwards, by which scripts choose the process that prints, writes and uploads.
 """
 
 from __future__ import annotations
@@ -62,9 +63,18 @@ def single_process_accelerate() -> Iterator[None]:
     os.environ[DEVICE_VARIABLE] = str(device)
     try:
         yield
+        _tell_rank()
     finally:
         del os.environ[DEVICE_VARIABLE]
         os.environ.update(saved)
+
+
+def _tell_rank() -> None:
+    """Let Accelerate's states know the rank, so that one process of the job is the main one."""
+    rank = current_mesh().rank
+    for state in (PartialState, AcceleratorState):
+        if state._shared_state:
+            state._shared_state.update(process_index=rank, local_process_index=rank)
 
 
 def fresh_state() -> PartialState:

@@ -239,8 +239,8 @@ ACCELERATOR = {
     ),
     "use_seedable_sampler": honoured("as in one process"),
     "non_blocking": honoured("as in one process, in the loader of every rank"),
-    "gradient_accumulation_kwargs": refused(
-        "the pipeline accumulates gradients; set gradient_accumulation_steps", {}
+    "gradient_accumulation_kwargs": honoured(
+        "num_steps is `gradient_accumulation_steps`; the other options change no gradient"
     ),
     "use_configured_state": refused("the state of each rank's Accelerate is made by Merak"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,13 @@ def check_batch(trainer: Trainer, batch: Mapping[str, Any], dataset: object) -> 
 
 
 def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The main input column of a transformers model, though its `forward` has a default for it."""
+    """The main input column of a transformers model, though its `forward` has a default for it.
+
+    A model of one's own may not say that its main input has another name than `PreTrainedModel`'s.
+    """
     name = getattr(model, "main_input_name", None)
-    return (name,) if name is not None and "inputs_embeds" not in batch else ()
+    if name is None or model is None or "inputs_embeds" in batch:
+        return ()
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes = any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+    return (name,) if takes else ()

@@ -43,7 +43,7 @@ from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
-from merak.trainer.unsupported import refuse_no_steps
+from merak.trainer.unsupported import refuse_no_steps, refuse_search
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Saving(Trainer):
             SavingError: a checkpoint could not be written.
         """
         refuse_no_steps(self.args)
+        refuse_search(self, self.mesh.world_size)
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
             remove_partial(Path(output_dir))

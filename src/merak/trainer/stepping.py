@@ -28,6 +28,7 @@ from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
+from merak.trainer.subclass.callbacks import AgreedCallbacks
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 
@@ -46,6 +47,7 @@ class Stepping(Saving):
     """The part of `MerakTrainer` that runs training steps."""
 
     throughput: Throughput
+    callback_handler: AgreedCallbacks
     _rollbacks: Rollbacks
     _ran: _Ran | None
     _batch_exchange: BatchExchange | None
@@ -261,6 +263,7 @@ class Stepping(Saving):
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.control = self.callback_handler.agree("on_log", self.control)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """transformers' own log, with NaN for the loss of steps of which none was finite."""

@@ -50,6 +50,7 @@ from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.stepping import Stepping
+from merak.trainer.subclass.callbacks import AgreedCallbacks
 from merak.trainer.subclass.optimizer import use_optimizer_tensors
 from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
@@ -118,6 +119,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
+        self.callback_handler = AgreedCallbacks(self)
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
             self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
         if plan_training(self):

@@ -92,6 +92,25 @@ def refuse_no_steps(args: MerakArguments) -> None:
         )
 
 
+def refuse_search(trainer: Trainer, world_size: int) -> None:
+    """Refuse a search for hyperparameters whose trials several ranks would have to share.
+
+    Args:
+        trainer: about to train.
+        world_size: the number of ranks.
+
+    Raises:
+        ArgumentsError: it is in such a search.
+    """
+    backend: object = trainer.hp_search_backend
+    if backend is not None and world_size > 1:
+        raise ArgumentsError(
+            f"hyperparameter_search would run its study in each of the {world_size} ranks, with "
+            "different trials; run it in a job of one rank, or start a job of its own for each "
+            "trial."
+        )
+
+
 def refuse_what_ranks_cannot_share(
     cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
 ) -> None:

@@ -1,1 +1,1 @@
-"""Subclasses of `MerakTrainer`: the methods that they may override, and what these give."""
+"""What a script brings along: subclasses of `MerakTrainer`, optimizers and callbacks."""

@@ -36,6 +36,12 @@ IN_JOBS = {
         "called on every rank, which save together; files are those of transformers"
     ),
     "`is_world_process_zero()`, `is_local_process_zero()`": "true on rank 0 of the job alone",
+    "accelerate's `is_main_process`": "likewise",
+    "callbacks": (
+        "called on every rank. What one asks for on some rank (to stop, save, evaluate or log: by "
+        "the clock, or on the main process alone), all ranks do"
+    ),
+    "`hyperparameter_search`": "in a job of one rank; refused in others",
     "`args.world_size`, `args.process_index`": (
         "the number of replicas, by which batch sizes are multiplied; the global rank"
     ),

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import default_data_collator
+from transformers import default_data_collator, integrations
+from transformers.trainer_utils import HPSearchBackend
 
 import merak
 from merak.core import mesh
 from merak.core.errors import ArgumentsError
+from merak.trainer.unsupported import refuse_search
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +91,49 @@ def test_an_optimizer_is_made_before_training(tmp_path: Path) -> None:
     trainer.train()
     assert trainer._inner_optimizer() is made
     assert not trainer.model.linear.weight.equal(before)
+
+
+def test_accelerate_counts_the_microbatches_of_a_step(tmp_path: Path) -> None:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    args = arguments(tmp_path, accelerator_config=config, per_device_train_batch_size=5)
+    trainer = merak.MerakTrainer(Model(), args, train_dataset=SAMPLES)
+    assert trainer.train().global_step == 2  # of three batches
+
+
+class Searching(merak.MerakTrainer):
+    def _get_output_dir(self, trial: object) -> str:  # which asks the backend, not installed here
+        return str(self.args.output_dir)
+
+
+def search(trainer: merak.MerakTrainer) -> list[float]:
+    """What transformers' backends do: a training and an evaluation for each trial."""
+    trainer.hp_search_backend = HPSearchBackend.WANDB
+    found = []
+    for rate in (0.0, 1e-3):
+        trainer.train(trial={"learning_rate": rate})
+        found.append(trainer.evaluate()["eval_loss"])
+    trainer.hp_search_backend = None
+    return found
+
+
+def test_hyperparameters_are_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It takes no trial whose backend is not installed.
+    monkeypatch.setattr(integrations, "hp_params", dict)
+    args = arguments(tmp_path, logging_strategy="no")
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return Model()
+
+    trainer = Searching(None, args, None, SAMPLES, SAMPLES, model_init=make)
+    without, with_rate = search(trainer)
+    assert with_rate < without
+
+
+def test_several_ranks_do_not_search(tmp_path: Path) -> None:
+    trainer = merak.MerakTrainer(Model(), arguments(tmp_path), train_dataset=SAMPLES)
+    refuse_search(trainer, 2)  # there is none
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    refuse_search(trainer, 1)
+    with pytest.raises(ArgumentsError, match="in a job of one rank"):
+        refuse_search(trainer, 2)

@@ -1,0 +1,91 @@
+"""Callbacks of a script's own: what one rank asks the training loop for, all ranks do.
+
+A callback that stops by the clock, or on the main process alone, asks on some ranks only. The loop
+of the others would go on, and wait for them for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, TrainerControl
+
+from merak.core.health.status import waiting_for_all
+
+_REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
+             "should_log")  # fmt: skip
+_WITHIN = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end",
+           "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_epoch_end",
+           "on_evaluate", "on_save")  # fmt: skip
+"""Events that every rank comes to, and behind which the loop looks at requests."""
+_DEFAULTS = MappingProxyType(vars(TrainerCallback))
+
+
+class AgreedCallbacks(CallbackHandler):
+    """The callbacks of a trainer, whose requests are those of all ranks.
+
+    Ranks send each other nothing where all callbacks are transformers' own, which ask for the same
+    on every rank.
+
+    Args:
+        trainer: whose callbacks they are.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        vars(self).update(vars(trainer.callback_handler))
+        self._is_own = not type(trainer).__module__.startswith("merak.")
+        self._events: frozenset[str] = frozenset()
+        self._group: dist.ProcessGroup | None = None
+
+    def call_event(
+        self, event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call an event of every callback, and agree on what they ask for."""
+        changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
+        if event == "on_train_begin":
+            self._find_events()
+        return self.agree(event, changed) if event in _WITHIN else changed
+
+    def agree(self, event: str, control: TrainerControl) -> TrainerControl:
+        """Let a request of any rank be one of all ranks; all of them call it together.
+
+        Args:
+            event: after which the requests are looked at; nothing is sent where no callback of a
+                script's own has it.
+            control: of this rank, which is changed.
+        """
+        if event not in self._events:
+            return control
+        requested = torch.tensor([int(getattr(control, name)) for name in _REQUESTS])
+        with waiting_for_all("what callbacks ask for on"):
+            dist.all_reduce(requested, dist.ReduceOp.MAX, group=self._group)
+        for name, value in zip(_REQUESTS, requested.tolist(), strict=True):
+            setattr(control, name, bool(value))
+        return control
+
+    def _find_events(self) -> None:
+        """Find the events that callbacks of a script's own have on any rank; a collective."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        own = set(_own_events(self.callbacks)) | ({"on_step_end"} if self._is_own else set())
+        every: list[set[str]] = [set()] * dist.get_world_size()
+        with waiting_for_all("the callbacks of"):
+            dist.all_gather_object(every, own)
+        self._events = frozenset().union(*every)
+        if self._events and self._group is None:
+            # Always gloo: these are small tensors in host memory.
+            self._group = dist.new_group(backend="gloo")
+
+
+def _own_events(callbacks: Iterable[TrainerCallback]) -> Iterable[str]:
+    for callback in callbacks:
+        if type(callback).__module__.partition(".")[0] in ("transformers", "merak"):
+            continue
+        for event in (*_WITHIN, "on_log"):
+            if getattr(type(callback), event) is not _DEFAULTS.get(event):
+                yield event
