@@ -10,6 +10,8 @@ import typer
 
 from merak.cli.check import check
 from merak.cli.export import export
+from merak.cli.starter.init import init
+from merak.cli.launch.launch import app as launch
 from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
@@ -67,6 +69,8 @@ app.command(
 )(rehearse)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
+app.command("init", epilog="Example: merak init my-model")(init)
+app.add_typer(launch, name="launch")
 
 
 @app.callback()

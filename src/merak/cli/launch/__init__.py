@@ -1,0 +1,1 @@
+"""`merak launch`: jobs on clusters."""

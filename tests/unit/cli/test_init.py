@@ -1,0 +1,56 @@
+"""`merak init` as a user meets it; what it wrote is run on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from merak.cli.main import main
+from merak.cli.recipe.recipe import read_recipe
+
+
+def run(folder: Path, *words: str) -> str:
+    kept = {key: value for key, value in os.environ.items() if key != "RANK"}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder,
+        env={**kept, **path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "model"
+    assert main(["init", str(folder), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["folder"] == str(folder)
+    assert report["files"] == sorted(file.name for file in folder.iterdir())
+    assert report["commands"][0] == "merak train recipe.yaml"
+    read_recipe(folder / "recipe.yaml")
+    assert main(["init", str(folder)]) == 2
+    assert f"{folder} exists already; name a new folder." in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_recipe_and_the_script_run(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    assert main(["init", str(folder)]) == 0
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    recipe["arguments"]["max_steps"] = 2
+    (folder / "short.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    report = json.loads(run(folder, "merak.cli.main", "train", "short.yaml", "--json"))
+    assert report["steps"] == 2
+    run(folder, "torch.distributed.run", "--nproc-per-node=2", "train.py", "--max-steps=2")
+    assert (folder / "runs" / "script" / "config.json").exists()
+    assert (folder / "runs" / "script" / "model.safetensors").exists()
