@@ -10,13 +10,13 @@ import typer
 
 from merak.cli.check import check
 from merak.cli.export import export
-from merak.cli.starter.init import init
 from merak.cli.launch.launch import app as launch
 from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
 from merak.cli.rehearse import rehearse
 from merak.cli.schedule import schedule
+from merak.cli.starter.init import init
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.errors import MerakError, TrainingError

@@ -99,7 +99,7 @@ class KubernetesRequest(WrittenRequest):
     working_dir: str | None = option(None, "--working-dir", "DIR", "Where the script starts.")
     claim: str | None = option(None, "--claim", "NAME", "Volume claim to mount at /runs.")
     save_s: int = option(120, "--save-seconds", "S", "Seconds of a pod after SIGTERM.")
-    backoff_limit: int = option(3, "--backoff-limit", "N", "Restarts of pods.")
+    pod_restarts: int = option(3, "--pod-restarts", "N", "Restarts of pods.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ class KubernetesOptions:
         namespace: of the job; None for the current one.
         shared_memory: size of /dev/shm, as Kubernetes writes it; ranks and loaders share it.
         save_s: seconds that a pod gets after SIGTERM.
-        backoff_limit: how often pods are started again.
+        pod_restarts: how often pods are started again.
         working_dir: of the containers; None for that of the image.
         claim: a persistent volume claim, mounted at /runs, for checkpoints.
     """
@@ -35,7 +35,7 @@ class KubernetesOptions:
     namespace: str | None = None
     shared_memory: str = "16Gi"
     save_s: int = 120
-    backoff_limit: int = 3
+    pod_restarts: int = 3
     working_dir: str | None = None
     claim: str | None = None
 
@@ -58,7 +58,7 @@ def manifest(job: ClusterJob, options: KubernetesOptions) -> str:
         "kind": "PyTorchJob",
         "metadata": metadata,
         "spec": {
-            "runPolicy": {"backoffLimit": options.backoff_limit, "cleanPodPolicy": "Running"},
+            "runPolicy": {"backoffLimit": options.pod_restarts, "cleanPodPolicy": "Running"},
             "pytorchReplicaSpecs": replicas,
         },
     }
