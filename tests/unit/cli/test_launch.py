@@ -268,9 +268,9 @@ def test_what_cannot_be_launched(
     assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
 
 
-# The fields of a PyTorchJob that Merak writes, with their types, after the OpenAPI schema in
-# github.com/kubeflow/training-operator, manifests/base/crds/kubeflow.org_pytorchjobs.yaml. A field
-# that is not here is refused.
+# The fields of a PyTorchJob that Merak writes, with their types, as a list written by hand; the
+# operator's whole schema is github.com/kubeflow/training-operator,
+# manifests/base/crds/kubeflow.org_pytorchjobs.yaml. A field that is not here is refused.
 _CONTAINER = {
     "name": str,
     "image": str,
