@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
 from merak.cli.check import check
+from merak.cli.doctor.doctor import doctor
 from merak.cli.export import export
 from merak.cli.launch.launch import app as launch
 from merak.cli.memory import memory
@@ -19,10 +20,11 @@ from merak.cli.schedule import schedule
 from merak.cli.starter.init import init
 from merak.cli.trace import trace
 from merak.cli.train import train
+from merak.core.doctor.failed_start import advise
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
-from merak.launch.errors import RunError, TerminatedError
+from merak.launch.errors import RunError, StartError, TerminatedError
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""
@@ -67,6 +69,7 @@ app.command(
     epilog="Example: merak rehearse --model GPT2LMHeadModel --cluster h100:8x4 --dp 4 --pp 8 "
     "--rank 9",
 )(rehearse)
+app.command("doctor", epilog="Example: merak doctor --ranks 4")(doctor)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
 app.command("init", epilog="Example: merak init my-model")(init)
@@ -96,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, TerminatedError):
             return _refuse(str(error), TERMINATED)
         failed = isinstance(error, (RunError, TrainingError))
+        if isinstance(error, StartError):
+            return _refuse(str(error), RUN_FAILED, then=advise)
         return _refuse(str(error), RUN_FAILED if failed else BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -112,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _refuse(sentence: str, code: int) -> int:
+def _refuse(sentence: str, code: int, then: Callable[[], None] = lambda: None) -> int:
     print(f"merak: {sentence}" if "\n" not in sentence else sentence, file=sys.stderr)
+    then()
     return code
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from merak.core.doctor import failed_start
 from merak.core.elastic import (
     AUTO_PLAN,
     Degrees,
@@ -499,6 +500,7 @@ def _pick_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+@failure.starting(failed_start.advise)
 def _connect(
     degrees: Degrees, ep: int, device: torch.device, backend: str | None, timeout_s: float
 ) -> Mesh:

@@ -11,5 +11,9 @@ class RunError(Exception):
     """Failure of a run that is not bad input; the message says how."""
 
 
+class StartError(RunError):
+    """Failure of ranks before the first of them has run a step."""
+
+
 class TerminatedError(RunError):
     """End of a run by SIGTERM, which has its own exit code."""

@@ -22,14 +22,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from merak.core.errors import MerakError, TrainingError
-from merak.core.health.failure import is_lost_connection, why_lost
+from merak.core.health.failure import is_lost_connection, starting, why_lost
 from merak.core.health.heartbeat import GLOO
 from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
 from merak.core.health.preemption import TERMINATED
+from merak.core.health.status import at_first_step
 from merak.core.health.stderr import write_line
 from merak.core.health.store import LOOPBACK, loopback_interface
 from merak.launch import rendezvous
-from merak.launch.errors import RunError, TerminatedError
+from merak.launch.errors import RunError, StartError, TerminatedError
 from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, start_method
 
 Result = TypeVar("Result")
@@ -37,6 +38,9 @@ Result = TypeVar("Result")
 SHUTDOWN_S = 30
 """Seconds that ranks get to end by themselves, and to save on SIGTERM; as torchrun has it."""
 
+
+STEPPED = "stepped"
+"""File that a rank makes in the folder of a run when it has run a step."""
 
 TORCH_SPAWN = "multiprocessing.spawn"
 
@@ -90,7 +94,7 @@ def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Resu
     Raises:
         MerakError: a rank found its input bad; the first one's sentence.
         RunError: training could not go on, or a rank failed otherwise: the first one's sentence,
-            traceback or signal.
+            traceback or signal. It is a `StartError` where no rank had run a step.
         TerminatedError: SIGTERM has ended the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
@@ -130,9 +134,11 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
     listen()
+    at_first_step((folder / STEPPED).touch)
     _report_restart(folder)
     try:
-        return work.function(*work.arguments)
+        with starting(lambda: None):  # the command advises, once
+            return work.function(*work.arguments)
     except MerakError as error:
         _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
     except BaseException as error:
@@ -191,13 +197,14 @@ def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
     rank, ended = error.get_first_failure()
     if ended.exitcode in (TERMINATED, -signal.SIGTERM):
         return TerminatedError("SIGTERM has ended the job.")
+    failed = RunError if (folder / STEPPED).exists() else StartError
     last = max(attempts, default=0)
     failures = {failure.rank: failure for failure in _notes(folder, last)}
     if rank not in failures:
         # A rank that was killed leaves no note; what the others noted follows from it.
-        return RunError(f"rank {rank} {how_ended(ended)}; look above for what it last said.")
+        return failed(f"rank {rank} {how_ended(ended)}; look above for what it last said.")
     first = min(failures.values(), key=lambda failure: failure.time_s)
-    return (MerakError if first.is_bad_input else RunError)(first.sentence)
+    return (MerakError if first.is_bad_input else failed)(first.sentence)
 
 
 def how_ended(ended: ProcessFailure) -> str:

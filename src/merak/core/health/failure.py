@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +67,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 _explainers: list[Callable[[str], str]] = []
 
+_advisers: list[Callable[[], None]] = []
+_starting: list[bool] = []
+
 
 def explain_lost_connections(why: Callable[[str], str]) -> None:
     """Let a function explain why a connection to another rank was lost.
@@ -75,6 +78,38 @@ def explain_lost_connections(why: Callable[[str], str]) -> None:
         why: returns the sentence, given torch's message; takes about `LAUNCHER_S`.
     """
     _explainers[:] = [why]
+
+
+@contextmanager
+def starting(advise: Callable[[], None]) -> Iterator[None]:
+    """Enter the start of a job: whatever ends it inside is reported with advice below.
+
+    Args:
+        advise: prints the advice; it takes a few seconds at most. Inside of another start, that
+            one's advice counts.
+    """
+    if _starting:
+        yield
+        return
+    _advisers[:] = [advise]
+    _starting.append(True)
+    try:
+        yield
+    finally:
+        _starting.clear()
+    started()  # not after an exception, which is reported later
+
+
+def started() -> None:
+    """Drop the advice: the job has started, or its failure has been reported."""
+    _advisers.clear()
+
+
+def advise() -> None:
+    """Print advice, once, where the job has ended while it started."""
+    while _advisers:
+        with suppress(Exception):  # the error itself has been reported
+            _advisers.pop()()
 
 
 def install() -> None:
@@ -119,11 +154,13 @@ def _report(
         return
     if is_single_process:
         _show(before, error)
+        advise()
         return
     if is_lost_connection(error):
         error = TrainingError(why_lost(error)).with_traceback(trace)
     if is_first():
         _show(before, error)
+        advise()
         _tell_of_restart()
         tell_launcher(error)
     else:

@@ -140,12 +140,17 @@ def interface_of(address: str) -> str | None:
     """Return the name of this host's network interface with an address; None if unknown."""
     wanted = ipaddress.ip_address(address)
     for _, name in socket.if_nameindex():
-        if wanted in _addresses(name):
+        if wanted in addresses_of(name):
             return name
     return None
 
 
-def _addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def addresses_of(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses of a network interface of this host.
+
+    Args:
+        interface: its name.
+    """
     found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
     with suppress(OSError, ImportError):
         import fcntl

@@ -57,6 +57,8 @@ class Report(NamedTuple):
 
 _current = [Status("", None, time.perf_counter())]
 
+_at_first_step: list[Callable[[], object]] = []
+
 
 def during(name: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
     """Decorate functions that are a phase of this rank.
@@ -134,6 +136,21 @@ def _as(name: str, wait: Wait | None) -> Iterator[None]:
         yield
     finally:
         _current[0] = before._replace(since_s=time.perf_counter())
+
+
+def at_first_step(call: Callable[[], object]) -> None:
+    """Let a function be called when this process has run its first step.
+
+    Args:
+        call: without arguments.
+    """
+    _at_first_step.append(call)
+
+
+def end_step() -> None:
+    """Mark the end of a step of training or evaluation."""
+    while _at_first_step:
+        _at_first_step.pop()()
 
 
 def status() -> Status:

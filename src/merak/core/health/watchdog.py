@@ -349,6 +349,7 @@ class Watchdog:
             f"the job ends.{suspects}"
         )
         _print(failure.sentence_of(error))
+        failure.advise()
         failure.tell_launcher(error)
 
     def _suspects(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from merak.core.health.status import Wait
+from merak.core.health.status import Wait, end_step
 from merak.engine.health.step_records import Clock, Mark, StepRecords
 from merak.schedule.ir import Action, Schedule
 
@@ -62,6 +62,7 @@ class Progress:
         with self._phase(f"step {number}"):
             yield
         self.records.close()
+        end_step()
 
     def follow_schedule(self, schedule: Schedule) -> None:
         """Record the schedule of the step that runs."""
@@ -72,6 +73,7 @@ class Progress:
         """A context for an evaluation."""
         with self._phase("an evaluation"):
             yield
+        end_step()
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:

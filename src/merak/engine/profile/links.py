@@ -77,6 +77,33 @@ def measure_links(
     return Links(tuple(links), tuple(collectives), tuple(slows.items()))
 
 
+def measure_pairs(
+    mesh: Mesh, watch: Stopwatch, pairs: Sequence[tuple[int, int]], sizes: tuple[int, int]
+) -> list[tuple[float, float]]:
+    """Measure messages between pairs of ranks, one pair at a time; all ranks call it together.
+
+    Args:
+        mesh: of the ranks.
+        watch: measures.
+        pairs: of different ranks, the same on all ranks.
+        sizes: bytes of a small message and of a large one.
+
+    Returns:
+        For each pair, the seconds that a message of each size takes.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    job = _Job(mesh, mesh.hosts, watch, everybody, sizes)
+    found = []
+    for pair in pairs:
+        peers = {pair[0]: pair[1], pair[1]: pair[0]}
+        small_s, large_s = (
+            watch.together(_exchange(job, peers, size, [pair]), everybody) / 2 for size in sizes
+        )
+        found.append((small_s, large_s))
+    return found
+
+
 # Messages
 
 

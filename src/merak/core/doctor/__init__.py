@@ -1,0 +1,1 @@
+"""Checks of what a job needs on one host: software, devices, network, limits, memory, folders."""

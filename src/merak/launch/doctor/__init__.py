@@ -1,0 +1,1 @@
+"""Checks of ranks together: rendezvous, collectives, links, clocks, differences of hosts."""
