@@ -16,7 +16,7 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-from merak.core.did_you_mean import did_you_mean
+from merak.core.errors import did_you_mean
 
 PATHS = frozenset(
     (

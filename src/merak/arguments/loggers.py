@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from transformers.integrations import integration_utils
 
 from merak.arguments.fields import TrainingFields
-from merak.core.did_you_mean import did_you_mean
+from merak.core.errors import did_you_mean
 
 NEEDS = {"azure_ml": "azureml", "flyte": "flytekit"}
 """Packages that loggers import, where the logger has another name."""

@@ -1,5 +1,10 @@
 """Errors that a user can meet: each is one sentence that says what, the values, and the fix."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 
 class MerakError(ValueError):
     """Error about bad input, found by Merak; the base of every error below."""
@@ -47,3 +52,10 @@ class TrainingError(MerakError):
 
 class SavingError(WeightsError, TrainingError):
     """Error about files that cannot be written: a full disk, a read-only folder."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean …?" where a similar name is known, else "."."""
+    lower = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(word.lower(), lower, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(lower[match] for match in matches)}?" if matches else "."

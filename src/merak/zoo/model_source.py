@@ -14,8 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from merak.core.did_you_mean import did_you_mean
-from merak.core.errors import MerakError, PackageError
+from merak.core.errors import MerakError, PackageError, did_you_mean
 from merak.core.missing_packages import missing_package
 from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import inner_configs, merged

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from merak.core.did_you_mean import did_you_mean
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
+from merak.core.errors import did_you_mean
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from merak.core.did_you_mean import did_you_mean
-from merak.core.errors import PlanError
+from merak.core.errors import PlanError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from merak.core.did_you_mean import did_you_mean
-from merak.core.errors import PlanError
+from merak.core.errors import PlanError, did_you_mean
 from merak.core.rank0 import warn_on_rank0
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.fields import Field, read_fields
