@@ -98,7 +98,8 @@ def test_recipe_of_the_documentation() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     assert parse_recipe(yaml.safe_load(written)).parallel.num_ranks == 4
-    named = set(re.findall(r"^\| `(\w+)` \|", page.split("field of `data`")[1], flags=re.MULTILINE))
+    (table,) = re.findall(r"field of `data`.*?\n\n", page, flags=re.DOTALL)
+    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
     assert named == {part.name for part in dataclasses.fields(DataRecipe)}
 
 
