@@ -19,7 +19,8 @@ from merak.plan.price.workload import Workload
 from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import candidate_fields, candidate_from
-from merak.plan.search.search import Refusal, search
+from merak.plan.search.ranking import Refusal
+from merak.plan.search.search import search
 from merak.plan.search.smallest import fits_nowhere
 
 _MOST_MICROBATCH = 64

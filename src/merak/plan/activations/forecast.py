@@ -100,9 +100,12 @@ class Forecast:
         return (self.memory.rank(rank, chosen, steps, policy) for rank in range(self.mesh.pp))
 
     def _steps(self, schedule: Schedule) -> Sequence[Sequence[Step]]:
-        """Steps of a schedule: those of the layout's own are there already."""
+        """Steps of a schedule: those of the layout's own are there already.
+
+        They follow from the actions; a stage that recomputes inside its backwards has the same.
+        """
         own = self.layout.plans.base
-        return own.steps if schedule == own.schedule else lower(schedule)
+        return own.steps if schedule.actions == own.schedule.actions else lower(schedule)
 
     def recomputing(self, schedule: Schedule, saved: frozenset[int]) -> Schedule:
         """The schedule in which exactly the stages recompute that have an unsaved segment."""

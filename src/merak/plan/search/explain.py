@@ -97,9 +97,15 @@ def describe(candidate: Candidate) -> str:
         f"{counted(candidate.num_microbatches, 'microbatch')} of {candidate.microbatch}",
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
         f"zero={candidate.zero}" if candidate.zero else "",
-        f"recompute={candidate.recompute}" if candidate.recompute not in (None, "off") else "",
+        f"recompute={_recomputed(candidate)}" if candidate.recompute not in (None, "off") else "",
         f"offload={candidate.offload}" if candidate.offload else "",
         "sequence parallel" if candidate.sequence_parallel else "",
         "sub-pipelined" if candidate.sub_pipelining == "on" else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _recomputed(candidate: Candidate) -> str:
+    """What is recomputed: one word, or the number of segments of a list."""
+    chosen = str(candidate.recompute)
+    return f"{counted(chosen.count(','), 'segment')}" if "," in chosen else chosen

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
+
+Refusal = Callable[[Candidate], str | None]
+"""Says why a job cannot have a layout; None where it can."""
 
 
 class Cause(Enum):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from merak.core.errors import MerakError
 from merak.core.garbage import paused_collector
 from merak.graph.tensor_parallel.report import undivided_weights
-from merak.graph.tensor_parallel.search.expert_weights import num_experts
 from merak.plan.cluster.cluster import Cluster
-from merak.plan.price.candidate import Candidate, Form
+from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
@@ -20,17 +18,15 @@ from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import memory_rejection
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
-from merak.plan.search.ranking import Cause, Ranking, Rejected, Rejection
+from merak.plan.search.ranking import Cause, Ranking, Refusal, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
+from merak.plan.search.variants import with_variants
 
 MOST_CP = 64
 """Largest context parallel degree that is searched."""
 
 _NEAREST = 8
 """Candidates that do not fit, and are priced where no candidate does."""
-
-Refusal = Callable[[Candidate], str | None]
-"""Says why a job cannot have a layout; None where it can."""
 
 
 @paused_collector()
@@ -71,8 +67,7 @@ def search(
         with_context = search_job(job, pricing, pinned, top, most_priced, refusal)
         if with_context.plans:
             found = with_context
-    if pinned.ep is None:
-        found = _with_experts(found, workload, pricing, top, refusal)
+    found = with_variants(found, workload, pricing, pinned, top, refusal)
     return replace(found, notes=tuple(_undivided(workload, job, pinned)))
 
 
@@ -84,48 +79,6 @@ def _context_degrees(job: Job) -> tuple[int, ...]:
         found.append(degree)
         degree *= 2
     return tuple(found)
-
-
-def _with_experts(
-    found: Ranking, workload: Workload, pricing: Pricing, top: int, refusal: Refusal | None
-) -> Ranking:
-    """The ranking with its fastest layout also priced with whole experts on every rank."""
-    own = next(iter(found.plans), None)
-    ep = 1 if own is None else _whole_experts(own.candidate, workload)
-    if own is None or ep == 1:
-        return found
-    plans, rejected = list(found.plans), list(found.rejected)
-    candidate = replace(own.candidate, ep=ep, partition=None)
-    why = None if refusal is None else refusal(candidate)
-    try:
-        price = pricing.price(candidate) if why is None else None
-    except MerakError as error:
-        why, price = str(error).rstrip("."), None
-    if price is not None and price.fits:
-        plans.append(price)
-        if price.step_s > own.step_s:
-            why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with ep=1"
-    elif price is not None:
-        rejection = memory_rejection(price)
-        why = None if rejection is None else rejection.why
-    if why is not None:
-        rejected.append(Rejected(f"ep={ep}", why, 1))
-    plans.sort(key=lambda plan: plan.step_s)
-    return replace(
-        found,
-        plans=tuple(plans[:top]),
-        rejected=tuple(rejected),
-        num_priced=found.num_priced + (price is not None),
-        num_candidates=found.num_candidates + 1,
-    )
-
-
-def _whole_experts(candidate: Candidate, workload: Workload) -> int:
-    """Ranks that can have a layer's experts between them: those of tp, or replicas."""
-    experts = num_experts(workload.graph(candidate.microbatch))
-    if not experts:
-        return 1
-    return candidate.tp if candidate.tp > 1 else math.gcd(candidate.replicas, experts)
 
 
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:

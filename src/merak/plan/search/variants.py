@@ -1,0 +1,100 @@
+"""Variants of the fastest plan that a search prices, and of no other, since each takes long.
+
+Whole experts on every rank need another rewrite of the graph, and recomputation that fills the
+memory weighs every segment of every pp rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from merak.core.errors import MerakError
+from merak.graph.tensor_parallel.search.expert_weights import num_experts
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.workload import Workload
+from merak.plan.search.bounds import Pricing
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.prune import memory_rejection
+from merak.plan.search.ranking import Ranking, Refusal, Rejected
+
+_RECOMPUTES_SOME = ("selective", "full")
+
+
+def with_variants(
+    found: Ranking,
+    workload: Workload,
+    pricing: Pricing,
+    pinned: Pinned,
+    top: int,
+    refusal: Refusal | None,
+) -> Ranking:
+    """The ranking with variants of its fastest layout: whole experts, then `recompute="auto"`.
+
+    A plan that recomputes nothing has nothing to gain from the second.
+
+    Args:
+        found: the ranking, maybe without a plan.
+        workload: the job.
+        pricing: prices of its candidates.
+        pinned: choices that are made already, of which there are no variants.
+        top: plans that are wanted.
+        refusal: says which layouts the job cannot have, whatever the model; None for none.
+    """
+    if found.plans and pinned.ep is None:
+        best = found.plans[0].candidate
+        ep = _whole_experts(best, workload)
+        if ep > 1:
+            variant = replace(best, ep=ep, partition=None)
+            found = _with_variant(found, variant, "ep", pricing, top, refusal)
+    if found.plans and pinned.recompute is None:
+        best = found.plans[0].candidate
+        if best.recompute in _RECOMPUTES_SOME:
+            variant = replace(best, recompute="auto", partition=None)
+            found = _with_variant(found, variant, "recompute", pricing, top, refusal)
+    return found
+
+
+def _with_variant(
+    found: Ranking,
+    variant: Candidate,
+    choice: str,
+    pricing: Pricing,
+    top: int,
+    refusal: Refusal | None,
+) -> Ranking:
+    """The ranking with a variant of its fastest plan, which differs in the choice of that name."""
+    own, plans, rejected = found.plans[0], list(found.plans), list(found.rejected)
+    why = None if refusal is None else refusal(variant)
+    try:
+        price = pricing.price(variant) if why is None else None
+    except MerakError as error:
+        why, price = str(error).rstrip("."), None
+    if price is not None and price.candidate == own.candidate:
+        return found
+    if price is not None and price.fits:
+        plans.append(price)
+        if price.step_s > own.step_s:
+            before = f"{choice}={getattr(own.candidate, choice)}"
+            why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with {before}"
+    elif price is not None:
+        rejection = memory_rejection(price)
+        why = None if rejection is None else rejection.why
+    if why is not None:
+        rejected.append(Rejected(f"{choice}={getattr(variant, choice)}", why, 1))
+    plans.sort(key=lambda plan: plan.step_s)
+    return replace(
+        found,
+        plans=tuple(plans[:top]),
+        rejected=tuple(rejected),
+        num_priced=found.num_priced + (price is not None),
+        num_candidates=found.num_candidates + 1,
+    )
+
+
+def _whole_experts(candidate: Candidate, workload: Workload) -> int:
+    """Ranks that can have a layer's experts between them: those of tp, or replicas."""
+    experts = num_experts(workload.graph(candidate.microbatch))
+    if not experts:
+        return 1
+    return candidate.tp if candidate.tp > 1 else math.gcd(candidate.replicas, experts)

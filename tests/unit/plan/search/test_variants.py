@@ -1,0 +1,129 @@
+"""Recomputation that fills the memory is priced for the fastest plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from merak.core.errors import PlanError
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.parse import parse_cluster
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
+from merak.plan.price.step import price
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.search import search, search_job
+from merak.plan.search.variants import with_variants
+from merak.zoo.model_source import ModelSource
+from merak.zoo.workload import example_workload
+from tests.unit.plan.search.doubles import Double, job_of, workload_of
+
+
+@dataclass
+class WithAuto(Double):
+    """Prices of plans, of which those with "auto" take a fraction of the plan with "full".
+
+    Args:
+        fraction: of the seconds of the same plan with recompute="full"; None where it is refused.
+        becomes: what "auto" chose.
+        peak: bytes of it.
+    """
+
+    fraction: float | None = 0.9
+    becomes: str = "0,1,"
+    peak: int = 10
+
+    def price(self, own: Candidate) -> Price:
+        if own.recompute != "auto":
+            return super().price(own)
+        if self.fraction is None:
+            raise PlanError("auto needs what this test has not.")
+        full = super().price(replace(own, recompute="full"))
+        return replace(
+            full,
+            candidate=replace(own, recompute=self.becomes),
+            step_s=self.fraction * full.step_s,
+            peak_memory_bytes=(self.peak,) * own.pp,
+        )
+
+
+def ranking(double, pinned, refusal=None):
+    only = replace(pinned, ep=1)
+    found = search_job(job_of(), double, only, 3)
+    plan = replace(found.plans[0], candidate=replace(found.plans[0].candidate, recompute="full"))
+    found = replace(found, plans=(plan, *found.plans[1:]))
+    return found, with_variants(found, workload_of(None), double, only, 3, refusal)
+
+
+def test_a_faster_one_is_the_first_plan():
+    before, after = ranking(WithAuto(fraction=0.1), Pinned())
+    assert after.plans[0].candidate.recompute == "0,1,"
+    assert len(after.plans) == len(before.plans) == 3
+    assert after.plans[1:] == before.plans[:2]
+    assert after.num_priced == before.num_priced + 1
+    assert after.num_candidates == before.num_candidates + 1
+
+
+def left_out(found):
+    return [own.why for own in found.rejected if own.what == "recompute=auto"]
+
+
+def test_a_slower_one_is_told_with_both_times():
+    before, after = ranking(WithAuto(fraction=100.0), Pinned())
+    assert after.plans[0] == before.plans[0]
+    (why,) = left_out(after)
+    assert "with recompute=full" in why and f"{before.plans[0].step_s:.3g} s" in why
+
+
+def test_one_that_does_not_fit_names_its_memory():
+    before, after = ranking(WithAuto(peak=10**12), Pinned())
+    assert after.plans == before.plans
+    (why,) = left_out(after)
+    assert "1.0 TB of 100 B" in why
+
+
+def test_one_that_cannot_be_or_may_not_be_says_why():
+    before, after = ranking(WithAuto(fraction=None), Pinned())
+    assert after.plans == before.plans and left_out(after) == ["auto needs what this test has not"]
+    before, after = ranking(WithAuto(), Pinned(), lambda own: "the job has no such")
+    assert after.plans == before.plans and left_out(after) == ["the job has no such"]
+
+
+def test_what_chose_full_recomputation_again_is_no_further_plan():
+    before, after = ranking(WithAuto(becomes="full", fraction=1.0), Pinned())
+    assert after.plans == (before.plans[0], *before.plans[1:])
+
+
+def test_pinned_recomputation_has_no_variants():
+    double = WithAuto()
+    before, after = ranking(double, Pinned(recompute="full"))
+    assert after == before
+
+
+def devices(memory_bytes: int) -> Cluster:
+    cluster = parse_cluster("a100:2x1")
+    (nodes,) = cluster.nodes
+    device = replace(nodes.device, memory_bytes=memory_bytes)
+    return replace(cluster, nodes=(replace(nodes, device=device),))
+
+
+def test_the_memory_between_two_plans_is_filled() -> None:
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
+    )  # fmt: skip
+    source = ModelSource(LlamaForCausalLM, config, None)
+    workload = example_workload(source, global_batch=8, sequence=1024)
+    pinned = Pinned(pp=2, tp=1, microbatch=1, zero=0, schedule="1f1b", sub_pipelining="off")
+    base = Candidate(pp=2, num_microbatches=8)
+    least, most = (
+        max(price(workload, devices(2**40), replace(base, recompute=own)).peak_memory_bytes)
+        for own in ("selective", "off")
+    )
+    half_used = least + most  # of a memory this small, half is usable
+    found = search(workload, devices(half_used), pinned, top=3)
+    best = found.plans[0]
+    assert best.fits and best.candidate.recompute not in ("off", "selective", "full")
+    assert found.plans[1].candidate.recompute in ("selective", "full")
+    assert max(best.peak_memory_bytes) > max(found.plans[1].peak_memory_bytes)
