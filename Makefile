@@ -21,7 +21,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint format docs examples bench gpu zoo check clean
+.PHONY: help setup demo test test-slow test-all lint format docs examples package bench gpu zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,15 @@ examples: $(STAMP) ## run every example in its short form, as written in .ci/exa
 		PATH="$(CURDIR)/$(BIN):$$PATH" bash -c "$$command" </dev/null || exit 1; \
 	done
 
+PACKAGE := runs/package
+package: $(STAMP) ## build the wheel and the sdist, and train from the wheel in an environment of its own
+	rm -rf $(PACKAGE)
+	$(BIN)/python -m build --outdir $(PACKAGE)/dist
+	$(PYTHON) -m venv $(PACKAGE)/venv
+	$(PACKAGE)/venv/bin/python -m pip install --quiet "$$(grep -i '^torch==' constraints.txt)"
+	$(PACKAGE)/venv/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGE)/dist/*.whl
+	bash .ci/package "$(CURDIR)/$(PACKAGE)/venv/bin"
+
 bench: ## list the benchmarks and what each measures
 	@for script in $(wildcard benchmarks/*.py); do \
 		echo "  $(BIN)/python $$script"; \
@@ -97,7 +106,7 @@ zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and wr
 	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
 	$(BIN)/python -m tests.zoo.widths docs/zoo.md
 
-check: lint docs test-all examples ## all of the above that can fail: what the continuous integration runs
+check: lint docs test-all examples package ## all of the above that can fail: what the continuous integration runs
 
 clean: ## remove .venv, caches, the built pages and the runs
 	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
