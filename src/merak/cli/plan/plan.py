@@ -16,6 +16,7 @@ from merak.cli.plan.planned import Planned
 from merak.cli.plan.report import PlanReport, WhatIf, rejected_rows, row_of, samples, text_of
 from merak.cli.plan.request import PlanRequest, pinned_of
 from merak.core.errors import PlanError
+from merak.core.garbage import paused_collector
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ SCRIPT = "train.py"
 @takes(PlanRequest)
 def plan(request: PlanRequest) -> None:
     """Find the fastest way to lay a job out on devices that need not be here."""
-    with stdout_to_stderr():
+    with stdout_to_stderr(), paused_collector(process_ends=True):
         report = plan_report(request)
     show(report, text_of, request.as_json)
 
