@@ -54,6 +54,10 @@ class SavingError(WeightsError, TrainingError):
     """Error about files that cannot be written: a full disk, a read-only folder."""
 
 
+class RecordError(MerakError):
+    """Error about the record of a run that is not there or cannot be read."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" where a similar name is known, else "."."""
     lower = {name.lower(): name for name in known}
