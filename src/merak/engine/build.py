@@ -17,6 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
+from merak.engine.program_agreement import check_programs
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
 from merak.graph.ir.ir import ModelGraph
@@ -109,6 +110,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
         _requested_sub_pipelining(layout, options, mesh.cp), layout, mesh, times
     )
     programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
+    check_programs(programs.base, layout, mesh)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)
