@@ -113,7 +113,9 @@ LOGGING = {
     "log_level": honoured("the level of rank 0"),
     "log_level_replica": honoured("the level of every other rank"),
     "include_num_input_tokens_seen": honoured("counted over all replicas"),
-    "disable_tqdm": honoured("rank 0 shows the bar"),
+    "disable_tqdm": honoured(
+        "rank 0 writes a line for each log, also in a terminal; else it draws a panel there"
+    ),
     "skip_memory_metrics": honoured("the metrics are those of rank 0"),
     "report_to": honoured("the loggers run on rank 0"),
     "run_name": _LOGGER,

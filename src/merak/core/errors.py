@@ -54,6 +54,10 @@ class SavingError(WeightsError, TrainingError):
     """Error about files that cannot be written: a full disk, a read-only folder."""
 
 
+class RecordError(MerakError):
+    """Error about the record of a run that is not there or cannot be read."""
+
+
 def caused_by(cause: Exception, message: str) -> ArgumentsError:
     """Make an `ArgumentsError` that `except` of its cause's type catches, too.
 

@@ -38,6 +38,7 @@ from merak.plan.constraints import (
     refuse_zero,
 )
 from merak.plan.engine_options import EngineOptions
+from merak.plan.expected.speed import known_profile
 from merak.plan.layout import (
     Layout,
     check_stages,
@@ -91,7 +92,8 @@ def build_with_forecast(
         description = describe_model(source.model)  # before its forward runs
         forecast = forecast_of(source, sample, mesh, options)
         if is_announcing():
-            announce("%s", summary(forecast, sample))
+            known = known_profile(options, mesh, source.cache_dir)
+            announce("%s", summary(forecast, sample, known))
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description

@@ -27,6 +27,7 @@ from merak.data.digest import digests_of
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
+from merak.trainer.live.recording import RunRecorder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
@@ -61,6 +62,7 @@ class Stepping(Saving):
     _flops_per_token: float
     # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
+    _recorder: RunRecorder | None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, and on SIGTERM stop before a step that all ranks agree on."""
@@ -75,6 +77,8 @@ class Stepping(Saving):
         epochs, batches = super()._init_training_state(*args, **kwargs)
         step, num_steps = self.state.global_step, self.state.max_steps
         self._saved_step = step
+        if self._recorder is not None:
+            self._recorder.start(step)
         if self._is_finished():
             announce("resumed after step %s of %s: no step is left to train", step, num_steps)
         elif step:
@@ -217,7 +221,8 @@ class Stepping(Saving):
         )
         self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]
-        self.throughput.add(sum(metadata.get("inputs", 0) for metadata in every))
+        tokens = sum(metadata.get("inputs", 0) for metadata in every)
+        self.throughput.add(tokens, step.exchanged.num_microbatches)
         numbers = [number for number, _ in own]
         everything = losses
         if numbers != list(range(len(step.microbatches))):

@@ -30,7 +30,8 @@ from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
 from merak.data.own_loader import as_data_loader
-from merak.engine import Engine, build_engine
+from merak.engine import Engine
+from merak.engine.build import build_with_forecast
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -46,7 +47,8 @@ from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
-from merak.trainer.logs import Logging, Throughput, announced_level
+from merak.trainer.live.display import JobBoard
+from merak.trainer.logs import Logging, Throughput, announced_level, memory_bytes
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
@@ -101,7 +103,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._counter = None
         self._evaluation: Evaluation | None = None
         self.throughput = Throughput()
-        self._measured = {}
+        self._measured = None
+        self._recorder = None
+        self._utilisation = None
+        self.board = JobBoard()
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         self._step = None
@@ -121,6 +126,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
         self.callback_handler = AgreedCallbacks(self)
+        self._show_progress()
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
             self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
         if plan_training(self):
@@ -165,7 +171,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
-        self.engine = build_engine(source, columns, self.mesh, options)
+        _, process_bytes = memory_bytes(self.mesh.device)
+        self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        if trains:
+            self._describe_job(forecast, columns, process_bytes)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
         if idle is not None:
