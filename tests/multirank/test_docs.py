@@ -16,7 +16,7 @@ from merak.schedule.serialize import load
 from tests.multirank.ranks import RankPool
 from tests.snippets import programs
 from tests.snippets.blocks import Block, blocks
-from tests.snippets.commands import Command, commands, commands_of
+from tests.snippets.commands import commands, commands_of
 
 
 def with_kind(kind: str) -> list[Block]:
@@ -31,9 +31,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c.runs], ids=str)
-def test_a_command_runs(command: Command, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(list(command.words[1:])) == 0, capsys.readouterr().err
+def pages() -> list[str]:
+    """The pages with commands that run."""
+    return sorted({command.block.page for command in commands() if command.runs})
+
+
+@pytest.mark.parametrize("page", pages())
+def test_the_commands_of_a_page_run_in_one_folder(
+    page: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in commands():
+        if command.runs and command.block.page == page:
+            assert main(list(command.words[1:])) == 0, f"{command}: {capsys.readouterr().err}"
 
 
 @pytest.mark.parametrize("block", with_kind("output"), ids=lambda block: block.place)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
+from merak.core.mesh import reset
+
 VOCABULARY, SEQUENCE, WIDTH = 61, 12, 16
 SMALL = {
     "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 16,
@@ -140,6 +142,38 @@ def trained() -> Names:
     return {"trainer": trainer}
 
 
+def schedule_file() -> Names:
+    """`mine.txt`, a schedule of two ranks and four microbatches."""
+    from merak import schedule
+    from merak.schedule.serialize import to_text
+    from tests.snippets.programs import on_rank_0
+
+    text = to_text(schedule.build("1f1b", 2, 4))
+    on_rank_0(functools.partial(Path("mine.txt").write_text, text))
+    return {}
+
+
+def checkpoint() -> Names:
+    """`runs/gpt2` with a checkpoint of two steps, written with tp=2 and pp=2."""
+    import torch.distributed as dist
+
+    import merak
+
+    merak.init(tp=2, pp=2)
+    args = merak.MerakArguments(
+        output_dir="runs/gpt2",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        max_steps=2,
+        report_to="none",
+    )
+    trainer = merak.MerakTrainer(model=small_gpt2(), args=args, train_dataset=gpt2()["train"])
+    trainer.train()
+    dist.barrier()
+    reset()
+    return {}
+
+
 def folder() -> Names:
     """`path/to/folder`, which `from_pretrained` reads."""
     small_gpt2().save_pretrained("path/to/folder")  # type: ignore[operator]
@@ -165,6 +199,8 @@ NAMES: Mapping[str, Callable[[], Names]] = {
     "dp2": two_replicas,
     "plan_file": plan_file,
     "trained": trained,
+    "schedule_file": schedule_file,
+    "checkpoint": checkpoint,
     "folder": folder,
     "saved": saved,
 }
