@@ -16,6 +16,7 @@ from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
 from merak.cli.rehearse import rehearse
+from merak.cli.report.report import report
 from merak.cli.schedule import schedule
 from merak.cli.starter.init import init
 from merak.cli.trace import trace
@@ -72,6 +73,7 @@ app.command(
 app.command("doctor", epilog="Example: merak doctor --ranks 4")(doctor)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
 app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
+app.command("report", epilog="Example: merak report runs/gpt2")(report)
 app.command("init", epilog="Example: merak init my-model")(init)
 app.add_typer(launch, name="launch")
 
