@@ -38,7 +38,12 @@ class Progress(ProgressCallback):
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Put loss and tokens/s on the trainer's progress bar, instead of printing logs above it."""
+    """Put loss and tokens/s on transformers' progress bar, instead of printing logs above it.
+
+    `MerakTrainer` has a display of its own.
+    """
+    if type(trainer).__module__.startswith("merak."):
+        return
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
 

@@ -60,7 +60,7 @@ def test_an_exported_checkpoint_is_the_saved_model(
 ) -> None:
     pool.run(train, 4, kind, layout, zero, str(tmp_path / "run"))
     found = export_checkpoint(tmp_path / "run" / "checkpoint-2", tmp_path / "out")
-    beside = {"training_args.json", "checkpoint-2"}
+    beside = {"training_args.json", "checkpoint-2", "_merak"}
     saved = {path.name for path in (tmp_path / "run").iterdir()}
     assert set(found.files) == saved - beside
     assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= saved

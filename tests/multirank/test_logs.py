@@ -13,12 +13,13 @@ from tests.multirank.training import SEQUENCE, Layout, Setup, make_merak
 STEPS, MICROBATCHES, BATCH = 2, 4, 2
 
 
-def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str]:
-    """Tokens that were counted in every step, what was logged, and what was said."""
+def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str, Any]:
+    """Tokens that were counted in every step, what was logged, what was said, and the record."""
     import contextlib
     import io
 
     import merak
+    from merak.record.files import read_run
     from merak.trainer.logs import Throughput
 
     dp, tp, pp = layout
@@ -33,7 +34,9 @@ def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str]
     with mock.patch.object(Throughput, "add", _noting(counted)), contextlib.redirect_stderr(said):
         trainer = make_merak(setup, dp, "")
         trainer.train()
-    return counted, [log for log in trainer.state.log_history if "loss" in log], said.getvalue()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    record = read_run(trainer.args.output_dir) if merak.current_mesh().rank == 0 else None
+    return counted, logs, said.getvalue(), record
 
 
 def _noting(counted: list[int]) -> Any:
@@ -41,9 +44,9 @@ def _noting(counted: list[int]) -> Any:
 
     original = Throughput.add
 
-    def add(self: Throughput, tokens: int) -> None:
+    def add(self: Throughput, tokens: int, microbatches: int) -> None:
         counted.append(tokens)
-        original(self, tokens)
+        original(self, tokens, microbatches)
 
     return add
 
@@ -51,7 +54,7 @@ def _noting(counted: list[int]) -> Any:
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout: Layout) -> None:
     found = pool.run(train_and_log, 2, layout)
-    for counted, logs, _ in found:
+    for counted, logs, _, _ in found:
         assert counted == [MICROBATCHES * BATCH * SEQUENCE] * STEPS
         assert len(logs) == STEPS
         assert all(log["tokens_per_second"] > 0 and log["memory_gb"] > 0 for log in logs)
@@ -61,6 +64,20 @@ def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout
     dp, tp, pp = layout
     assert lines[0] == f"[merak] 2 ranks on 1 host (cpu): dp {dp} × tp {tp} × pp {pp}"
     assert lines[1] == "[merak] tracing GPT2LMHeadModel …"
-    assert any("forecast memory of a rank" in line for line in lines)
+    assert any("forecast of a rank" in line for line in lines)
     assert lines[-1].startswith("[merak] building the stages took ")
     assert "[merak]" not in found[1][2]
+    record, logs = found[0][3], found[0][1]
+    assert [log.step for log in record.logs] == [1, 2]
+    assert [log.figures["loss"] for log in record.logs] == [log["loss"] for log in logs]
+    assert all(len(log.memory_bytes) == pp for log in record.logs)
+    assert [step.step for step in record.steps] == [0, 1]
+    for step in record.steps:
+        assert [len(own) for own in step.records] == [2 * MICROBATCHES // (dp)] * pp
+        for (begin, end), own in zip(step.spans, step.records, strict=True):
+            assert begin <= own[0][1] and own[-1][2] <= end
+    assert sum(map(len, record.job.stages)) == len(record.job.segments)
+    if pp > 1:  # all ranks log the same bubble, of which each has a part
+        assert found[0][1][-1]["bubble"] == found[1][1][-1]["bubble"]
+        assert 0 < logs[-1]["bubble"] < 1 and len(record.logs[-1].busy) == pp
+        assert logs[-1]["memory_gb_pp1"] > 0

@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 ) -> None:
     for (told,) in pool.run(full_disk, 2, str(tmp_path), cache):
         assert "checkpoint-4 could not be written: No space left on device" in told
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "_merak"}
     ((losses, _), _) = pool.run(
         run, 2, (1, 1, 2), Setup("gpt2", arguments=saving(str(tmp_path))), END, "auto", cache
     )
@@ -243,4 +243,6 @@ def test_the_newest_and_the_best_are_kept(pool: RankPool, tmp_path: Path, cache:
     for best, is_loaded in pool.run(keeping, 2, str(tmp_path), cache):
         assert best == str(tmp_path / "checkpoint-1")
         assert is_loaded
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", f"checkpoint-{END}"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoint-1", f"checkpoint-{END}", "_merak"
+    }  # fmt: skip

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from merak.check import CheckOptions, Job
 from merak.core import mesh
+from merak.core.errors import PlanError
 from merak.core.shards import ParameterShard, join, take
+from merak.engine import EngineOptions, build_engine
 from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.search.search import Search
 from merak.ops import collectives
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
+from tests.zoo.plain.models import BY_NAME, case_of
 
 Gradients = dict[str, torch.Tensor]
 
@@ -48,6 +57,22 @@ def test_ranks_equal_one_process(
             for name in expected
         }
         cases.assert_gradients_equal(found, expected)
+
+
+def build_with_another_search(folder: Path) -> str:
+    """The error of a rank of two, of which one derives another of two equally good programs."""
+    ranks = mesh.init(tp=2, device="cpu")
+    job = Job(case_of(BY_NAME["UNet"]), options=CheckOptions(microbatch=4))
+    source = job.source(ranks.device, folder)
+    same = patch.object(Search, "_enter_earlier", lambda search, best: best)
+    with same if ranks.rank == 1 else nullcontext(), pytest.raises(PlanError) as error:
+        build_engine(source, tuple(job.sample().items()), ranks, EngineOptions())
+    return str(error.value)
+
+
+def test_ranks_with_different_programs_end(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(build_with_another_search, 2, tmp_path):
+        assert message.startswith("Ranks 0 and 1 have derived different programs for segment ")
 
 
 def apply_all(degree: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -210,6 +210,12 @@ class TrainingFields(TrainingArguments):
         "checkpoint and exit with code 143; then the job ends without it. Below the 30 s that "
         "torchrun waits. 0 ends the job at once.",
     )
+    run_record: bool = own(
+        True,
+        "Whether rank 0 writes a small record of the run into the folder _merak of output_dir: the "
+        "layout and its forecast, every training log, and the measured actions of a few steps. "
+        "`merak report` shows it.",
+    )
     bucket_bytes: int | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")

@@ -16,6 +16,7 @@ from merak.cli.memory import memory
 from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
 from merak.cli.rehearse import rehearse
+from merak.cli.report.report import report
 from merak.cli.schedule import schedule
 from merak.cli.starter.init import init
 from merak.cli.starter.recipes import recipes
@@ -76,6 +77,7 @@ app.command(
     "train",
     epilog="Example: merak train examples/train_recipe.yaml arguments.max_steps=20 --device cpu",
 )(train)
+app.command("report", epilog="Example: merak report runs/gpt2")(report)
 app.command("init", epilog="Example: merak init my-model --recipe llama")(init)
 app.command("recipes", epilog="Example: merak recipes llama")(recipes)
 app.add_typer(launch, name="launch")

@@ -75,7 +75,7 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
         MerakError: `decide` raised it; every rank raises it with the same message.
         Rank0Error: `decide` raised another exception, which rank 0 raises itself.
     """
-    if mesh.device_mesh is None or _is_rehearsal():
+    if not has_peers(mesh):
         return decide()
     made: list[Decision | _Failure | None] = [None]
     error: Exception | None = None
@@ -94,8 +94,14 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
     return decision  # type: ignore[no-any-return]
 
 
-def _is_rehearsal() -> bool:
-    return dist.is_initialized() and dist.get_backend() == REHEARSAL
+def has_peers(mesh: Ranks) -> bool:
+    """Whether other ranks run: not in a single process, nor where one rank is rehearsed.
+
+    Args:
+        mesh: the grid of ranks.
+    """
+    is_rehearsal = dist.is_initialized() and dist.get_backend() == REHEARSAL
+    return mesh.device_mesh is not None and not is_rehearsal
 
 
 def _failure(what: str, error: Exception) -> _Failure:

@@ -17,6 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
+from merak.engine.program_agreement import check_programs
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
 from merak.graph.ir.ir import ModelGraph
@@ -37,6 +38,7 @@ from merak.plan.constraints import (
     refuse_zero,
 )
 from merak.plan.engine_options import EngineOptions
+from merak.plan.expected.speed import known_profile
 from merak.plan.layout import (
     Layout,
     check_stages,
@@ -90,7 +92,8 @@ def build_with_forecast(
         description = describe_model(source.model)  # before its forward runs
         forecast = forecast_of(source, sample, mesh, options)
         if is_announcing():
-            announce("%s", summary(forecast, sample))
+            known = known_profile(options, mesh, source.cache_dir)
+            announce("%s", summary(forecast, sample, known))
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description
@@ -107,6 +110,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
         _requested_sub_pipelining(layout, options, mesh.cp), layout, mesh, times
     )
     programs = ProgramCache(source, mesh, layout, forecast.rewrite, is_sub_pipelined, options)
+    check_programs(programs.base, layout, mesh)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero)

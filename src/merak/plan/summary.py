@@ -11,7 +11,10 @@ from merak.core.errors import MerakError
 from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature
 from merak.core.units import count, ranges, size
+from merak.core.units import seconds as duration
 from merak.plan.activations.forecast import Forecast
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.expected.times import expected_times
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
@@ -42,12 +45,13 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{ranks} on {where} {degrees}, with {' and '.join(across)} across hosts"
 
 
-def summary(forecast: Forecast, sample: Signature) -> str:
+def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None = None) -> str:
     """A job's layout in a few lines, for people.
 
     Args:
         forecast: of the job, with its stages.
         sample: the columns of a microbatch.
+        profile: known speeds of a rank's device; None for none.
     """
     graph, schedule = forecast.layout.graph, forecast.layout.schedule
     parameters = sum(math.prod(meta.shape) for meta in graph.parameters.values())
@@ -55,14 +59,22 @@ def summary(forecast: Forecast, sample: Signature) -> str:
         f"{type(forecast.model).__name__}: {count(parameters)} parameters in "
         f"{len(graph.segments)} segments",
         f"  {schedule.name}: {schedule.num_microbatches} microbatch"
-        f"{'es' * (schedule.num_microbatches > 1)}{_shape(sample)} for each step and replica"
+        f"{'es' * (schedule.num_microbatches > 1)}{_shape(sample)} a step and replica"
         + (f", bubble {bubble(schedule):.0%} of all time" if schedule.num_ranks > 1 else ""),
+        _expected(forecast, profile),
         *_table([_HEAD, *_rows(forecast)]),
     ]
     return "\n".join(lines)
 
 
-_HEAD = ("ranks", "stages", "segments", "", "parameters", "forecast memory of a rank")
+_HEAD = ("ranks", "stages", "segments", "", "parameters", "memory")
+
+
+def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
+    """What a rank is expected to hold, and to compute where the device's speeds are known."""
+    times = expected_times(forecast, profile)
+    seconds = "" if times is None else f", {duration(times.pipeline_s)} of computation a step"
+    return f"  forecast of a rank: peak memory as below{seconds}"
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
@@ -75,13 +87,12 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
         segments = [layout.graph.segments[i] for s in stages for i in layout.partition.stages[s]]
         names = dict.fromkeys(n for segment in segments for n in segment.parameters)
         first = rank * mesh.replicas * mesh.tp
-        named = [name for name in (segments[0].name, segments[-1].name) if name]
         rows.append(
             (
                 ranges(range(first, first + mesh.replicas * mesh.tp)),
                 ranges(list(stages)),
                 ranges(sorted(segment.index for segment in segments)),
-                " … ".join(dict.fromkeys(named)),
+                first_to_last([segment.name for segment in segments]),
                 count(sum(math.prod(layout.graph.parameters[name].shape) for name in names)),
                 memory[rank],
             )
@@ -89,13 +100,26 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
     return rows
 
 
+def first_to_last(names: Sequence[str]) -> str:
+    """Names of the first and the last segment of a rank; the last without what they share.
+
+    Args:
+        names: of the rank's segments; empty where a segment has none.
+    """
+    ends = [name for name in (names[0], names[-1]) if name]
+    if len(set(ends)) < 2:
+        return "".join(ends[:1])
+    first, last = (name.split(".") for name in ends)
+    shared = 0
+    while shared < min(len(first), len(last) - 1) and first[shared] == last[shared]:
+        shared += 1
+    return f"{ends[0]} … {'.'.join(last[shared:])}"
+
+
 def _memory(forecast: Forecast) -> Sequence[str]:
-    try:
-        found = forecast.ranks(forecast.layout.schedule)
-    except Exception:
-        # Code of the model's own may read values, which fake tensors do not have.
+    if forecast.own_ranks is None:
         return ["unknown"] * forecast.mesh.pp
-    return [size(rank.peak.total_bytes) for rank in found]
+    return [size(rank.peak.total_bytes) for rank in forecast.own_ranks]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -130,8 +130,8 @@ def _actions(engine: Engine, steps: int) -> tuple[dict[Place, float], dict[Place
     """Median seconds of the actions of the last steps, and their number in a step."""
     found: dict[Place, list[float]] = defaultdict(list)
     recorded = engine.progress.records.own()[-steps:]
-    for _, _, records in recorded:
-        for action, start, end in records:
+    for step in recorded:
+        for action, start, end in step.records:
             found[action.kind, action.stage].append(end - start)
     return (
         {place: statistics.median(times) for place, times in found.items()},

@@ -5,19 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer
+from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.training_args import trainer_log_levels
+
+from merak.core.rank0 import decide_on_rank0
+from merak.plan.expected.job import job_record
+from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
+from merak.trainer.live.figures import Figures, Interval, OwnFigures, job_figures, own_figures
+from merak.trainer.live.recording import RunRecorder
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
+    from merak.core.mesh import Mesh
+    from merak.core.tensor_meta import Signature
+    from merak.engine import Engine
+    from merak.plan.activations.forecast import Forecast
     from merak.trainer.batch_exchange import BatchExchange
 
+logger = logging.getLogger(__name__)
+
 _PASSIVE = "passive"
-_GB = 1e9
 
 
 def announced_level(args: MerakArguments) -> int:
@@ -28,7 +40,7 @@ def announced_level(args: MerakArguments) -> int:
 
 
 class Throughput:
-    """Throughput of the whole job: tokens between two logs, and the seconds that training took.
+    """Throughput of the whole job: steps and tokens between two logs, and their seconds.
 
     Args:
         counts_tokens: whether the elements of the model's main input are tokens at all.
@@ -36,19 +48,23 @@ class Throughput:
 
     def __init__(self, counts_tokens: bool = False) -> None:
         self._counts_tokens = counts_tokens
-        self._tokens = 0
+        self._tokens = self._steps = self._microbatches = 0
         self._since_s = time.perf_counter()
 
-    def add(self, tokens: int) -> None:
-        """Count the input tokens of a step, over all replicas and microbatches."""
+    def add(self, tokens: int, microbatches: int) -> None:
+        """Count the input tokens of a step and its microbatches, over all replicas."""
         self._tokens += tokens
+        self._microbatches += microbatches
+        self._steps += 1
 
-    def take(self) -> float | None:
-        """Tokens per second since the last time; None where there are none to count."""
+    def take(self) -> Interval:
+        """Training since the last time."""
         now = time.perf_counter()
-        seconds, tokens = now - self._since_s, self._tokens
-        self._since_s, self._tokens = now, 0
-        return tokens / seconds if self._counts_tokens and tokens and seconds > 0 else None
+        tokens = self._tokens if self._counts_tokens else 0
+        found = Interval(now - self._since_s, self._steps, self._microbatches, tokens)
+        self._since_s = now
+        self._tokens = self._steps = self._microbatches = 0
+        return found
 
     def leave_out(self, begin_s: float) -> None:
         """Leave out the time from a moment until now, such as an evaluation's."""
@@ -58,12 +74,70 @@ class Throughput:
 
 
 class Logging(Trainer):
-    """The part of `MerakTrainer` that logs."""
+    """The part of `MerakTrainer` that logs, shows and records."""
 
+    args: MerakArguments
+    mesh: Mesh
+    engine: Engine | None
     _batch_exchange: BatchExchange | None
     throughput: Throughput
-    # What the ranks have measured for the log that comes; empty where there is none.
-    _measured: dict[str, float]
+    # What is shown on rank 0, and the record of the run.
+    board: JobBoard
+    _recorder: RunRecorder | None
+    # MFU of a job with one microbatch a second; None where no peak is known.
+    _utilisation: float | None
+    # Figures of the ranks for the log that comes; None where there is none.
+    _measured: Figures | None
+
+    def _show_progress(self) -> None:
+        """Put Merak's display in the place of transformers' bar or printer; rank 0 alone has it."""
+        for kind in (ProgressCallback, PrinterCallback):
+            if any(type(own) is kind for own in self.callback_handler.callbacks):
+                self.remove_callback(kind)
+                if self.args.should_log:
+                    own = display_for(self.board, lines_only=bool(self.args.disable_tqdm))
+                    self.add_callback(own)
+
+    def _describe_job(
+        self, forecast: Forecast, sample: Signature, process_bytes: int | None
+    ) -> None:
+        """Describe the laid-out job on rank 0, for the display and the record; a collective.
+
+        Args:
+            forecast: of the job.
+            sample: columns of a microbatch.
+            process_bytes: of this process before it had its weights.
+        """
+        cache = Path(self.args.trace_cache) if self.args.trace_cache else None
+
+        def describe() -> float | None:
+            try:
+                job = job_record(forecast, sample, cache, self.args.autocast)
+            except Exception as error:  # training is worth more than its description
+                logger.warning("the job cannot be described for its display and record: %s", error)
+                return None
+            if not job.on_gpu:
+                job = replace(job, process_bytes=process_bytes)
+            self.board.job = job
+            peak = job.peak_flops_per_s
+            return None if not peak else job.flops / (peak * job.num_ranks)
+
+        self._utilisation = decide_on_rank0(self.mesh, "the base of MFU", describe)
+        if self.args.run_record:
+            folder = str(self.args.output_dir)
+            self._recorder = RunRecorder(self.mesh, folder, self.board.job)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train, and leave the terminal as it was however that ends."""
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            for own in self.callback_handler.callbacks:
+                if isinstance(own, LiveDisplay):
+                    own.close()
+        if self._recorder is not None and self.engine is not None:
+            self._recorder.add_steps(self.engine.recorded_steps, last=True)
+        return output
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """As transformers does it; what an evaluation or a checkpoint takes is no training."""
@@ -75,22 +149,24 @@ class Logging(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log some values; those of training with tokens per second and memory."""
-        if "loss" in logs:
-            logs |= self._measured
-        self._measured = {}
+        figures, self._measured = self._measured, None
+        if "loss" in logs and figures is not None:
+            logs |= figures.values
+            self.board.figures = figures
+            if self._recorder is not None:
+                self._recorder.add_log(self.state.global_step, logs, figures)
         super().log(logs, *args, **kwargs)
 
-    def _measure(self, batch_exchange: BatchExchange) -> dict[str, float]:
-        """Throughput and memory of the job; all ranks call it together."""
-        found: dict[str, float] = {}
-        rate = self.throughput.take()
-        if rate is not None:
-            found["tokens_per_second"] = round(rate, 1)
-        name, own = memory_bytes(self.args.device)
-        everyone = [used for used in batch_exchange.gather(own) if used is not None]
-        if everyone:
-            found[name] = round(max(everyone) / _GB, 3)
-        return found
+    def _measure(self, batch_exchange: BatchExchange) -> Figures:
+        """Throughput, bubble and memory of the job; all ranks call it together."""
+        assert self.engine is not None
+        interval = self.throughput.take()
+        name, memory = memory_bytes(self.args.device)
+        own = own_figures(memory, self.engine.progress.records.own() if self.mesh.pp > 1 else ())
+        everyone: list[OwnFigures] = batch_exchange.gather(own)
+        if self._recorder is not None:
+            self._recorder.add_steps(self.engine.recorded_steps)
+        return job_figures(interval, everyone, self.mesh, name, self._utilisation)
 
 
 def memory_bytes(device: torch.device) -> tuple[str, int | None]:

@@ -203,7 +203,8 @@ class Saving(Trainer):
         cls = type(self)
         own = [cls.__name__] if not cls._save_checkpoint.__module__.startswith("merak.") else []
         own += [type(callback).__name__ for callback in self.callback_handler.callbacks
-               if type(callback).on_save is not TrainerCallback.on_save]  # fmt: skip
+               if type(callback).on_save is not TrainerCallback.on_save
+               and not type(callback).__module__.startswith("merak.")]  # fmt: skip
         if own and self.args.async_save:
             announce(
                 "checkpoints are written before training goes on, for what %s does then", own[0]

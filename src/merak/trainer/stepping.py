@@ -14,10 +14,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
+from merak.core.errors import TrainingError
 from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
@@ -25,6 +27,7 @@ from merak.data.digest import digests_of
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
+from merak.trainer.live.recording import RunRecorder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
@@ -59,6 +62,7 @@ class Stepping(Saving):
     _flops_per_token: float
     # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
+    _recorder: RunRecorder | None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, and on SIGTERM stop before a step that all ranks agree on."""
@@ -73,6 +77,8 @@ class Stepping(Saving):
         epochs, batches = super()._init_training_state(*args, **kwargs)
         step, num_steps = self.state.global_step, self.state.max_steps
         self._saved_step = step
+        if self._recorder is not None:
+            self._recorder.start(step)
         if self._is_finished():
             announce("resumed after step %s of %s: no step is left to train", step, num_steps)
         elif step:
@@ -158,7 +164,9 @@ class Stepping(Saving):
         Raises:
             DataError: a subclass gives other columns or shapes than the data has.
         """
-        assert self._step is not None
+        if self._step is None:
+            self._refuse_by_hand("training_step", "train()")
+            return super().training_step(model, {**inputs}, num_items_in_batch)
         prepared = self._prepare_inputs(inputs) if inputs else inputs  # a rank may read no column
         if not self._step.add(type(self), prepared):
             return torch.zeros((), device=self.mesh.device)
@@ -166,10 +174,26 @@ class Stepping(Saving):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self._losses = self._run_step(self._step, num_items_in_batch)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         total = self._losses[0]
         for loss in self._losses[1:]:  # one by one, as the loop sums those of a single process
             total = total + loss
         return total
+
+    def _refuse_by_hand(self, method: str, instead: str) -> None:
+        """Refuse a step that a script makes by hand on a rank that has a part of the model.
+
+        Raises:
+            TrainingError: the job has several ranks.
+        """
+        if self.mesh.world_size > 1:
+            raise TrainingError(
+                f"trainer.{method} was called outside of {instead}, but each of the "
+                f"{self.mesh.world_size} ranks has a part of the model, which they run together; "
+                f"call {instead}."
+            )
 
     def _run_step(
         self, step: StepInputs, num_items_in_batch: torch.Tensor | int | None
@@ -197,7 +221,8 @@ class Stepping(Saving):
         )
         self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]
-        self.throughput.add(sum(metadata.get("inputs", 0) for metadata in every))
+        tokens = sum(metadata.get("inputs", 0) for metadata in every)
+        self.throughput.add(tokens, step.exchanged.num_microbatches)
         numbers = [number for number, _ in own]
         everything = losses
         if numbers != list(range(len(step.microbatches))):
@@ -208,11 +233,14 @@ class Stepping(Saving):
 
     def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
-        if not counted:
+        is_scaled: bool | None = self.loss_is_scaled_for_ga
+        if is_scaled is None:
             # transformers leaves it to a loss function to scale what it sums over microbatches.
-            is_sum = self.compute_loss_func is not None
-            return 1.0 / (self.mesh.dp if is_sum else num_microbatches)
-        return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
+            is_scaled = counted or self.compute_loss_func is not None
+        if not is_scaled:
+            return 1.0 / num_microbatches
+        is_total = counted and self.args.average_tokens_across_devices
+        return 1.0 if is_total else 1.0 / self.mesh.dp
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None

@@ -29,7 +29,9 @@ from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
-from merak.engine import Engine, build_engine
+from merak.data.own_loader import as_data_loader
+from merak.engine import Engine
+from merak.engine.build import build_with_forecast
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -45,7 +47,8 @@ from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
-from merak.trainer.logs import Logging, Throughput, announced_level
+from merak.trainer.live.display import JobBoard
+from merak.trainer.logs import Logging, Throughput, announced_level, memory_bytes
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
@@ -100,7 +103,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._counter = None
         self._evaluation: Evaluation | None = None
         self.throughput = Throughput()
-        self._measured = {}
+        self._measured = None
+        self._recorder = None
+        self._utilisation = None
+        self.board = JobBoard()
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         self._step = None
@@ -120,6 +126,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
         self.callback_handler = AgreedCallbacks(self)
+        self._show_progress()
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
             self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
         if plan_training(self):
@@ -164,7 +171,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
-        self.engine = build_engine(source, columns, self.mesh, options)
+        _, process_bytes = memory_bytes(self.mesh.device)
+        self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        if trains:
+            self._describe_job(forecast, columns, process_bytes)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
         if idle is not None:
@@ -198,7 +208,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             )
             return found[0], found[1]
 
-        has_own = type(self).compute_loss is not Trainer.compute_loss
+        overridden = type(self).compute_loss is not Trainer.compute_loss
+        has_own = overridden or (self.label_smoother is not None and compute is None)
         own = calls_model(loss_of_model) if has_own else None
         return GraphSource(
             model=self.model,
@@ -244,9 +255,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
     # ---- data ----
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's microbatches, with the columns that its segments read.
+        """The loader of this rank's microbatches in training, with the columns that it reads.
 
-        A subclass that overrides it sees and gives the loader of one process.
+        Outside of `train`, and to a subclass that overrides it, it is that of one process.
         """
         if self._overrides_loader:
             return super().get_train_dataloader()
@@ -263,11 +274,13 @@ class MerakTrainer(Stepping, Logging, Trainer):
         elif not self._overrides_loader:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
         if self._overrides_loader:
-            return type(self).get_train_dataloader(self)
+            return as_data_loader(type(self).get_train_dataloader(self))
         return Trainer.get_train_dataloader(self)
 
     def _shard_train_loader(self) -> DataLoader[Any]:
         loader = self._train_loader()
+        if not self.is_in_train:
+            return loader
         self._skipped.start()
         self._rollbacks.start()
         if self.engine is None:
@@ -279,6 +292,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         assert self._counter is not None
         batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
         self.throughput = Throughput(self._counter.counts_tokens(batch))
+        self._counter.warn_of_padding(self.args.include_num_input_tokens_seen, batch)
         columns = engine.columns(self._counter.signature(batch).columns)
         assert self._batch_exchange is not None
         first = digest_columns(batch, columns)
@@ -296,6 +310,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's own parameters."""
         engine = self._engine_of_training()
+        if engine is None:
+            return super().create_optimizer(model)
         kind = str(getattr(self.args.optim, "value", self.args.optim))
         with in_one_sentence(f"optim={kind!r} cannot be made"):
             optimizer: torch.optim.Optimizer = super().create_optimizer(
@@ -308,7 +324,11 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._engine_of_training()
         super().create_optimizer_and_scheduler(num_training_steps)
 
-    def _engine_of_training(self) -> Engine:
+    def _engine_of_training(self) -> Engine | None:
+        """The engine; None in one process without data to trace the model with."""
+        has_data = self.train_dataset is not None or self._overrides_loader
+        if self.engine is None and not has_data and self.mesh.world_size == 1:
+            return None
         return self.engine or self.build_engine(self._train_loader(), self.train_dataset)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -352,6 +372,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
+        dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.
@@ -383,7 +404,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """The loss, logits and labels that the evaluation has computed for this batch."""
-        assert self._evaluation is not None
+        if self._evaluation is None:
+            self._refuse_by_hand("prediction_step", "evaluate() or predict()")
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if ignore_keys is None:
             ignore_keys = []
             if hasattr(self.model, "config"):

@@ -41,28 +41,28 @@ def test_a_job_in_a_few_lines() -> None:
     assert lines[0].startswith("GPT2LMHeadModel: ") and lines[0].endswith(" segments")
     assert f"{parameters:,} parameters" in lines[0]
     assert lines[1].strip() == (
-        "1f1b: 4 microbatches of 2 × 16 for each step and replica, bubble 20% of all time"
+        "1f1b: 4 microbatches of 2 × 16 a step and replica, bubble 20% of all time"
     )
-    head, *rows = [line.split("  ") for line in lines[2:]]
+    head, *rows = [line.split("  ") for line in lines[3:]]
     assert [cell.strip() for cell in head if cell.strip()] == [
-        "ranks", "stages", "segments", "parameters", "forecast memory of a rank"
+        "ranks", "stages", "segments", "parameters", "memory"
     ]  # fmt: skip
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[:2] for row in cells] == [["0–1", "0"], ["2–3", "1"]]
     assert all(row[-1].endswith((" kB", " MB")) for row in cells)
-    assert len({len(line) for line in lines[3:]}) == 1  # numbers are aligned
+    assert len({len(line) for line in lines[4:]}) == 1  # numbers are aligned
 
 
 def test_one_rank_has_no_bubble() -> None:
     lines = drawn(mesh_of(1, 1, 1))
-    assert "bubble" not in lines[1] and len(lines) == 4
+    assert "bubble" not in lines[1] and len(lines) == 5
 
 
 def test_ranks_with_several_stages() -> None:
     lines = drawn(mesh_of(2, 1, 2), schedule="zero_bubble_v")
-    assert [line.split()[:3] for line in lines[3:]] == [
+    assert [line.split()[:3] for line in lines[4:]] == [
         ["0–1", "0,", "3"],
-        ["2–3", "1–2", lines[4].split()[2]],
+        ["2–3", "1–2", lines[5].split()[2]],
     ]
 
 
@@ -71,7 +71,7 @@ def test_memory_that_cannot_be_foreseen_is_unknown(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("looks at numbers")
 
     monkeypatch.setattr("merak.plan.activations.forecast.MemoryModel", fail)
-    assert all(line.endswith(" unknown") for line in drawn(mesh_of(1, 1, 2))[3:])
+    assert all(line.endswith(" unknown") for line in drawn(mesh_of(1, 1, 2))[4:])
 
 
 @pytest.mark.parametrize(

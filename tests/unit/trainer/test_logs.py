@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from merak.trainer import logs
+from merak.trainer.live.figures import Interval
 from merak.trainer.logs import Throughput, announced_level, memory_bytes
 from merak.trainer.tokens import TokenCounter
 
@@ -24,36 +25,36 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_tokens_since_the_last_log(clock: list[float]) -> None:
     counted = Throughput(counts_tokens=True)
     for _ in range(3):
-        counted.add(200)
+        counted.add(200, 4)
     clock[0] = 104.0
-    assert counted.take() == 150.0
-    counted.add(100)
+    assert counted.take() == Interval(seconds=4.0, steps=3, microbatches=12, tokens=600)
+    counted.add(100, 2)
     clock[0] = 105.0
-    assert counted.take() == 100.0
-    assert counted.take() is None
+    assert counted.take() == Interval(1.0, 1, 2, 100)
+    assert counted.take() == Interval(0.0, 0, 0, 0)
 
 
 def test_evaluations_and_checkpoints_are_left_out(clock: list[float]) -> None:
     counted = Throughput(counts_tokens=True)
-    counted.add(100)
+    counted.add(100, 2)
     clock[0] = 102.0  # two seconds of training
     clock[0] = 110.0
     counted.leave_out(102.0)
-    counted.add(100)
+    counted.add(100, 2)
     clock[0] = 112.0
-    assert counted.take() == 50.0
-    counted.add(100)
+    assert counted.take() == Interval(4.0, 2, 4, 200)
+    counted.add(100, 2)
     clock[0] = 130.0  # the same call went on to evaluate after the log
     counted.leave_out(111.0)
     clock[0] = 132.0
-    assert counted.take() == 50.0
+    assert counted.take() == Interval(2.0, 1, 2, 100)
 
 
 def test_pixels_are_no_tokens(clock: list[float]) -> None:
     counted = Throughput(counts_tokens=False)
-    counted.add(100)
+    counted.add(100, 2)
     clock[0] = 104.0
-    assert counted.take() is None
+    assert counted.take() == Interval(4.0, 1, 2, 0)
 
 
 def test_what_tokens_are() -> None:

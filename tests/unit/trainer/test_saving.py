@@ -92,4 +92,4 @@ def test_the_last_checkpoint_is_there_when_the_training_ends(tmp_path: Path) -> 
     run = trainer(tmp_path, save_total_limit=1, greater_is_better=False, **arguments)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "_merak"}

@@ -77,7 +77,7 @@ def test_a_finished_run_that_is_resumed_trains_no_step(
 
     first = train()
     assert first.state.global_step == 3
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint-2", "checkpoint-3"]
+    assert sorted(os.listdir(tmp_path)) == ["_merak", "checkpoint-2", "checkpoint-3"]
     monkeypatch.setattr(merak.MerakTrainer, "training_step", None)
     monkeypatch.setattr(logger, "propagate", True)
     second = train()
@@ -92,11 +92,11 @@ def test_sigterm_saves_before_the_next_step(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         stopped.train()
     assert ended.value.code == preemption.TERMINATED
-    assert os.listdir(tmp_path) == ["checkpoint-3"]
+    assert sorted(os.listdir(tmp_path)) == ["_merak", "checkpoint-3"]
 
 
 def test_sigterm_saves_nothing_where_nothing_is_saved(tmp_path: Path) -> None:
     stopped = trainer(tmp_path, SigtermAfter(3), max_steps=8, save_strategy="no")
     with pytest.raises(SystemExit):
         stopped.train()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["_merak"]  # the record of the run alone

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from merak.cli.page.html import document, svg, table, write_document
 from merak.core.units import size
-from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     from merak.cli.plan.planned import Planned
@@ -17,15 +17,6 @@ if TYPE_CHECKING:
 
 _WIDTH, _LEFT, _ROW = 900, 90, 26
 _HEIGHT = 360
-_STYLE = (
-    "body{margin:24px;background:#fff;font-family:system-ui,sans-serif;color:#1c2733}"
-    "h1{font-size:20px}h2{font-size:16px;margin-top:28px}td,th{padding:2px 10px;text-align:right}"
-    "table{border-collapse:collapse;font-size:13px}div{overflow-x:auto}"
-    "td:first-child{text-align:left}svg{background:#fff}.fit{max-width:100%;height:auto}"
-    "text{font-family:system-ui,sans-serif;font-size:11px;fill:#1c2733}"
-    "@media (max-width:600px){body{margin:12px}}"
-    "@media (prefers-color-scheme:dark){body{background:#12181f;color:#dbe3ec}}"
-)
 
 
 def write_page(path: Path, planned: Planned, request: PlanRequest) -> None:
@@ -39,10 +30,7 @@ def write_page(path: Path, planned: Planned, request: PlanRequest) -> None:
     Raises:
         CommandError: the page cannot be written.
     """
-    try:
-        path.write_text(_page(planned, request), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"the page cannot be written to {path}: {error.strerror}.") from error
+    write_document(path, _page(planned, request))
 
 
 def _page(planned: Planned, request: PlanRequest) -> str:
@@ -54,36 +42,36 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     plans = planned.ranking.plans
     best = plans[0]
     simulation = simulated_pipeline(planned.workload, planned.cluster, best.candidate)
-    title = escape(f"{request.model} on {planned.cluster_name}")
+    title = f"{request.model} on {planned.cluster_name}"
+    pipeline = render_svg([simulated_timeline(simulation)], themed=True)
     parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width,initial-scale=1">',
-        '<meta name="color-scheme" content="light dark">',
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{title}: {escape(describe(best.candidate))}</h1>",
+        f"<h1>{escape(title)}: {escape(describe(best.candidate))}</h1>",
         f"<p>A step takes {best.step_s:.4g} s (± {best.uncertainty:.0%}).</p>",
         _table(plans),
-        f"<h2>Pipeline</h2><div>{render_svg([simulated_timeline(simulation)])}</div>",
+        f'<h2>Pipeline</h2><div class="scroll">{pipeline}</div>',
         f"<h2>Memory by pp rank</h2>{memory_svg(best)}",
         f"<h2>Time and memory</h2>{frontier_svg((*plans, *planned.ranking.fits_nowhere))}",
-        "</body></html>\n",
     ]
-    return "\n".join(parts)
+    return document(title, parts)
 
 
 def _table(plans: Sequence[Price]) -> str:
     from merak.plan.search.explain import describe
 
-    head = "<tr><th>plan</th><th>step</th><th>compute</th><th>bubble</th><th>communication</th>"
+    head = ("plan", "step", "compute", "bubble", "communication", "optimizer", "memory")
     rows = [
-        f"<tr><td>{escape(describe(own.candidate))}</td><td>{own.step_s:.4g} s</td>"
-        f"<td>{own.compute_s:.4g}</td><td>{own.bubble_s:.4g}</td>"
-        f"<td>{own.exposed_communication_s:.4g}</td><td>{own.optimizer_s:.4g}</td>"
-        f"<td>{size(max(own.peak_memory_bytes))}</td></tr>"
+        (
+            describe(own.candidate),
+            f"{own.step_s:.4g} s",
+            f"{own.compute_s:.4g}",
+            f"{own.bubble_s:.4g}",
+            f"{own.exposed_communication_s:.4g}",
+            f"{own.optimizer_s:.4g}",
+            size(max(own.peak_memory_bytes)),
+        )
         for own in plans
     ]
-    table = f"<table>{head}<th>optimizer</th><th>memory</th></tr>{''.join(rows)}</table>"
-    return f"<div>{table}</div>"
+    return table(head, rows)
 
 
 def memory_svg(price: Price) -> str:
@@ -100,7 +88,7 @@ def memory_svg(price: Price) -> str:
         zip(price.peak_memory_bytes, price.device_bytes, strict=True)
     ):
         y = rank * _ROW
-        fill = "#8fd0a0" if peak <= most else "#c8102e"
+        fill = "var(--good)" if peak <= most else "var(--bad)"
         parts.append(f'<text x="0" y="{y + 16}">pp rank {rank}</text>')
         parts.append(
             f'<rect x="{_LEFT}" y="{y + 3}" width="{peak * scale:.1f}" height="18" fill="{fill}"/>'
@@ -108,8 +96,9 @@ def memory_svg(price: Price) -> str:
         parts.append(f'<text x="{_LEFT + peak * scale + 5:.1f}" y="{y + 16}">{size(peak)}</text>')
         if most < float("inf"):
             x = f"{_LEFT + most * scale:.1f}"
-            parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" stroke="#1c2733"/>')
-    return _svg(parts, _ROW * len(price.peak_memory_bytes))
+            parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
+    height = _ROW * len(price.peak_memory_bytes)
+    return svg(parts, _WIDTH, height, "peak memory of every pp rank")
 
 
 def frontier_svg(prices: Sequence[Price]) -> str:
@@ -133,7 +122,7 @@ def frontier_svg(prices: Sequence[Price]) -> str:
         x, y = place(step_s, peak)
         if all(peak < other for _, other, _ in joined):
             joined.append((step_s, peak, own))
-        fill = "#2f5fa8" if own.fits else "#c8102e"
+        fill = "var(--blue)" if own.fits else "var(--bad)"
         label = escape(f"{describe(own.candidate)}: {step_s:.4g} s, {size(peak)}")
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}"><title>{label}</title></circle>'
@@ -141,15 +130,9 @@ def frontier_svg(prices: Sequence[Price]) -> str:
     line = " ".join("{:.1f},{:.1f}".format(*place(*point[:2])) for point in joined)
     bottom = _HEIGHT - 12
     parts += [
-        f'<polyline points="{line}" fill="none" stroke="#2f5fa8"/>',
+        f'<polyline points="{line}" fill="none" stroke="var(--blue)"/>',
         f'<text x="0" y="16">{size(most)}</text><text x="0" y="{_HEIGHT - 42}">0</text>',
         f'<text x="{_LEFT}" y="{bottom}">0 s</text>',
         f'<text x="{_WIDTH - 90}" y="{bottom}">{slowest:.4g} s a step</text>',
     ]
-    return _svg(parts, _HEIGHT)
-
-
-def _svg(parts: Sequence[str], height: int) -> str:
-    size = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fit" {size}>'
-    return "\n".join((head, *parts, "</svg>"))
+    return svg(parts, _WIDTH, _HEIGHT, "plans by time and memory")

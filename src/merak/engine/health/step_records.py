@@ -104,8 +104,10 @@ class _Step:
     """One step of this rank, in marks."""
 
     number: int
+    begin: Mark
     schedule: Schedule | None
     actions: list[tuple[Action, Mark, Mark]]
+    end: Mark = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,46 @@ class StepRecord:
         step: the job's step number.
         schedule: what was run.
         records: per pp rank, its actions in order with start and end, s, on one clock.
+        spans: per pp rank, when it began the step and when it had reduced its gradients, s.
     """
 
     step: int
     schedule: Schedule
     records: tuple[tuple[Record, ...], ...]
+    spans: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStep:
+    """A measured step of one rank, on its host's clock.
+
+    Args:
+        step: the job's step number.
+        schedule: what was run.
+        records: its actions in order with start and end, s.
+        span: when it began the step and when it had reduced its gradients, s.
+    """
+
+    step: int
+    schedule: Schedule
+    records: tuple[Record, ...]
+    span: tuple[float, float]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all actions together."""
+        return sum(end - start for _, start, end in self.records)
+
+    @property
+    def pipeline_s(self) -> float:
+        """Seconds from the step's beginning to the end of the last action."""
+        return max((end for _, _, end in self.records), default=self.span[0]) - self.span[0]
+
+    def earlier(self, seconds: float) -> OwnStep:
+        """The step on a clock that is behind by so many seconds."""
+        moved = tuple((action, s - seconds, e - seconds) for action, s, e in self.records)
+        begin, end = self.span
+        return OwnStep(self.step, self.schedule, moved, (begin - seconds, end - seconds))
 
 
 class StepRecords:
@@ -138,7 +175,7 @@ class StepRecords:
 
     def open(self, number: int) -> None:
         """Open the record of a step; an unfinished one is dropped."""
-        self._open = _Step(number, None, []) if self._steps.maxlen else None
+        self._open = _Step(number, self._clock.mark(), None, []) if self._steps.maxlen else None
 
     def follow(self, schedule: Schedule) -> None:
         """Record the schedule of the step."""
@@ -153,18 +190,24 @@ class StepRecords:
     def close(self) -> None:
         """Close the record of the step; without microbatches, and so a schedule, it is dropped."""
         if self._open is not None and self._open.schedule is not None:
+            self._open.end = self._clock.mark()
             self._steps.append(self._open)
         self._open = None
 
-    def own(self) -> list[tuple[int, Schedule, tuple[Record, ...]]]:
+    def own(self) -> list[OwnStep]:
         """This rank's recorded steps, oldest first, on its host's clock."""
-        marks = [m for step in self._steps for _, *both in step.actions for m in both]
+        marks = [
+            mark
+            for step in self._steps
+            for mark in (step.begin, step.end, *(m for _, *both in step.actions for m in both))
+        ]
         moments = iter(self._clock.seconds(marks))
         result = []
         for step in self._steps:
             assert step.schedule is not None
+            span = next(moments), next(moments)
             records = tuple((action, next(moments), next(moments)) for action, _, _ in step.actions)
-            result.append((step.number, step.schedule, records))
+            result.append(OwnStep(step.number, step.schedule, records, span))
         return result
 
 
@@ -174,17 +217,22 @@ def gather_records(records: StepRecords, mesh: Mesh) -> tuple[StepRecord, ...]:
     Returns:
         Steps, oldest first, on the clock of the pipeline's first rank; the same on every rank.
     """
-    own = records.own()
     behind = _offset_s(mesh)
-    moved = [[(action, s - behind, e - behind) for action, s, e in row] for _, _, row in own]
+    own = [step.earlier(behind) for step in records.own()]
+    moved = [(step.records, step.span) for step in own]
     everyone: list[Any] = [moved]
     group = mesh.group("pp")
     if group is not None:
         everyone = [None] * mesh.pp
         dist.all_gather_object(everyone, moved, group=group)
     return tuple(
-        StepRecord(number, schedule, tuple(tuple(rows[place]) for rows in everyone))
-        for place, (number, schedule, _) in enumerate(own)
+        StepRecord(
+            step.step,
+            step.schedule,
+            tuple(rows[place][0] for rows in everyone),
+            tuple(rows[place][1] for rows in everyone),
+        )
+        for place, step in enumerate(own)
     )
 
 

@@ -28,12 +28,17 @@ def transfer_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """All-gather of a value, in rank order."""
+def gather_objects(value: Any, what: str = "what to save or load on") -> list[Any]:
+    """All-gather of a value, in rank order.
+
+    Args:
+        value: this rank's, which must pickle.
+        what: the value, which the watchdog names while ranks wait for it.
+    """
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    with waiting_for_all("what to save or load on"):
+    with waiting_for_all(what):
         dist.all_gather_object(gathered, value)
     return gathered
 

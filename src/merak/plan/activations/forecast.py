@@ -82,6 +82,18 @@ class Forecast:
         """The memory model, made on first use."""
         return MemoryModel(self._job())
 
+    @cached_property
+    def own_ranks(self) -> tuple[RankMemory, ...] | None:
+        """Forecast memory of every pp rank under the layout's own schedule and policy.
+
+        None where it is not known: code of the model's own may read values, which fake tensors do
+        not have.
+        """
+        try:
+            return self.ranks(self.layout.schedule)
+        except Exception:
+            return None
+
     def ranks(
         self, schedule: Schedule, policy: ActivationPolicy | None = None
     ) -> tuple[RankMemory, ...]:
@@ -232,7 +244,7 @@ class Forecast:
         kernels = None if profile is None else profile.device_type
         owners = stages_of_parameters(graph, partition)
         bounds = stage_bounds(graph, owners, partition)
-        local = self._local_model()
+        local = self.local_model
         programs = tuple(
             local.program(bounds, layout.schedule.stages_of(rank)) for rank in range(mesh.pp)
         )
@@ -261,7 +273,8 @@ class Forecast:
             split=local.split if mesh.tp > 1 and self.options.sub_pipelining == "on" else None,
         )
 
-    def _local_model(self) -> LocalModel:
+    @cached_property
+    def local_model(self) -> LocalModel:
         """The model as a tensor parallel rank runs it: the shared one where it is of this job."""
         graph, shared, options = self.layout.graph, self.local, self.options
         device = fake_device(self.mesh.device)

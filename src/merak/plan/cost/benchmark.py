@@ -44,16 +44,13 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise PlanError(f"device={str(device)!r} cannot be measured; use 'cpu' or 'cuda'.")
-    if cache_dir is None:
-        return _measure(device)
-    path = cache_dir / f"profile-{_machine_key(device)}.json"
-    try:
-        cached = path.read_text(encoding="utf-8", errors="replace")  # which JSON then refuses
-    except OSError:
-        cached = None
-    if cached is not None:
-        return from_json(cached, str(path))
+    known = measured_before(device, cache_dir)
+    if known is not None:
+        return known
     profile = _measure(device)
+    if cache_dir is None:
+        return profile
+    path = _path(cache_dir, device)
     try:
         _write_atomically(path, to_json(profile))
     except OSError as error:
@@ -61,6 +58,30 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
     else:
         logger.info("Measured %s; cached in %s", profile.name, path)
     return profile
+
+
+def measured_before(device: torch.device, cache_dir: Path | None) -> DeviceProfile | None:
+    """Read what an earlier call of `measure` has measured; None where there is nothing.
+
+    Args:
+        device: as of `measure`.
+        cache_dir: as of `measure`.
+
+    Raises:
+        PlanError: a file that is no profile.
+    """
+    if cache_dir is None:
+        return None
+    path = _path(cache_dir, device)
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")  # which JSON then refuses
+    except OSError:
+        return None
+    return from_json(text, str(path))
+
+
+def _path(cache_dir: Path, device: torch.device) -> Path:
+    return cache_dir / f"profile-{_machine_key(device)}.json"
 
 
 def _machine_key(device: torch.device) -> str:

@@ -43,12 +43,28 @@ _STYLE = (
 )
 
 
-def render_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
+_THEMED = (
+    ("text{", "svg text{"),
+    ("#1c2733", "var(--ink)"),
+    ("#5a6775", "var(--quiet)"),
+    ("#d8dee6", "var(--line)"),
+    ("stroke:#fff", "stroke:var(--paper)"),
+    ("stroke:#000", "stroke:var(--ink)"),
+    (".label{", ".label{fill:#1c2733;"),  # on boxes that are as pale in dark mode
+)
+"""Rules of the style → those of a page with variables for its colours."""
+
+
+def render_svg(
+    timelines: Sequence[Timeline], width: int | None = None, *, themed: bool = False
+) -> str:
     """Draw timelines under one another, on one scale, as an SVG document.
 
     Args:
         timelines: what to draw, such as a measured timeline and the simulated one.
         width: of the picture, in pixels; None takes as many as its labels need, within reason.
+        themed: whether it is a part of a page that has variables for its colours (--ink, --quiet,
+            --line, --paper), and no background of its own.
     """
     end_s = max(timeline.end_s for timeline in timelines) or 1.0
     if width is None:
@@ -64,8 +80,12 @@ def render_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}">'
     )
-    background = f'<rect width="{width}" height="{height}" fill="#fff"/>'
-    return "\n".join((head, f"<style>{_STYLE}</style>", background, *parts, "</svg>")) + "\n"
+    style, background = _STYLE, f'<rect width="{width}" height="{height}" fill="#fff"/>'
+    if themed:
+        background = ""
+        for plain, own in _THEMED:
+            style = style.replace(plain, own)
+    return "\n".join((head, f"<style>{style}</style>", background, *parts, "</svg>")) + "\n"
 
 
 def label_width(label: str) -> float:
@@ -73,18 +93,21 @@ def label_width(label: str) -> float:
     return _LABEL_WIDTH * len(label)
 
 
-def fitting_width(timelines: Sequence[Timeline], label_width: Callable[[str], float]) -> int:
+def fitting_width(
+    timelines: Sequence[Timeline], label_width: Callable[[str], float], least: int = WIDTH
+) -> int:
     """Pixels of a picture in which every action has room for its label, within reason.
 
     Args:
         timelines: what is drawn.
         label_width: of a label, in pixels.
+        least: pixels that it has where labels need fewer.
     """
     end_s, action_s = max(timeline.end_s for timeline in timelines), short_action_s(timelines)
     if action_s is None:
-        return WIDTH
+        return least
     needed = (label_width(longest_label(timelines)) + 2) / action_s * end_s
-    return min(max(WIDTH, math.ceil(needed) + LEFT + RIGHT), MOST_WIDTH)
+    return min(max(least, math.ceil(needed) + LEFT + RIGHT), MOST_WIDTH)
 
 
 def render_html(timelines: Sequence[Timeline], width: int | None = None) -> str:
@@ -116,6 +139,8 @@ def _timeline(timeline: Timeline, top: int, scale: float, width: int) -> list[st
     for rank, row in enumerate(timeline.rows):
         y = top + TOP + rank * ROW
         parts.append(f'<text class="rank" x="{LEFT - 8}" y="{y + 15}">rank {rank}</text>')
+        for span in timeline.idle[rank] if timeline.idle else ():
+            parts.extend(_box(span, y, scale, height=BOX))
         # Critical boxes last, so that no neighbour covers their outline.
         for span in sorted(row, key=lambda span: span.is_critical):
             parts.extend(_box(span, y, scale))
@@ -124,7 +149,7 @@ def _timeline(timeline: Timeline, top: int, scale: float, width: int) -> list[st
     return parts
 
 
-def _box(span: Span, y: int, scale: float) -> list[str]:
+def _box(span: Span, y: int, scale: float, height: int | None = None) -> list[str]:
     x, width = LEFT + span.start_s * scale, (span.end_s - span.start_s) * scale
     name = "" if span.kind is None else f"{NAMES[span.kind]}, "
     critical = ", on the critical path" if span.is_critical else ""
@@ -132,8 +157,10 @@ def _box(span: Span, y: int, scale: float) -> list[str]:
         f"{span.label}: {name}{span.detail}{critical}\n{span.start_s:g} to {span.end_s:g}, "
         f"{span.end_s - span.start_s:g} long"
     )
-    height = STRIP if span.kind is None else BOX
+    if height is None:
+        height = STRIP if span.kind is None else BOX
     fills = (REDUCTION_FILL,) if span.kind is None else FILLS[span.kind]
+    fills = (span.fill,) if span.fill else fills
     shade = min(span.shade, len(fills) - 1)
     kind = "box critical" if span.is_critical else "box"
     parts = [

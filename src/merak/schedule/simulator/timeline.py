@@ -25,6 +25,8 @@ class Span:
     is_critical: bool = False
     # What else to say about it where one points at it.
     detail: str = ""
+    # Its colour, where it is not that of its kind.
+    fill: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Timeline:
     # Reductions, which run beside the actions: a thinner row under each rank's; empty if unknown.
     reductions: tuple[tuple[Span, ...], ...]
     end_s: float
+    # Idle times behind the actions of each rank; empty if nobody asks why it is idle.
+    idle: tuple[tuple[Span, ...], ...] = ()
 
 
 def short_action_s(timelines: Sequence[Timeline]) -> float | None:

@@ -91,10 +91,14 @@ def test_a_device_is_read_late_and_its_waits_do_not_count(mesh: Mesh) -> None:
     progress = Progress(clock, 1)
     run_step(progress, 0)
     assert clock.passed == 0
-    # Marks: 1 the forward begins, 2 it has waited, 3 it starts, 4 it ends; 5 and 6 the backward.
+    # Marks: 1 the step begins, 2 the forward begins, 3 it has waited, 4 it starts, 5 it ends;
+    # 6 and 7 the backward; 8 the step ends.
     (step,) = gather_records(progress.records, mesh)
-    assert step.records[0] == ((FORWARD, 0.3, 0.4), (BACKWARD, 0.5, 0.6))
-    assert clock.passed == 6
+    assert step.records[0] == ((FORWARD, 0.4, 0.5), (BACKWARD, 0.6, 0.7))
+    assert step.spans == ((0.1, 0.8),)
+    assert clock.passed == 8
+    (own,) = progress.records.own()
+    assert own.busy_s == pytest.approx(0.2) and own.pipeline_s == pytest.approx(0.6)
 
 
 def test_where_a_device_stands_behind_its_host() -> None:
@@ -106,15 +110,15 @@ def test_where_a_device_stands_behind_its_host() -> None:
     assert status is not None
     assert (status.phase, status.action) == ("step 7", FORWARD)
     assert status.wait == Wait("the activation from", (3,))
-    clock.passed = 3
-    status = progress.device_status()
-    assert status is not None
-    assert (status.action, status.wait) == (FORWARD, None)
     clock.passed = 4
     status = progress.device_status()
     assert status is not None
+    assert (status.action, status.wait) == (FORWARD, None)
+    clock.passed = 5
+    status = progress.device_status()
+    assert status is not None
     assert status.action == BACKWARD
-    clock.passed = 6
+    clock.passed = 7
     assert progress.device_status() is None
     assert not progress.behind
 

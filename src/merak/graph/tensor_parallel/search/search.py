@@ -251,12 +251,15 @@ class Search:
                 break
         return best
 
-    def _late(self, best: Found) -> set[fx.Node]:
-        """Replicated activations whose gradients the ranks all-reduce or gather."""
+    def _late(self, best: Found) -> dict[fx.Node, None]:
+        """Replicated activations whose gradients the ranks all-reduce or gather.
+
+        In the order of the graph: of equal prices the first wins, on every rank the same.
+        """
         layout = self.propagate(best.weights, best.inside)
         assert layout is not None
         return {
-            node
+            node: None
             for node, need in conversions(self.graph, layout)
             if need == REPLICATE_PARTIAL_GRAD
             or (
@@ -268,7 +271,7 @@ class Search:
             )
         }
 
-    def _common(self, late: set[fx.Node]) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
+    def _common(self, late: Collection[fx.Node]) -> Iterator[tuple[fx.Node, frozenset[fx.Node]]]:
         """Latest values from which the same of some others are made: two or more, or a larger one.
 
         As of experts, which read every token several times.
@@ -277,11 +280,11 @@ class Search:
         for node in reversed(self.graph.nodes):
             if node in self._weights or not has_gradient(node):
                 continue
-            reached = frozenset(n for n in late if n is node or self._is_made_from(n, node))
+            reached = [n for n in late if n is node or self._is_made_from(n, node)]
             size = math.prod(shape_of(node))
             larger = [frozenset((n,)) for n in reached if size < math.prod(shape_of(n))]
             # Of one value, side inputs come first, which are no use: one of each size is tried.
-            kinds = [(reached, 0)] if len(reached) > 1 else []
+            kinds = [(frozenset(reached), 0)] if len(reached) > 1 else []
             for kind in (*kinds, *((ends, size) for ends in larger)):
                 if kind not in seen:
                     seen.add(kind)

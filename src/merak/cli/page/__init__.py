@@ -1,0 +1,1 @@
+"""Building blocks of the pages that commands write, each of one file that loads nothing."""

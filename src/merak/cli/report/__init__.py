@@ -1,0 +1,1 @@
+"""`merak report`: the page of a run."""

@@ -1,0 +1,158 @@
+"""Timelines of a step: as measured, with idle times and critical path, over the simulated one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from merak.cli.page.html import table
+from merak.cli.report.advice import milliseconds, percent
+from merak.cli.report.picture import legend_of
+from merak.cli.report.study import StepStudy
+from merak.record.idle import MEANINGS, Cause, Idle
+from merak.schedule.render.svg import fitting_width, label_width, render_svg
+from merak.schedule.simulator.timeline import (
+    Span,
+    Timeline,
+    measured_timeline,
+    simulated_timeline,
+)
+
+FILLS = {
+    Cause.FILL: "#d9d3c3",
+    Cause.DRAIN: "#c5cdd6",
+    Cause.WAIT: "#f3c9a5",
+    Cause.TRANSFER: "#f0a3ad",
+    Cause.HOST: "#e8e29a",
+}
+"""Colours of idle times by their cause."""
+
+_LEAST_WIDTH = 1180
+"""Pixels of the picture, which a desktop's page shows without scrolling."""
+
+_MOST_SPANS = 6000
+"""Boxes of a picture that browsers draw at once; a longer step is shown from its beginning."""
+
+
+def timelines(study: StepStudy) -> str:
+    """Draw the measured step over the simulated one, on one scale.
+
+    Args:
+        study: of the step.
+    """
+    measured, simulated = _measured(study), simulated_timeline(study.simulated)
+    simulated = replace(
+        simulated,
+        title=f"{study.step.schedule.name}, simulated",
+        subtitle="the same order with the median times of each stage, and no time for transfers: "
+        f"{milliseconds(study.simulated.makespan)}, bubble "
+        f"{percent(study.simulated.bubble_fraction)}",
+    )
+    note = ""
+    number = sum(len(row) for row in measured.rows)
+    if number > _MOST_SPANS:
+        until = measured.end_s * _MOST_SPANS / number
+        measured, simulated = _until(measured, until), _until(simulated, until)
+        note = f'<p class="quiet">The first {milliseconds(until)} of the step.</p>'
+    width = fitting_width([measured, simulated], label_width, _LEAST_WIDTH)
+    picture = render_svg([measured, simulated], width, themed=True)
+    entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
+    return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)
+
+
+def idle_table(study: StepStudy) -> str:
+    """A row for each pp rank: how much of the step it computes, and why it is idle.
+
+    Args:
+        study: of the step.
+    """
+    rows = []
+    for rank in range(study.num_ranks):
+        shares = study.shares(rank)
+        cells = [percent(shares[cause]) for cause in Cause]
+        rows.append((f"pp rank {rank}", percent(study.busy(rank)), *cells, _longest(study, rank)))
+    head = ("", "computes", *(cause.value for cause in Cause), "longest wait")
+    return table(head, rows)
+
+
+def meanings() -> str:
+    """Sentences that say what the causes of idle time mean."""
+    parts = [f"<b>{cause.value}</b>: {text}" for cause, text in MEANINGS.items()]
+    return f'<p class="quiet">{"; ".join(parts)}.</p>'
+
+
+def _longest(study: StepStudy, rank: int) -> str:
+    own = [idle for idle in study.idle if idle.rank == rank and idle.awaited is not None]
+    if not own:
+        return ""
+    longest = max(own, key=lambda idle: idle.seconds)
+    return f"{milliseconds(longest.seconds)} for {_awaited(study, longest)}"
+
+
+def _awaited(study: StepStudy, idle: Idle) -> str:
+    assert idle.awaited is not None
+    return f"{study.step.schedule.label(idle.awaited)} of pp rank {idle.on}"
+
+
+def _measured(study: StepStudy) -> Timeline:
+    step, critical = study.step, set(study.critical)
+    plain = measured_timeline(step.schedule, step.records)
+    # Its beginning is the first action's; idle times count from the step's.
+    ahead = min(own[0][1] for own in step.records) - step.begin_s
+    rows = tuple(
+        tuple(
+            replace(
+                span,
+                start_s=span.start_s + ahead,
+                end_s=span.end_s + ahead,
+                is_critical=action in critical,
+            )
+            for span, (action, _, _) in zip(row, records, strict=True)
+        )
+        for row, records in zip(plain.rows, step.records, strict=True)
+    )
+    idle = tuple(
+        tuple(_idle_span(study, own) for own in study.idle if own.rank == rank)
+        for rank in range(study.num_ranks)
+    )
+    return Timeline(
+        title=f"{step.schedule.name}, measured",
+        subtitle=f"step {step.step + 1}: {milliseconds(step.pipeline_s)}, bubble "
+        f"{percent(study.bubble)}",
+        rows=rows,
+        reductions=(),
+        end_s=step.pipeline_s,
+        idle=idle,
+    )
+
+
+def _idle_span(study: StepStudy, idle: Idle) -> Span:
+    begin = study.step.begin_s
+    waits = f"for {_awaited(study, idle)}" if idle.awaited is not None else MEANINGS[idle.cause]
+    return Span(
+        label=f"idle, {idle.cause.value}",
+        kind=None,
+        start_s=idle.start_s - begin,
+        end_s=idle.end_s - begin,
+        detail=waits,
+        fill=FILLS[idle.cause],
+    )
+
+
+def _until(timeline: Timeline, end_s: float) -> Timeline:
+    """The beginning of a timeline."""
+
+    def cut(rows: tuple[tuple[Span, ...], ...]) -> tuple[tuple[Span, ...], ...]:
+        return tuple(
+            tuple(
+                replace(span, end_s=min(span.end_s, end_s)) for span in row if span.start_s < end_s
+            )
+            for row in rows
+        )
+
+    return replace(
+        timeline,
+        rows=cut(timeline.rows),
+        reductions=cut(timeline.reductions),
+        idle=cut(timeline.idle),
+        end_s=min(timeline.end_s, end_s),
+    )

@@ -1,0 +1,97 @@
+"""Agreement of the ranks on what they run: equal programs, partition and schedule.
+
+Every rank derives its own program from the traced graph. The collectives inside meet by their order
+alone, so that ranks with different programs would add up tensors that do not belong together, and
+train on in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from merak.core.errors import PlanError
+from merak.core.mesh import Mesh
+from merak.core.rank0 import has_peers
+from merak.graph.program.program import Program, SegmentProgram
+from merak.graph.weights.rank_agreement import gather_objects
+from merak.plan.layout import Layout
+
+_OF_THIS_PROCESS = re.compile(r"(?<=index=)\d+|(?<=cuda:)\d+|\b0x[0-9a-f]+")
+"""What may differ in the text of equal graphs: numbers of devices, and addresses of objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Digests of what a rank runs.
+
+    Args:
+        job: of what all ranks share: the partition, the schedule and its pipes.
+        segments: of the rewritten segments of the rank's stages, by segment index.
+    """
+
+    job: str
+    segments: Mapping[int, str]
+
+
+def check_programs(program: Program, layout: Layout, mesh: Mesh) -> None:
+    """Check that ranks which hold the same segments run the same operators; a collective.
+
+    Args:
+        program: this rank's, of an ordinary microbatch.
+        layout: the partition and the schedule.
+        mesh: the grid of ranks.
+
+    Raises:
+        PlanError: two ranks differ; on all ranks.
+    """
+    if has_peers(mesh):
+        check_digests(gather_objects(digests_of(program, layout), "the programs of"))
+
+
+def digests_of(program: Program, layout: Layout) -> Digests:
+    """Digests of a rank's program and of its job's layout."""
+    schedule = layout.schedule
+    pipes = (schedule.name, schedule.pipes, schedule.microbatch_pipes)
+    job = _digest((repr(layout.partition), repr(pipes)))
+    own = [segment for stage in program.stages.values() for segment in stage.segments]
+    return Digests(job, {p.segment.index: _digest(_described(p)) for p in own})
+
+
+def check_digests(by_rank: Sequence[Digests]) -> None:
+    """Check that digests of the same things are equal.
+
+    Args:
+        by_rank: of every rank, in rank order.
+
+    Raises:
+        PlanError: some are not.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for rank, found in enumerate(by_rank):
+        if found.job != by_rank[0].job:
+            raise _error(0, rank, "planned different stages or schedules")
+        for index, digest in found.segments.items():
+            other, expected = first.setdefault(index, (rank, digest))
+            if digest != expected:
+                raise _error(other, rank, f"derived different programs for segment {index}")
+
+
+def _described(program: SegmentProgram) -> Iterable[str]:
+    """What decides the collectives of a segment, and when its operators run."""
+    yield _OF_THIS_PROCESS.sub("", str(program.segment.graph))
+    yield repr((program.saved, program.trains, program.selective is None, program.offload is None))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _error(one: int, other: int, what: str) -> PlanError:
+    return PlanError(
+        f"Ranks {one} and {other} have {what}, so that their collectives would not match; give "
+        "all ranks the same script, environment and versions (`merak doctor` compares hosts). If "
+        "they have them, this is a mistake of Merak's: please report it."
+    )
