@@ -21,7 +21,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint format docs examples package bench gpu zoo check clean
+.PHONY: help setup demo test test-slow test-all lint format docs examples package compat bench gpu zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,24 @@ package: $(STAMP) ## build the wheel and the sdist, and train from the wheel in 
 	$(PACKAGE)/venv/bin/python -m pip install --quiet "$$(grep -i '^torch==' constraints.txt)"
 	$(PACKAGE)/venv/bin/python -m pip install --quiet --constraint constraints.txt $(PACKAGE)/dist/*.whl
 	bash .ci/package "$(CURDIR)/$(PACKAGE)/venv/bin"
+
+# Pairs of torch and transformers, the oldest that pyproject.toml allows and the newest there is; the
+# tests are those that meet most of both: tracing, parity with one process, the trainer, schedules.
+OLDEST := torch==2.11.* transformers==5.17.*
+NEWEST := torch transformers
+PAIRS ?= oldest newest
+COMPAT := runs/compat
+COMPAT_TESTS ?= tests/unit/graph tests/unit/test_arguments.py tests/multirank/test_parity.py tests/multirank/test_trainer_arguments.py
+compat: ## run a subset of the tests with the oldest and the newest torch and transformers
+	@for pair in $(PAIRS); do \
+		case $$pair in oldest) versions="$(OLDEST)";; newest) versions="$(NEWEST)";; *) versions="$$pair";; esac; \
+		environment="$(COMPAT)/$$(echo "$$pair" | tr -c '[:alnum:].\n' _)"; \
+		echo "=== $$versions"; \
+		test -x "$$environment/bin/python" || $(PYTHON) -m venv "$$environment" || exit 1; \
+		$$environment/bin/python -m pip install --quiet --upgrade $$(echo "$$versions" | tr , ' ') 'pytest>=9.0' pytest-xdist hypothesis 'peft>=0.18' . || exit 1; \
+		$$environment/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'; \
+		$$environment/bin/python -m pytest -q --numprocesses $(TEST_PROCESSES) -m 'not slow' $(COMPAT_TESTS) || exit 1; \
+	done
 
 bench: ## list the benchmarks and what each measures
 	@for script in $(wildcard benchmarks/*.py); do \

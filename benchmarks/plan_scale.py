@@ -108,6 +108,7 @@ def search_plans(name: str) -> None:
     print(f"{name}: the search for {DEVICES:,} devices and {batch:,} samples a step", flush=True)
     import torch
 
+    from merak.core.garbage import paused_collector
     from merak.plan.cluster.parse import parse_cluster
     from merak.plan.search.explain import describe
     from merak.plan.search.search import search
@@ -124,7 +125,8 @@ def search_plans(name: str) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         master_weights=True,
     )
-    found = search(workload, parse_cluster(f"h100:8x{DEVICES // 8}"))
+    with paused_collector(process_ends=True):
+        found = search(workload, parse_cluster(f"h100:8x{DEVICES // 8}"))
     print(f"  {found.num_candidates:,} candidates, {found.num_priced} priced")
     for own in found.plans:
         memory = max(own.peak_memory_bytes) / 1e9

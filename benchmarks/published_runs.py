@@ -1,6 +1,6 @@
 """Published training runs beside the price that Merak gives them, from data sheets alone.
 
-    python benchmarks/published_runs.py [--sets S1,S2] [--row TEXT] [--suppose unfused|slow-network]
+    python -m benchmarks.published_runs [--sets S1,S2] [--row TEXT] [--suppose unfused|slow-network]
 
 Every row of `data/published_runs.csv` is a model, a layout and the time of an iteration on A100 or
 H100 GPUs, as its authors printed them. The model is built as an ordinary transformers model without
@@ -35,6 +35,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.uncertainty import Error, print_uncertainty
 from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
@@ -288,15 +289,18 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     errors: dict[str, list[float]] = {}
     memory: dict[str, list[float]] = {}
+    own_errors = []
     for row in rows:
         found = best(row, arguments.suppose)
         print(f"| {' | '.join(_cells(row, found, errors, memory))} |", flush=True)
+        own_errors.append(_error(row, found.price))
         gc.collect()
     print()
     for name, own in errors.items():
         _summary(f"{name}, time", own, f"target: mean {TARGETS[name]:.0%}")
     for name, own in memory.items():
         _summary(f"{name}, memory", own, "target: 8%")
+    print_uncertainty(own_errors)
     print(f"{len(rows)} rows in {time.perf_counter() - start:.0f} s")
 
 
@@ -323,6 +327,14 @@ def _cells(
         off = (found.state_gib + found.activations_gib) / published - 1
     memory.setdefault(row.set, []).append(off)
     return [*cells, f"{off:+.1%}"]
+
+
+def _error(row: Row, own: Price) -> Error:
+    """The error of a row's time, with the parts of its price."""
+    parts = (own.compute_s, own.bubble_s, own.exposed_communication_s, own.optimizer_s)
+    compute, bubble, communication, update = (part / own.step_s for part in parts)
+    shares = (compute, bubble, communication, update)
+    return Error(row.set, shares, own.step_s / row.seconds - 1, own.uncertainty)
 
 
 def _layout(candidate: Candidate, row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Steps of Merak at pp=2 against torch.distributed.pipelining's own 1F1B, in turn.
+"""Steps of Merak at pp=2 against torch.distributed.pipelining's own 1F1B or GPipe, in turn.
 
 Two ranks hold the same two stages under both: the same segments of an untied Llama, the same
 weights, microbatches and loss. A step is forward and backward of all microbatches, gradients
@@ -26,12 +26,14 @@ import transformers
 from tools import report
 from tools.models import SIZES, build_model
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from transformers import LlamaForCausalLM
 
 import merak
 
 NUM_STAGES = 2
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+"""Schedules that both have, by Merak's names → torch's classes."""
 
 
 class First(nn.Module):
@@ -85,7 +87,7 @@ def torch_step(
     rank, device = dist.get_rank(), merak.current_mesh().device
     module = (First if rank == 0 else Last)(model, num_layers).to(device).train()
     stage = PipelineStage(module, rank, NUM_STAGES, device)
-    schedule = Schedule1F1B(stage, options.microbatches, next_token_loss)
+    schedule = SCHEDULES[options.schedule](stage, options.microbatches, next_token_loss)
 
     def step() -> None:
         module.zero_grad()
@@ -106,6 +108,7 @@ def merak_step(
         model.train(),
         batch,
         num_microbatches=options.microbatches,
+        schedule=options.schedule,
         partition=(first, 2 + 2 * len(model.model.layers) - first),
     )
 
@@ -192,6 +195,7 @@ def run_pair(options: Any) -> dict[str, Any]:
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
+    parser.add_argument("--schedule", choices=sorted(SCHEDULES), default="1f1b")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="steps that a round measures")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
@@ -207,6 +211,7 @@ def main() -> None:
     tokens = size.batch * options.microbatches * size.sequence
     row = {
         "model": "llama",
+        "schedule": options.schedule,
         "layers": rounds[0]["layers"],
         "microbatches": options.microbatches,
         "tokens a step": tokens,
@@ -218,7 +223,7 @@ def main() -> None:
         "processor ratio": statistics.median(theirs / ours for theirs, ours in used),
         "largest gradient difference": max(found["difference"] for found in rounds),
     }
-    title = "Merak at pp=2 against torch.distributed.pipelining's 1F1B"
+    title = "Merak at pp=2 against torch.distributed.pipelining"
     report.show({title: [row]}, options.json)
 
 

@@ -602,3 +602,25 @@ def checkpointing_is_asked_for(make: Make, folder: Path) -> Seen:
 def gradients_are_clipped_over_epochs(make: Make, folder: Path) -> Seen:
     arguments = {"max_grad_norm": 0.1, "max_steps": -1, "num_train_epochs": 2}
     return trained(make(arguments=arguments, train_dataset=Texts(13)))
+
+
+@scenario()
+def labels_are_smoothed(make: Make, folder: Path) -> Seen:
+    trainer = make(arguments={"label_smoothing_factor": 0.2}, eval_dataset=Texts(8, seed=3))
+    seen = trained(trainer)
+    return seen | {"evaluated": trainer.evaluate()["eval_loss"]}
+
+
+class MeanLoss:
+    """A mean over each microbatch, which the trainer is to divide by their number."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+@scenario()
+def a_loss_is_a_mean(make: Make, folder: Path) -> Seen:
+    return trained(make(MeanLoss, arguments={"max_steps": 2}))

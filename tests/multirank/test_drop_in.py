@@ -108,3 +108,27 @@ def test_own_losses_are_traced_with_the_model(pool: RankPool, cache: str, layout
     for found, own in pool.run(train_with_own_loss, 2, layout, cache):
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
         assert own == pytest.approx(evaluated, rel=1e-4)
+
+
+def train_with_noise(layout: Layout, alpha: float | None) -> tuple[list[float], float]:
+    """Losses of three steps on the same samples, without learning, and of an evaluation."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    given = {"max_steps": 3, "learning_rate": 0.0, "neftune_noise_alpha": alpha}
+    setup = Setup("gpt2", num_microbatches=2, num_samples=8, padded=False, arguments=given)
+    trainer = make_merak(setup, dp, "", train_dataset=Texts(8, padded=False))
+    return losses(trainer), trainer.evaluate(Texts(6))["eval_loss"]
+
+
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((1, 2, 1)), slow((2, 1, 1))])
+def test_noise_of_embeddings_is_the_same_in_every_layout(pool: RankPool, layout: Layout) -> None:
+    [(plain, evaluated)] = pool.run(train_with_noise, 1, (1, 1, 1), None)
+    [(noisy, own)] = pool.run(train_with_noise, 1, (1, 1, 1), 5.0)
+    assert len({round(loss, 4) for loss in plain}) == 1  # every step has all samples
+    assert len({round(loss, 4) for loss in noisy}) == 3  # and noise of its own
+    assert own == pytest.approx(evaluated, rel=1e-5)
+    for found, own in pool.run(train_with_noise, 2, layout, 5.0):
+        torch.testing.assert_close(found, noisy, rtol=1e-4, atol=1e-5)
+        assert own == pytest.approx(evaluated, rel=1e-4)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from transformers import (
     HfArgumentParser,
     Seq2SeqTrainingArguments,
@@ -36,9 +37,6 @@ from merak.graph.tensor_parallel.features import Column, Row
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 
 SOME_VALUES: dict[str, object] = {
-    "label_smoothing_factor": 0.1,
-    "neftune_noise_alpha": 5.0,
-    "torch_empty_cache_steps": 4,
     "activation_checkpointing_kwargs": {"every_n_layers": 2},
     "torch_compile_backend": "inductor",
     "torch_compile_mode": "default",
@@ -196,9 +194,23 @@ def test_arguments_changed_later_are_checked_again(job: Callable[..., None]) -> 
     ],
 )
 def test_accelerator_options(config: object, said: str, job: Callable[..., None]) -> None:
+    arguments(accelerator_config=config)  # which change nothing in one process
+    job(dp=2)
     with pytest.raises(ArgumentsError, match=said):
         arguments(accelerator_config=config)
     arguments(accelerator_config={"non_blocking": True, "even_batches": False})
+
+
+def test_a_state_that_is_to_be_kept_has_to_be_there(job: Callable[..., None]) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ArgumentsError, match="there is none; make an Accelerator or a PartialStat"):
+        arguments(accelerator_config={"use_configured_state": True})
+
+
+def test_errors_of_transformers_are_caught_by_their_types(job: Callable[..., None]) -> None:
+    with pytest.raises(NotImplementedError, match="do not go together: Tried passing") as found:
+        arguments(accelerator_config=AcceleratorConfig)
+    assert isinstance(found.value, ArgumentsError)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ def fresh_state() -> PartialState:
         return PartialState(cpu=current_mesh().device.type == "cpu")
 
 
+def configured_state() -> PartialState:
+    """Return Accelerate's process state as the script has made it.
+
+    Raises:
+        ArgumentsError: it has made none.
+    """
+    if not PartialState._shared_state:
+        raise ArgumentsError(
+            "accelerator_config.use_configured_state=True takes Accelerate's state as it is, but "
+            "there is none; make an Accelerator or a PartialState before the training arguments."
+        )
+    return PartialState()
+
+
 def _refuse_launch_options() -> None:
     for name, instead in REFUSED_VARIABLES.items():
         value = os.environ.get(name, "")

@@ -72,12 +72,8 @@ OPTIMIZATION = {
         "True: the loss is divided by the label tokens of all replicas, as in one process; False: "
         "by each replica's own, then averaged"
     ),
-    "label_smoothing_factor": refused(
-        "the loss is traced with the model; use a model or loss function that smooths labels"
-    ),
-    "neftune_noise_alpha": refused(
-        "it hooks the embedding module, which a traced model does not have; leave it unset"
-    ),
+    "label_smoothing_factor": honoured("the smoothed loss is traced with the model"),
+    "neftune_noise_alpha": honoured("traced with the model; the same noise in every layout"),
 }
 
 PRECISION = {
@@ -101,10 +97,7 @@ MEMORY_AND_SPEED = {
     "use_liger_kernel": refused(_LIGER),
     "liger_kernel_config": refused(_LIGER),
     "use_cache": refused("a cache of keys and values is not an output of training; leave it False"),
-    "torch_empty_cache_steps": refused(
-        "emptying the cache would stop every stage of the pipeline; set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation"
-    ),
+    "torch_empty_cache_steps": honoured("every rank empties its cache behind such a step"),
 }
 
 LOGGING = {
@@ -164,7 +157,8 @@ SAVING = {
         "ranks share the files of a folder; use a file system all nodes see"
     ),
     "enable_jit_checkpoint": refused(
-        "ranks would stop at different steps; Merak saves on SIGTERM, within sigterm_limit_s"
+        "ranks would stop at different steps; Merak saves on SIGTERM, within sigterm_limit_s",
+        layout=Layout.SEVERAL_RANKS,
     ),
     "ignore_data_skip": honoured("as in transformers"),
     "restore_callback_states_from_checkpoint": honoured("as in transformers"),
@@ -233,10 +227,13 @@ DISTRIBUTION = {
 
 ACCELERATOR = {
     "split_batches": refused(
-        "batch sizes are those of one microbatch of one replica; set per_device_train_batch_size"
+        "batch sizes are those of one microbatch of one replica; set per_device_train_batch_size",
+        layout=Layout.DATA_PARALLEL,
     ),
     "dispatch_batches": refused(
-        "every rank reads the columns that its own segments use; leave it unset", False
+        "every rank reads the columns that its own segments use; leave it unset",
+        False,
+        layout=Layout.SEVERAL_RANKS,
     ),
     "even_batches": no_effect(
         "no sample is ever duplicated; the end of an epoch is as in one process"
@@ -246,7 +243,10 @@ ACCELERATOR = {
     "gradient_accumulation_kwargs": honoured(
         "num_steps is `gradient_accumulation_steps`; the other options change no gradient"
     ),
-    "use_configured_state": refused("the state of each rank's Accelerate is made by Merak"),
+    "use_configured_state": refused(
+        "the state of each rank's Accelerate is made by Merak; leave it False",
+        layout=Layout.SEVERAL_RANKS,
+    ),
 }
 """The decisions for the options of `accelerator_config`."""
 

@@ -22,9 +22,9 @@ from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
 from merak.arguments.rules import problems, raise_first
-from merak.arguments.single_process import fresh_state
+from merak.arguments.single_process import configured_state, fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
-from merak.core.errors import ArgumentsError, MerakError
+from merak.core.errors import ArgumentsError, MerakError, caused_by
 from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
@@ -91,7 +91,7 @@ class MerakArguments(TrainingFields):
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError, OSError) as cause:
             message = " ".join(str(cause).split()).rstrip(".")
-            raise ArgumentsError(f"these arguments do not go together: {message}.") from cause
+            raise caused_by(cause, f"these arguments do not go together: {message}.") from cause
 
     def _fill_defaults(self) -> None:
         if current_mesh().device.type == "cpu":
@@ -122,7 +122,9 @@ class MerakArguments(TrainingFields):
     def _setup_devices(self) -> torch.device:
         """Return this rank's device, with Accelerate in single-process mode."""
         mesh = current_mesh()
-        self.distributed_state = fresh_state()
+        config: Any = self.accelerator_config
+        is_configured = getattr(config, "use_configured_state", False)
+        self.distributed_state = configured_state() if is_configured else fresh_state()
         self._n_gpu = 1 if mesh.device.type == "cuda" else 0
         return mesh.device
 

@@ -58,6 +58,20 @@ class RecordError(MerakError):
     """Error about the record of a run that is not there or cannot be read."""
 
 
+def caused_by(cause: Exception, message: str) -> ArgumentsError:
+    """Make an `ArgumentsError` that `except` of its cause's type catches, too.
+
+    Args:
+        cause: what another library has raised; scripts may expect its type.
+        message: one sentence.
+    """
+    if isinstance(cause, ValueError):
+        return ArgumentsError(message)
+    kind = type(cause)
+    both: type[ArgumentsError] = type(ArgumentsError.__name__, (ArgumentsError, kind), {})
+    return both(message)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean …?" where a similar name is known, else "."."""
     lower = {name.lower(): name for name in known}

@@ -41,6 +41,9 @@ def _main_inputs(model: nn.Module | None, batch: Mapping[str, Any]) -> tuple[str
     name = getattr(model, "main_input_name", None)
     if name is None or model is None or "inputs_embeds" in batch:
         return ()
-    parameters = inspect.signature(model.forward).parameters.values()
-    takes = any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
-    return (name,) if takes else ()
+    parameters = inspect.signature(model.forward).parameters
+    if name in parameters:
+        return (name,)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    has_other = any(other in batch for other in parameters if other != "labels")
+    return (name,) if takes_any and not has_other else ()

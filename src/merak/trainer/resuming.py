@@ -42,8 +42,9 @@ def checkpoint_to_resume(
         return _newest_valid(found, Path(output_dir), allow_pickled, reads_all)
     if not isinstance(request, str | os.PathLike) or not os.path.isdir(request):
         raise WeightsError(
-            f"resume_from_checkpoint={request!r} is not a folder; name a checkpoint-… folder that "
-            "Merak wrote, or leave it out to start anew."
+            f"Can't find a valid checkpoint at {request}: resume_from_checkpoint={request!r} is "
+            "not a folder; name a checkpoint-… folder that Merak wrote, or leave it out to start "
+            "anew."
         )
     _check(Path(request), allow_pickled, reads_all)
     return os.fspath(request)
@@ -96,8 +97,8 @@ def _newest_valid(found: list[Path], output_dir: Path, allow_pickled: bool, read
     if problems:
         raise problems[0]
     raise WeightsError(
-        f"resume_from_checkpoint=True, but {output_dir} has no checkpoint-… folder; name one, or "
-        "leave it out to start anew."
+        f"No valid checkpoint found in output directory ({output_dir}): resume_from_checkpoint="
+        "True, but it has no checkpoint-… folder; name one, or leave it out to start anew."
     )
 
 

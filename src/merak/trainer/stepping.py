@@ -14,10 +14,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
+from merak.core.errors import TrainingError
 from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
@@ -162,7 +164,9 @@ class Stepping(Saving):
         Raises:
             DataError: a subclass gives other columns or shapes than the data has.
         """
-        assert self._step is not None
+        if self._step is None:
+            self._refuse_by_hand("training_step", "train()")
+            return super().training_step(model, {**inputs}, num_items_in_batch)
         prepared = self._prepare_inputs(inputs) if inputs else inputs  # a rank may read no column
         if not self._step.add(type(self), prepared):
             return torch.zeros((), device=self.mesh.device)
@@ -170,10 +174,26 @@ class Stepping(Saving):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self._losses = self._run_step(self._step, num_items_in_batch)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         total = self._losses[0]
         for loss in self._losses[1:]:  # one by one, as the loop sums those of a single process
             total = total + loss
         return total
+
+    def _refuse_by_hand(self, method: str, instead: str) -> None:
+        """Refuse a step that a script makes by hand on a rank that has a part of the model.
+
+        Raises:
+            TrainingError: the job has several ranks.
+        """
+        if self.mesh.world_size > 1:
+            raise TrainingError(
+                f"trainer.{method} was called outside of {instead}, but each of the "
+                f"{self.mesh.world_size} ranks has a part of the model, which they run together; "
+                f"call {instead}."
+            )
 
     def _run_step(
         self, step: StepInputs, num_items_in_batch: torch.Tensor | int | None
@@ -213,11 +233,14 @@ class Stepping(Saving):
 
     def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
-        if not counted:
+        is_scaled: bool | None = self.loss_is_scaled_for_ga
+        if is_scaled is None:
             # transformers leaves it to a loss function to scale what it sums over microbatches.
-            is_sum = self.compute_loss_func is not None
-            return 1.0 / (self.mesh.dp if is_sum else num_microbatches)
-        return 1.0 if self.args.average_tokens_across_devices else 1.0 / self.mesh.dp
+            is_scaled = counted or self.compute_loss_func is not None
+        if not is_scaled:
+            return 1.0 / num_microbatches
+        is_total = counted and self.args.average_tokens_across_devices
+        return 1.0 if is_total else 1.0 / self.mesh.dp
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,3 +73,18 @@ class TokenCounter:
         if self.pad_token is not None:
             return int((inputs != self.pad_token).sum())
         return inputs.numel()
+
+    def warn_of_padding(self, kind: object, batch: Mapping[str, Any]) -> None:
+        """Say, as transformers does, that padding is counted as input tokens.
+
+        Args:
+            kind: `include_num_input_tokens_seen`.
+            batch: one of the training's.
+        """
+        knows = "attention_mask" in batch or self.pad_token is not None
+        if str(kind) == "non_padding" and self.main_input in batch and not knows:
+            logging.getLogger("transformers.trainer").warning(
+                "Could not determine method to count non-padding tokens, so that "
+                "num_input_tokens_seen has all of them; give an attention_mask, or a "
+                "processing_class with a pad_token_id."
+            )

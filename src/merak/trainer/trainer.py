@@ -29,6 +29,7 @@ from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
+from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
@@ -208,7 +209,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             )
             return found[0], found[1]
 
-        has_own = type(self).compute_loss is not Trainer.compute_loss
+        overridden = type(self).compute_loss is not Trainer.compute_loss
+        has_own = overridden or (self.label_smoother is not None and compute is None)
         own = calls_model(loss_of_model) if has_own else None
         return GraphSource(
             model=self.model,
@@ -254,9 +256,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
     # ---- data ----
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of this rank's microbatches, with the columns that its segments read.
+        """The loader of this rank's microbatches in training, with the columns that it reads.
 
-        A subclass that overrides it sees and gives the loader of one process.
+        Outside of `train`, and to a subclass that overrides it, it is that of one process.
         """
         if self._overrides_loader:
             return super().get_train_dataloader()
@@ -273,11 +275,13 @@ class MerakTrainer(Stepping, Logging, Trainer):
         elif not self._overrides_loader:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
         if self._overrides_loader:
-            return type(self).get_train_dataloader(self)
+            return as_data_loader(type(self).get_train_dataloader(self))
         return Trainer.get_train_dataloader(self)
 
     def _shard_train_loader(self) -> DataLoader[Any]:
         loader = self._train_loader()
+        if not self.is_in_train:
+            return loader
         self._skipped.start()
         self._rollbacks.start()
         if self.engine is None:
@@ -289,6 +293,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         assert self._counter is not None
         batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
         self.throughput = Throughput(self._counter.counts_tokens(batch))
+        self._counter.warn_of_padding(self.args.include_num_input_tokens_seen, batch)
         columns = engine.columns(self._counter.signature(batch).columns)
         assert self._batch_exchange is not None
         first = digest_columns(batch, columns)
@@ -306,6 +311,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's own parameters."""
         engine = self._engine_of_training()
+        if engine is None:
+            return super().create_optimizer(model)
         kind = str(getattr(self.args.optim, "value", self.args.optim))
         with in_one_sentence(f"optim={kind!r} cannot be made"):
             optimizer: torch.optim.Optimizer = super().create_optimizer(
@@ -318,7 +325,11 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._engine_of_training()
         super().create_optimizer_and_scheduler(num_training_steps)
 
-    def _engine_of_training(self) -> Engine:
+    def _engine_of_training(self) -> Engine | None:
+        """The engine; None in one process without data to trace the model with."""
+        has_data = self.train_dataset is not None or self._overrides_loader
+        if self.engine is None and not has_data and self.mesh.world_size == 1:
+            return None
         return self.engine or self.build_engine(self._train_loader(), self.train_dataset)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -362,6 +373,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
+        dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.
@@ -393,7 +405,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """The loss, logits and labels that the evaluation has computed for this batch."""
-        assert self._evaluation is not None
+        if self._evaluation is None:
+            self._refuse_by_hand("prediction_step", "evaluate() or predict()")
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if ignore_keys is None:
             ignore_keys = []
             if hasattr(self.model, "config"):

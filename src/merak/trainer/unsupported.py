@@ -15,7 +15,7 @@ import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from merak.arguments import MerakArguments
-from merak.core.errors import ArgumentsError, MerakError
+from merak.core.errors import ArgumentsError, MerakError, caused_by
 
 _THEIRS = tuple(
     os.path.dirname(str(module.__file__)) + os.sep
@@ -43,7 +43,7 @@ def in_one_sentence(what: str) -> Iterator[None]:
         if not frames[-1].filename.startswith(_THEIRS):
             raise
         message = " ".join(str(cause).split()).rstrip(".")
-        raise ArgumentsError(f"{what}: {message}.") from cause
+        raise caused_by(cause, f"{what}: {message}.") from cause
 
 
 def refuse_what_needs_all_gradients(args: MerakArguments) -> None:

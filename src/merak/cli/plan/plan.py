@@ -16,6 +16,7 @@ from merak.cli.plan.planned import Planned
 from merak.cli.plan.report import PlanReport, WhatIf, rejected_rows, row_of, samples, text_of
 from merak.cli.plan.request import PlanRequest, pinned_of
 from merak.core.errors import PlanError
+from merak.core.garbage import paused_collector
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ SCRIPT = "train.py"
 @takes(PlanRequest)
 def plan(request: PlanRequest) -> None:
     """Find the fastest way to lay a job out on devices that need not be here."""
-    with stdout_to_stderr():
+    with stdout_to_stderr(), paused_collector(process_ends=True):
         report = plan_report(request)
     show(report, text_of, request.as_json)
 
@@ -90,7 +91,9 @@ def find_plans(request: PlanRequest) -> Planned:
     pinned = pinned_of(request)
     # Heavy imports wait until a command is known to be well formed.
     from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.search.bounds import JobPricing
     from merak.plan.search.degrees import check_degrees
+    from merak.plan.search.fewer_devices import search_some, with_fewer_devices
     from merak.plan.search.node_order import order_of, search_orders
     from merak.plan.search.smallest import fits_nowhere
 
@@ -98,12 +101,17 @@ def find_plans(request: PlanRequest) -> Planned:
     check_degrees(cluster.num_devices, request.global_batch, pinned)
     workload = _workload(request, cluster)
     found = search_orders(workload, cluster, pinned, top=request.top)
+    if not found.ranking.num_candidates:
+        found = search_some(workload, cluster, pinned, request.top) or found
     if not found.ranking.plans:
         what = f"{request.model} with {samples(request.global_batch, workload.sequence)}"
         why = fits_nowhere(what, request.cluster, workload, cluster, pinned, found.ranking)
         raise PlanError(why)
-    name = order_of(found.cluster) if found.is_changed else request.cluster
-    return Planned(workload, found.cluster, name, pinned, found.ranking)
+    is_other = found.is_changed or found.cluster.num_devices < cluster.num_devices
+    name = order_of(found.cluster) if is_other else request.cluster
+    pricing = JobPricing(workload, found.cluster, pinned.microbatch or 1)
+    ranking = with_fewer_devices(found.ranking, pricing, pinned, request.top)
+    return Planned(workload, found.cluster, name, pinned, ranking)
 
 
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
@@ -149,6 +157,7 @@ def _dollars_per_hour(request: PlanRequest, cluster: Cluster) -> float | None:
 def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
     """The best plans with more devices, fewer, a slower network, and a larger batch."""
     from merak.core.errors import MerakError
+    from merak.plan.search.fewer_devices import half_cluster
     from merak.plan.search.search import search
 
     workload, cluster = planned.workload, planned.cluster
@@ -156,7 +165,7 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
     larger.global_batch = 2 * workload.global_batch
     for what, job, devices in (
         ("twice the devices", workload, _doubled(cluster)),
-        ("half the devices", workload, _fewer(cluster)),
+        ("half the devices", workload, half_cluster(cluster)),
         ("half the network", workload, _slower(cluster)),
         ("twice the batch", larger, cluster),
     ):
@@ -170,17 +179,6 @@ def _what_ifs(request: PlanRequest, planned: Planned) -> Iterator[WhatIf]:
 
 def _doubled(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, count=2 * n.count) for n in cluster.nodes))
-
-
-def _fewer(cluster: Cluster) -> Cluster:
-    """Half of the nodes of every kind; where there is one, half of its devices."""
-    return replace(cluster, nodes=tuple(_half(own) for own in cluster.nodes))
-
-
-def _half(own: Nodes) -> Nodes:
-    if own.count > 1:
-        return replace(own, count=own.count // 2)
-    return replace(own, devices_per_node=max(1, own.devices_per_node // 2))
 
 
 def _slower(cluster: Cluster) -> Cluster:

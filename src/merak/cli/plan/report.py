@@ -27,6 +27,7 @@ class PlanRow:
     """One plan, with the names of the command's options.
 
     Args:
+        devices: that it uses.
         dp: data parallel degree.
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
@@ -56,6 +57,7 @@ class PlanRow:
         dollars_per_billion_tokens: where a price is known.
     """
 
+    devices: int
     dp: int
     tp: int
     pp: int
@@ -175,6 +177,7 @@ def row_of(
         dollars = dollars_per_hour / whole * own.world_size * price.step_s / _SECONDS_PER_HOUR
     known = [most for most in price.device_bytes if most < float("inf")]
     return PlanRow(
+        devices=own.world_size,
         dp=own.dp,
         tp=own.tp,
         pp=own.pp,
@@ -294,8 +297,9 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
-    """How every plan lays the job out; cp and ep where a plan has them."""
+    """How every plan lays the job out; cp, ep and devices where plans have them or differ."""
     more = [axis for axis in ("cp", "ep") if any(getattr(row, axis) > 1 for row in plans)]
+    more += ["devices"] * (len({row.devices for row in plans}) > 1)
     rows: list[tuple[str, ...]] = [
         ("#", "dp", "tp", "pp", *more, "microbatches", "zero", "schedule", "recompute")
     ]

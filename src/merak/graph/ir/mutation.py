@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -79,6 +78,8 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
+    if not _mutated_arguments_of(target).arguments:  # of nearly all
+        return []
     return [v for v in written_values(target, node.args, node.kwargs) if isinstance(v, fx.Node)]
 
 
@@ -106,8 +107,18 @@ class _MutatedArguments:
     flag: int | None = None
 
 
-@cache
+_KNOWN: dict[int, tuple[torch._ops.OpOverload, _MutatedArguments]] = {}
+"""By id of the operator, which it keeps alive: operators hash in Python, which takes longer."""
+
+
 def _mutated_arguments_of(target: torch._ops.OpOverload) -> _MutatedArguments:
+    known = _KNOWN.get(id(target))
+    if known is None:
+        known = _KNOWN[id(target)] = (target, _declared(target))
+    return known[1]
+
+
+def _declared(target: torch._ops.OpOverload) -> _MutatedArguments:
     named = enumerate(target._schema.arguments)
     if (flag := UNDECLARED_STATISTICS.get(aten_family(target))) is not None:
         statistics = tuple((i, a.name) for i, a in named if i in RUNNING_STATISTICS)

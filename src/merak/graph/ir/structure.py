@@ -4,10 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+
+
+class Structure:
+    """Structural key of a graph, which is hashed once: keys are long.
+
+    Args:
+        key: of the graph.
+    """
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, key: Any) -> None:
+        self.key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        """Hash of the key."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the keys are equal."""
+        if self is other:
+            return True
+        return isinstance(other, Structure) and self._hash == other._hash and self.key == other.key
+
+
+_STRUCTURES: WeakKeyDictionary[fx.Graph, Structure] = WeakKeyDictionary()
+
+
+def structure_of_graph(graph: fx.Graph) -> Structure:
+    """Structural key of a graph that no longer changes, found once.
+
+    Args:
+        graph: of a segment that is complete.
+    """
+    known = _STRUCTURES.get(graph)
+    if known is None:
+        known = _STRUCTURES[graph] = Structure(structural_key(graph))
+    return known
 
 
 def structural_key(graph: fx.Graph, *, sizes: bool = True) -> Any:

@@ -54,14 +54,14 @@ _MOST_DEVICES = 2**20
 
 
 def _from_text(text: str) -> Cluster:
-    return Cluster(tuple(_nodes_of_text(own) for own in text.split("+")))
+    return Cluster(tuple(_nodes_of_text(own, text) for own in text.split("+")))
 
 
-def _nodes_of_text(text: str) -> Nodes:
+def _nodes_of_text(text: str, whole: str) -> Nodes:
     found = _SHORT.fullmatch(text)
     if found is None:
         raise PlanError(
-            f"cluster={text!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
+            f"cluster={whole!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
             "write for example h100:8x4, or h100:8x4+a100:8x2 for nodes of two kinds."
         )
     size, count = int(found["size"] or 1), int(found["count"] or 1)

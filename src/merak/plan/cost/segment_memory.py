@@ -20,7 +20,7 @@ from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
-from merak.graph.ir.structure import structural_key
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
@@ -99,7 +99,7 @@ class SegmentMemories:
 
     def __call__(self, segment: Segment) -> SegmentMemory:
         """Memory of a segment, by the shapes in its graph."""
-        key = structural_key(segment.graph)
+        key = structure_of_graph(segment.graph)
         if key not in self._known:
             self._known[key] = (self._measure(segment), segment)
         found, known = self._known[key]

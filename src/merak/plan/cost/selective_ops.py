@@ -16,7 +16,7 @@ from torch import fx
 from merak.core.storages import Storages
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
-from merak.graph.ir.structure import structural_key
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work, outputs
@@ -73,7 +73,7 @@ def find_selective_ops(
     known = {} if known is None else known
     found: dict[int, SelectiveOps] = {}
     for segment, saved_bytes in segments:
-        key = (structural_key(segment.graph), saved_bytes)
+        key = (structure_of_graph(segment.graph), saved_bytes)
         if key not in known:
             known[key] = (_find(segment, saved_bytes, profile, device), segment)
         ops, like = known[key]

@@ -36,6 +36,7 @@ class Gradients:
     bytes: dict[str, int] = field(init=False)
     _shard_bytes: dict[str, int] = field(init=False)
     _sharded: frozenset[str] = frozenset()
+    _tied_names: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         """Begin without any gradient."""
@@ -46,6 +47,7 @@ class Gradients:
         self.bytes = ctx.zero.gradient_bytes(trained)
         self._shard_bytes = ctx.zero.gradient_shard_bytes(trained)
         self._sharded = frozenset(ctx.sharded_parameters())
+        self._tied_names = frozenset(name for name, _ in ctx.tied)
         for action in ctx.schedule.actions[ctx.rank]:
             if action.kind in FINAL_KINDS:
                 self._last[action.stage] = action.microbatch
@@ -53,6 +55,17 @@ class Gradients:
     def are_new(self, names: Iterable[str]) -> bool:
         """Whether one of these has no gradient yet."""
         return any(name not in self._exist for name in names)
+
+    def adds_in_place(self, names: Iterable[str], action: Action) -> bool:
+        """Whether a backward adds to gradients that are all there, and nothing else happens.
+
+        Args:
+            names: of the gradients, each of which exists.
+            action: the backward.
+        """
+        if self._sharded or self._reduces(action):
+            return False
+        return self._tied_names.isdisjoint(names)
 
     def add(self, name: str, segment: SegmentProgram, action: Action) -> None:
         """Add the gradient that a segment's backward has computed."""
@@ -74,9 +87,7 @@ class Gradients:
     def reduce(self, name: str, action: Action) -> None:
         """Put a final gradient into the open bucket, and reduce the bucket when it is full."""
         ctx = self.ctx
-        if ctx.bucket_bytes is None or action.kind not in FINAL_KINDS:
-            return
-        if not (self._is_last(action) or ctx.zero.gradients):
+        if ctx.bucket_bytes is None or not self._reduces(action):
             return
         if name in ctx.zero.experts and ctx.zero.expert_replicas == 1:
             return  # no other replica has these experts
@@ -121,6 +132,11 @@ class Gradients:
         for name in names:
             if not self.ledger.has(("shard of", name)):
                 self.ledger.hold(("shard of", name), self._shard_bytes[name], Category.GRADIENTS)
+
+    def _reduces(self, action: Action) -> bool:
+        """Whether gradients are final with an action, and are reduced then."""
+        is_final = action.kind in FINAL_KINDS and self.ctx.bucket_bytes is not None
+        return is_final and (self._is_last(action) or self.ctx.zero.gradients)
 
     def _is_last(self, action: Action) -> bool:
         return action.microbatch == self._last[action.stage]

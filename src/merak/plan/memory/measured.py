@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from merak.graph.ir.ir import Segment
-from merak.graph.ir.structure import structural_key
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerMemories
@@ -58,7 +58,7 @@ class Measured:
         segment = prologue.segment
         if not segment.outputs:
             return 0
-        key = structural_key(segment.graph)
+        key = structure_of_graph(segment.graph)
         if key not in self._prologues:
             sizes = storage_bytes(segment, self._measure.device)
             self._prologues[key] = sum(sizes.values())

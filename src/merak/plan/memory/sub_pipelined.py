@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, batch_size
-from merak.graph.ir.structure import structural_key
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import (
     PieceProgram,
     Rewrite,
@@ -97,7 +97,7 @@ class SplitSegments:
     def _split(self, program: SegmentProgram, measure: Measure) -> SplitMemory | None:
         """Memory of a segment in sub-microbatches; None where it runs whole."""
         segment = self._graph.segments[program.segment.index]
-        key = structural_key(segment.graph)
+        key = structure_of_graph(segment.graph)
         if key not in self._known:
             if self._samples is None:
                 size = batch_size(self._whole)

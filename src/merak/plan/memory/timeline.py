@@ -261,7 +261,8 @@ class MemoryTimeline(StepInterpreter):
         is_first = not is_synchronous or self._gradients.are_new(names)
         taken = memory.first_backward_bytes if is_first else memory.backward_bytes
         self.ledger.record_peak(action, taken, action.stage)
-        for name in names:
+        is_quiet = not is_first and self._gradients.adds_in_place(names, action)
+        for name in () if is_quiet else names:
             self._gradients.add(name, segment, action)
             if not is_synchronous:
                 leaf = ("leaf", action.stage, action.microbatch, name)

@@ -14,7 +14,7 @@ from merak.core.tensor_meta import Signature
 from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.structure import structural_key
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.repeated import RepeatedGraphs
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
@@ -172,7 +172,7 @@ class Workload:
         if form not in self._unique:
             first: dict[Any, int] = {}
             self._unique[form] = tuple(
-                first.setdefault(structural_key(segment.graph), segment.index)
+                first.setdefault(structure_of_graph(segment.graph), segment.index)
                 for segment in self.local_graph(form).segments
             )
         return self._unique[form]

@@ -67,11 +67,15 @@ def _degrees(own: Candidate) -> Iterator[Candidate]:
                 other = replace(own, **degrees)
                 if batch % (other.dp * other.microbatch) == 0:
                     count = batch // (other.dp * other.microbatch)
-                    yield _without_idle(replace(other, num_microbatches=count))
+                    yield without_idle(replace(other, num_microbatches=count))
 
 
-def _without_idle(own: Candidate) -> Candidate:
-    """The same without what its degrees leave nothing to do for."""
+def without_idle(own: Candidate) -> Candidate:
+    """A candidate without what its degrees leave nothing to do for, such as ZeRO at dp=1.
+
+    Args:
+        own: a candidate whose degrees have changed.
+    """
     if own.replicas == 1:
         own = replace(own, zero=0)
     if own.tp == 1:

@@ -30,7 +30,7 @@ from merak.plan.search.ranking import Rejected
 from merak.schedule import registry
 
 MOST_MICROBATCH = 8
-"""Largest microbatch that is searched; larger ones can be pinned."""
+"""Largest microbatch that is searched; twice as many are tried where it is the best plan's."""
 
 SCHEDULES: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
     {
@@ -202,7 +202,7 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
         yield microbatch
         microbatch *= 2
     if samples % microbatch == 0:
-        space.reject(f"microbatch≥{microbatch}", "not searched, but can be pinned")
+        space.reject(f"microbatch≥{microbatch}", "tried where the best plan has half as many")
 
 
 def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterator[Candidate]:

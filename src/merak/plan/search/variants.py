@@ -1,7 +1,7 @@
 """Variants of the fastest plan that a search prices, and of no other, since each takes long.
 
-Whole experts on every rank need another rewrite of the graph, and recomputation that fills the
-memory weighs every segment of every pp rank.
+Whole experts on every rank need another rewrite of the graph, larger microbatches another trace,
+and recomputation that fills the memory weighs every segment of every pp rank.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from merak.plan.search.bounds import Pricing
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import memory_rejection
 from merak.plan.search.ranking import Ranking, Refusal, Rejected
+from merak.plan.search.space import MOST_MICROBATCH
 
 _RECOMPUTES_SOME = ("selective", "full")
 
@@ -29,9 +30,10 @@ def with_variants(
     top: int,
     refusal: Refusal | None,
 ) -> Ranking:
-    """The ranking with variants of its fastest layout: whole experts, then `recompute="auto"`.
+    """The ranking with variants of its fastest layout.
 
-    A plan that recomputes nothing has nothing to gain from the second.
+    These are larger microbatches, where it has the largest that is searched; whole experts; and
+    `recompute="auto"`, of which a plan that recomputes nothing has nothing to gain.
 
     Args:
         found: the ranking, maybe without a plan.
@@ -41,6 +43,8 @@ def with_variants(
         top: plans that are wanted.
         refusal: says which layouts the job cannot have, whatever the model; None for none.
     """
+    if found.plans and pinned.microbatch is None:
+        found = _with_larger_microbatches(found, pricing, top, refusal)
     if found.plans and pinned.ep is None:
         best = found.plans[0].candidate
         ep = _whole_experts(best, workload)
@@ -52,6 +56,28 @@ def with_variants(
         if best.recompute in _RECOMPUTES_SOME:
             variant = replace(best, recompute="auto", partition=None)
             found = _with_variant(found, variant, "recompute", pricing, top, refusal)
+    return found
+
+
+def _with_larger_microbatches(
+    found: Ranking, pricing: Pricing, top: int, refusal: Refusal | None
+) -> Ranking:
+    """The ranking with twice the microbatch of the fastest plan, as long as that is faster."""
+    while True:
+        best = found.plans[0].candidate
+        if best.microbatch < MOST_MICROBATCH or best.num_microbatches % 2:
+            break
+        variant = replace(
+            best,
+            microbatch=2 * best.microbatch,
+            num_microbatches=best.num_microbatches // 2,
+            partition=None,
+        )
+        if pricing.rough_bytes(variant) > pricing.device_bytes:
+            break
+        found = _with_variant(found, variant, "microbatch", pricing, top, refusal)
+        if found.plans[0].candidate.microbatch != variant.microbatch:
+            break
     return found
 
 

@@ -127,3 +127,16 @@ def test_the_memory_between_two_plans_is_filled() -> None:
     assert best.fits and best.candidate.recompute not in ("off", "selective", "full")
     assert found.plans[1].candidate.recompute in ("selective", "full")
     assert max(best.peak_memory_bytes) > max(found.plans[1].peak_memory_bytes)
+
+
+def test_larger_microbatches_are_priced_where_the_largest_that_is_searched_is_the_best():
+    double = Double(weights=(0.05, 0.02, 0.3, 40.0, 0.01), device_bytes=10_000.0)
+    only = Pinned(ep=1, recompute="off")
+    job = job_of(8, 1024, 9)
+    found = search_job(job, double, only, 3)
+    assert found.plans[0].candidate.microbatch == 8
+    after = with_variants(found, workload_of(None), double, only, 3, None)
+    best = after.plans[0]
+    assert best.candidate.num_microbatches == 1  # all samples of a replica at once
+    assert best.candidate.microbatch * best.candidate.dp == 1024
+    assert best.step_s < found.plans[0].step_s

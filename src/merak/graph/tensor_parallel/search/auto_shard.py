@@ -17,6 +17,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.search.cost import Transfer
 from merak.graph.tensor_parallel.search.search import Search
@@ -164,19 +165,13 @@ def limits_of(model: ModelGraph) -> dict[str, int]:
 
 def structure_of(task: SegmentTask) -> Iterator[Any]:
     """Key of a segment's search: its operators, their shapes, and what is given."""
-    place = {node: i for i, node in enumerate(task.segment.graph.nodes)}
-    for node in task.segment.graph.nodes:
-        what: tuple[Any, ...] = ()
-        if node.op == "placeholder":
-            kind, name = node.meta["kind"], node.meta["name"]
-            what = (kind,)
-            if kind is Kind.PARAMETER:
-                given = task.given.get(name)
-                split = given and (given, given.dim)
-                what = (kind, split, name in task.replicated, name in task.heads)
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{place[n]}")
-        shown = "" if node.op == "placeholder" else f"{node.target} {args}"
-        yield node.op, shown, str(node.meta.get("tensor")), what
+    yield structure_of_graph(task.segment.graph)
+    for node in task.segment.graph.find_nodes(op="placeholder"):
+        kind, name = node.meta["kind"], node.meta["name"]
+        if kind is Kind.PARAMETER:
+            given = task.given.get(name)
+            split = given and (given, given.dim)
+            yield split, name in task.replicated, name in task.heads
 
 
 def _carried_over(like: Segment, split: SegmentSharding, segment: Segment) -> SegmentSharding:
