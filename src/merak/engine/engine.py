@@ -476,6 +476,15 @@ class Engine:
         """
         return gather_records(self.progress.records, self.mesh)
 
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Gather a value of every rank of the job, by rank; all ranks call it together.
+
+        Args:
+            value: this rank's, which must pickle.
+            what: the value as a noun, which the watchdog names while ranks wait for it.
+        """
+        return self._state.gather(value, what)
+
     def connect_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Let an optimizer's steps reach the model; refuse one that cannot step its gradients.
 

@@ -32,6 +32,7 @@ from merak.data.digest import digest_columns
 from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
+from merak.engine.health.figures import memory_bytes
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -48,7 +49,7 @@ from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
-from merak.trainer.logs import Logging, Throughput, announced_level, memory_bytes
+from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
