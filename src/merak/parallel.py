@@ -30,7 +30,9 @@ from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine, build_engine
+from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.own_loop import plan_loop
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
@@ -301,7 +303,7 @@ def parallelize(
         locate_nan: run such a step once more, and name the source line where it appeared.
         plan: "auto" searches the layout: num_microbatches, and options that are left out. A step
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.
-        cluster: the devices of plan="auto", as of `MerakArguments`.
+        cluster: the devices, for what is "auto", as of `MerakArguments`.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
 
@@ -312,14 +314,14 @@ def parallelize(
         MeshError: `merak.init` has not been called.
         MerakError: the model, the batch and the degrees do not fit together.
     """
-    device = current_mesh().device
-    check_autocast(autocast, device)
+    check_autocast(autocast, device := current_mesh().device)
     make_whole(model)
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     source = GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
     given = _todays_options(options)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
+    drop_layers(source, chosen)
     engine, num_microbatches = _build(source, columns, chosen, plan, cluster, given.keys())
     scaler = LossScale() if autocast == torch.float16 else None
     if engine.updates_inside:
@@ -357,12 +359,13 @@ def _build(
 ) -> tuple[Engine, int]:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
     mesh = current_mesh()
+    cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
-        cache = Path(default_trace_cache()) if default_trace_cache() else None
         batch = samples_of(columns, signature(columns).columns)
         mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
     else:
         sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
+    options = choose_reductions(mesh, source.model, options, cluster, cache)
     engine = build_engine(source, sample, mesh, options)
     if idle := engine.idle_pipeline("num_microbatches"):
         warn_on_rank0(logger, "%s", idle)

@@ -30,6 +30,8 @@ from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
 from merak.engine import Engine, build_engine
+from merak.engine.layer_dropping import drop_layers
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -164,6 +166,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
+        options = choose_reductions(
+            self.mesh, self.model, options, self.args.cluster, source.cache_dir
+        )
         self.engine = build_engine(source, columns, self.mesh, options)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
@@ -181,7 +186,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         """
         columns, self._plain = split_non_tensors(batch)
         self._counter = self._make_counter()
-        return self._graph_source(), self._counter.signature(columns).columns
+        source = self._graph_source()
+        drop_layers(source, self._engine_options())
+        return source, self._counter.signature(columns).columns
 
     def _graph_source(self) -> GraphSource:
         compute = self.compute_loss_func
