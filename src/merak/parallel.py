@@ -33,7 +33,9 @@ from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
+from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.own_loop import plan_loop
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_state import rank_state
 from merak.engine.recording.description import describe_job
@@ -329,7 +331,7 @@ def parallelize(
         locate_nan: run such a step once more, and name the source line where it appeared.
         plan: "auto" searches the layout: num_microbatches, and options that are left out. A step
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.
-        cluster: the devices of plan="auto", as of `MerakArguments`.
+        cluster: the devices, for what is "auto", as of `MerakArguments`.
         run_record: folder in which calls of `figures` keep the record that `merak report` shows.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
@@ -346,6 +348,7 @@ def parallelize(
     source = _source(model, loss_fn, plain, autocast)
     given = _todays_options(options)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
+    drop_layers(source, chosen)
     built = _build(source, columns, chosen, plan, cluster, given.keys())
     scaler = LossScale() if autocast == torch.float16 else None
     if built.engine.updates_inside:
@@ -397,12 +400,13 @@ def _build(
 ) -> _Built:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
     mesh = current_mesh()
+    cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
-        cache = Path(default_trace_cache()) if default_trace_cache() else None
         batch = samples_of(columns, signature(columns).columns)
         mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
     else:
         sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
+    options = choose_reductions(mesh, source.model, options, cluster, cache)
     _, process_bytes = memory_bytes(mesh.device)
     engine, forecast = build_with_forecast(source, sample, mesh, options)
     if idle := engine.idle_pipeline("num_microbatches"):

@@ -207,6 +207,8 @@ class Engine:
         self._refuse_retired()
         state = self._state
         state.program_for.refresh()
+        if state.layer_dropping is not None:
+            state.layer_dropping.start_step(step, state.buffers)
         batches = self._with_numbers(batches)
         check_indices(state, f"step {step + 1}", signatures, batches, True)
         check_counts(state, len(signatures), update is not None)

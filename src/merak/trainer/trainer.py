@@ -33,6 +33,8 @@ from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
+from merak.engine.layer_dropping import drop_layers
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -172,6 +174,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
+        options = choose_reductions(
+            self.mesh, self.model, options, self.args.cluster, source.cache_dir
+        )
         _, process_bytes = memory_bytes(self.mesh.device)
         self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
         if trains:
@@ -192,7 +197,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         """
         columns, self._plain = split_non_tensors(batch)
         self._counter = self._make_counter()
-        return self._graph_source(), self._counter.signature(columns).columns
+        source = self._graph_source()
+        drop_layers(source, self._engine_options())
+        return source, self._counter.signature(columns).columns
 
     def _graph_source(self) -> GraphSource:
         compute = self.compute_loss_func

@@ -137,6 +137,7 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         master_weights=request.master_weights,
     )
     workload.gradient_compression = request.gradient_compression
+    workload.hierarchical_reductions = request.hierarchical_reductions
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
     return workload
 
