@@ -28,16 +28,25 @@ from merak.core.errors import (
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
+from merak.core.tensor_meta import Signature
 from merak.data import drop_non_tensors, signature, split_non_tensors
-from merak.engine import Engine, build_engine
+from merak.engine import Engine
+from merak.engine.build import build_with_forecast
+from merak.engine.health.figures import memory_bytes
+from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.own_loop import plan_loop
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_state import rank_state
+from merak.engine.recording.description import describe_job
+from merak.engine.recording.loop import LoopFigures
+from merak.engine.recording.recorder import RunRecorder
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
+from merak.plan.activations.forecast import Forecast
 from merak.plan.engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
@@ -70,6 +79,7 @@ class ParallelModel:
         scaler: the loss scale of fp16; None for other precisions.
         not_finite: what becomes of steps whose loss or gradient is not finite; None looks at none.
         plain: arguments in every batch that are no tensors.
+        loop: the figures of its steps; None for those of a loop that is not recorded.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class ParallelModel:
         scaler: LossScale | None = None,
         not_finite: NotFinite | None = None,
         plain: Mapping[str, Any] = MappingProxyType({}),
+        loop: LoopFigures | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -96,6 +107,7 @@ class ParallelModel:
         engine.connect_optimizer(self.optimizer)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
+        self._loop = loop or LoopFigures(engine, None, None)
 
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Train on one batch: forward, backward, reduction, clipping, optimizer.
@@ -118,6 +130,7 @@ class ParallelModel:
         """
         microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
+        self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
         signatures = [signature(b).columns for b in microbatches]
         loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
@@ -135,7 +148,23 @@ class ParallelModel:
         if not self._skips(loss, locate) and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
+        self._loop.end_step(self.num_microbatches * self.engine.mesh.dp)
         return loss
+
+    def figures(self, **logged: float) -> dict[str, float]:
+        """Figures of the steps since the last call, for a logger; all ranks call it together.
+
+        With `run_record`, they become a log of the run's record, too.
+
+        Args:
+            **logged: figures of the loop, such as `loss=float(loss)` and `learning_rate=…`.
+
+        Returns:
+            The same on every rank, with those of the loop: `step_seconds`, `bubble`, memory in GB
+            of the fullest rank and of each pp rank, and `mfu` where `run_record` is given and the
+            device's peak is known.
+        """
+        return self._loop.take(self.num_steps, logged)
 
     def _skips(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
         """Clip the gradients, and tell whether the step is left out; the same on every rank."""
@@ -279,6 +308,7 @@ def parallelize(
     locate_nan: bool = False,
     plan: str | None = None,
     cluster: str | None = None,
+    run_record: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ParallelModel:
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
@@ -301,7 +331,8 @@ def parallelize(
         locate_nan: run such a step once more, and name the source line where it appeared.
         plan: "auto" searches the layout: num_microbatches, and options that are left out. A step
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.
-        cluster: the devices of plan="auto", as of `MerakArguments`.
+        cluster: the devices, for what is "auto", as of `MerakArguments`.
+        run_record: folder in which calls of `figures` keep the record that `merak report` shows.
         **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
             `schedule`, `recompute` and `memory_budget`; and `seed`.
 
@@ -312,20 +343,32 @@ def parallelize(
         MeshError: `merak.init` has not been called.
         MerakError: the model, the batch and the degrees do not fit together.
     """
+    not_finite = _not_finite(nan_policy, locate_nan)
+    columns, plain = split_non_tensors(example_batch)
+    source = _source(model, loss_fn, plain, autocast)
+    given = _todays_options(options)
+    chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
+    drop_layers(source, chosen)
+    built = _build(source, columns, chosen, plan, cluster, given.keys())
+    scaler = LossScale() if autocast == torch.float16 else None
+    if built.engine.updates_inside:
+        _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
+    loop = _loop_figures(built, autocast, run_record)
+    rest = (optimizer, max_grad_norm, scaler, not_finite, plain, loop)
+    return ParallelModel(model, built.engine, built.num_microbatches, *rest)
+
+
+def _source(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    plain: Mapping[str, Any],
+    autocast: torch.dtype | None,
+) -> GraphSource:
+    """The model as it is to be traced, with all of its weights."""
     device = current_mesh().device
     check_autocast(autocast, device)
     make_whole(model)
-    not_finite = _not_finite(nan_policy, locate_nan)
-    columns, plain = split_non_tensors(example_batch)
-    source = GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
-    given = _todays_options(options)
-    chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
-    engine, num_microbatches = _build(source, columns, chosen, plan, cluster, given.keys())
-    scaler = LossScale() if autocast == torch.float16 else None
-    if engine.updates_inside:
-        _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
-    rest = (optimizer, max_grad_norm, scaler, not_finite, plain)
-    return ParallelModel(model, engine, num_microbatches, *rest)
+    return GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
 
 
 def _searches_plan(plan: str | None, mesh: Mesh, num_microbatches: int) -> bool:
@@ -354,19 +397,52 @@ def _build(
     plan: str | None,
     cluster: str | None,
     named: Collection[str],
-) -> tuple[Engine, int]:
+) -> _Built:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
     mesh = current_mesh()
+    cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
-        cache = Path(default_trace_cache()) if default_trace_cache() else None
         batch = samples_of(columns, signature(columns).columns)
         mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
     else:
         sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
-    engine = build_engine(source, sample, mesh, options)
+    options = choose_reductions(mesh, source.model, options, cluster, cache)
+    _, process_bytes = memory_bytes(mesh.device)
+    engine, forecast = build_with_forecast(source, sample, mesh, options)
     if idle := engine.idle_pipeline("num_microbatches"):
         warn_on_rank0(logger, "%s", idle)
-    return engine, options.num_microbatches
+    return _Built(engine, options.num_microbatches, forecast, sample, process_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """Engine of a rank, and what it was built from.
+
+    Args:
+        engine: of this rank.
+        num_microbatches: parts of every batch.
+        forecast: of the job.
+        sample: columns of a microbatch.
+        process_bytes: of this process before it had its weights; None where it is not known.
+    """
+
+    engine: Engine
+    num_microbatches: int
+    forecast: Forecast
+    sample: Signature
+    process_bytes: int | None
+
+
+def _loop_figures(
+    built: _Built, autocast: torch.dtype | None, run_record: str | os.PathLike[str] | None
+) -> LoopFigures | None:
+    """Figures of a loop whose run is recorded; None where it is not."""
+    if run_record is None:
+        return None
+    cache = Path(default_trace_cache()) if default_trace_cache() else None
+    found = describe_job(built.forecast, built.sample, cache, autocast, built.process_bytes)
+    recorder = RunRecorder(built.engine.mesh, os.fspath(run_record), found.job)
+    return LoopFigures(built.engine, recorder, found.utilisation)
 
 
 def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:

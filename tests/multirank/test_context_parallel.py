@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -301,3 +303,59 @@ def test_lengths_that_the_degree_does_not_divide(pool: RankPool) -> None:
         assert own_losses == pytest.approx(losses, rel=1e-5)
         for name, value in expected.items():
             assert torch.allclose(own[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def evaluated(cp: int, dp: int, folder: str) -> list[tuple[float, torch.Tensor]]:
+    """Loss and logits of samples of unequal lengths and numbers of labels, before and after steps.
+
+    Batches of two are as long as their longest sample; cp does not divide the lengths of some.
+    """
+    merak.init(cp=cp, dp=dp, device="cpu")
+    args = merak.MerakArguments(
+        output_dir=folder, per_device_train_batch_size=2 // dp, per_device_eval_batch_size=2,
+        max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True, log_level="error",
+        save_strategy="no",
+    )  # fmt: skip
+    samples = samples_of_lengths()
+    trainer = merak.MerakTrainer(
+        model=cases.build("llama", "sdpa"), args=args, data_collator=padded,
+        train_dataset=samples_of_lengths([8] * 8), eval_dataset=samples,
+    )  # fmt: skip
+    found = []
+    for _ in range(2):
+        loss = trainer.evaluate()["eval_loss"]
+        predicted = trainer.predict(samples).predictions
+        found.append((loss, torch.as_tensor(predicted)))
+        trainer.train()
+    return found
+
+
+def samples_of_lengths(lengths: Sequence[int] = (8, 7, 5, 3, 6, 8, 4)) -> list[dict[str, Any]]:
+    """Samples of some lengths, the first of whose labels do not count."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(2, cases.VOCABULARY, (n,), generator=generator) for n in lengths]
+    return [{"input_ids": own, "labels": [-100, *own[1:].tolist()]} for own in ids]
+
+
+def padded(samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch as long as its longest sample."""
+    length = max(len(sample["labels"]) for sample in samples)
+    made = {"input_ids": torch.zeros(len(samples), length, dtype=torch.int64)}
+    made["attention_mask"] = torch.zeros_like(made["input_ids"])
+    made["labels"] = torch.full_like(made["input_ids"], -100)
+    for row, sample in enumerate(samples):
+        size = len(sample["labels"])
+        made["input_ids"][row, :size] = torch.as_tensor(sample["input_ids"])
+        made["labels"][row, :size] = torch.as_tensor(sample["labels"])
+        made["attention_mask"][row, :size] = 1
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cp", "dp"), [(2, 1), (2, 2)])
+def test_evaluation_of_unequal_lengths(pool: RankPool, tmp_path: Path, cp: int, dp: int) -> None:
+    (expected,) = pool.run(evaluated, 1, 1, 1, str(tmp_path))
+    for found in pool.run(evaluated, cp * dp, cp, dp, str(tmp_path)):
+        for (loss, logits), (own_loss, own_logits) in zip(expected, found, strict=True):
+            assert own_loss == pytest.approx(loss, rel=1e-5)
+            torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-5)

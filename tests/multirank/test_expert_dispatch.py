@@ -81,6 +81,7 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         slow("jetmoe", {"dp": 2, "ep": 2}, {"recompute": "full"}),
         slow("llama4", {"dp": 2, "ep": 2}, {}),
         slow("gshard", {"dp": 2, "ep": 2}, {}),
+        slow("looped", {"dp": 2, "ep": 2}, {"zero": 1}),
         slow("mixtral", {"dp": 2, "cp": 2, "ep": 4}, {}),
         slow("mixtral", {"dp": 4, "ep": 2}, {"zero": 3}),
         slow("gpt_oss", {"dp": 2, "ep": 2}, {"zero": 3}),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from merak.core.health.timeouts import extend_timeouts
@@ -15,6 +18,7 @@ from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.ir import Action, Kind
 from merak.schedule.simulator.timeline import measured_timeline
+from tests.multirank.ranks import RankPool
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
 
@@ -71,3 +75,50 @@ def test_steps_are_recorded_on_one_clock(pool) -> None:
             spans = [record for own in step.records for record in own]
             makespan_s = max(end for _, _, end in spans) - min(start for _, start, _ in spans)
             assert measured_timeline(step.schedule, step.records).end_s == makespan_s
+
+
+def loop_of_its_own(folder: str) -> tuple[list[dict[str, float]], Any]:
+    """Figures of a user's own loop, and on rank 0 the record of its run."""
+    import merak
+    from merak.record.files import read_run
+
+    mesh = merak.init(pp=2, device="cpu")
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 16)}
+    parallel = merak.parallelize(
+        Blocks(),
+        batch,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        num_microbatches=4,
+        run_record=folder,
+    )
+    found = []
+    for _ in range(2):
+        for _ in range(2):
+            loss = parallel.step(batch)
+        found.append(parallel.figures(loss=float(loss)))
+    return found, read_run(folder) if mesh.rank == 0 else None
+
+
+class Blocks(torch.nn.Module):
+    """Four equal blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.square().mean()
+
+
+def test_a_loop_of_its_own_is_recorded(pool: RankPool, tmp_path: Path) -> None:
+    (figures, record), (others, nothing) = pool.run(loop_of_its_own, 2, str(tmp_path))
+    assert nothing is None and len(figures) == 2
+    assert [own["bubble"] for own in figures] == [own["bubble"] for own in others]
+    assert all(own["step_seconds"] > 0 and own["memory_gb_pp1"] > 0 for own in figures)
+    assert [log.step for log in record.logs] == [2, 4]
+    assert [log.figures["loss"] for log in record.logs] == [own["loss"] for own in figures]
+    assert [step.step for step in record.steps] == [0, 1, 2, 3]
+    assert record.job.model == "Blocks" and len(record.job.stages) == 2

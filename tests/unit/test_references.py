@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from merak.cli.recipe.schema import DataRecipe
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "merak"
@@ -70,9 +73,16 @@ def _has(found: Any, names: list[str]) -> bool:
     return True
 
 
+def is_field(text: str) -> bool:
+    """Whether a text is a field of a recipe's section `data`, which is also a folder's name."""
+    return text.removeprefix("data.") in {part.name for part in dataclasses.fields(DataRecipe)}
+
+
 def is_broken(text: str) -> bool:
     """Whether a quoted text names a module, file or name of this repository that is not there."""
-    text = text.partition("(")[0].strip()
+    text = re.split(r"[(:]", text)[0].strip()
+    if is_field(text):
+        return False
     if text in OF_USERS or "NAME" in text or hasattr(builtins, text):
         return False
     if DOTTED.fullmatch(text):

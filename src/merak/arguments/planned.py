@@ -79,6 +79,7 @@ def planned_arguments(plan: PlanFile) -> dict[str, Any]:
         "master_weights": plan.master_weights,
         "gradient_sums": plan.gradient_sums,
         "gradient_compression": plan.gradient_compression,
+        "hierarchical_reductions": plan.hierarchical_reductions,
         **layout_arguments(plan.candidate),
     }
 

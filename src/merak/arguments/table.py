@@ -111,7 +111,9 @@ LOGGING = {
         "every host has the same losses, so rank 0 of the job alone logs and prints"
     ),
     "log_level": honoured("the level of rank 0"),
-    "log_level_replica": honoured("the level of every other rank"),
+    "log_level_replica": honoured(
+        "the level of every other rank; errors alone where it is not given"
+    ),
     "include_num_input_tokens_seen": honoured("counted over all replicas"),
     "disable_tqdm": honoured(
         "rank 0 writes a line for each log, also in a terminal; else it draws a panel there"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
-from merak.arguments.fields import OWN_FIELDS, TrainingFields, take_checkpointing
+from merak.arguments.fields import OWN_FIELDS, TrainingFields, given_arguments, take_checkpointing
 from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
@@ -96,6 +96,8 @@ class MerakArguments(TrainingFields):
     def _fill_defaults(self) -> None:
         if current_mesh().device.type == "cpu":
             self.dataloader_pin_memory = False  # as transformers does with use_cpu
+        if "log_level_replica" not in given_arguments(self):
+            self.log_level_replica = "error"  # rank 0 warns of what they would, too
         if self.trace_cache is None:
             self.trace_cache = default_trace_cache()
         self.trace_cache = os.path.expanduser(self.trace_cache)

@@ -19,6 +19,7 @@ from merak.cli.rehearse import rehearse
 from merak.cli.report.report import report
 from merak.cli.schedule import schedule
 from merak.cli.starter.init import init
+from merak.cli.starter.recipes import recipes
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.doctor.failed_start import advise
@@ -72,9 +73,13 @@ app.command(
 )(rehearse)
 app.command("doctor", epilog="Example: merak doctor --ranks 4")(doctor)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
-app.command("train", epilog="Example: merak train examples/train_recipe.yaml --device cpu")(train)
+app.command(
+    "train",
+    epilog="Example: merak train examples/train_recipe.yaml arguments.max_steps=20 --device cpu",
+)(train)
 app.command("report", epilog="Example: merak report runs/gpt2")(report)
-app.command("init", epilog="Example: merak init my-model")(init)
+app.command("init", epilog="Example: merak init my-model --recipe llama")(init)
+app.command("recipes", epilog="Example: merak recipes llama")(recipes)
 app.add_typer(launch, name="launch")
 
 

@@ -17,6 +17,7 @@ import typer
 
 from merak.launch.errors import CommandError
 from merak.plan import options
+from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
 
 Request = TypeVar("Request")
@@ -54,15 +55,21 @@ def shared(name: str, flag: str = "") -> Any:
     )
 
 
-def check_compression(kind: str) -> None:
-    """Refuse a word that is no kind of gradient compression.
+def check_reductions(kind: str, hierarchy: str) -> None:
+    """Refuse words that are no kind of gradient compression, or of hierarchical reductions.
 
     Args:
-        kind: as it was typed.
+        kind: of compression, as it was typed.
+        hierarchy: as it was typed.
 
     Raises:
-        CommandError: it is none.
+        CommandError: one is none.
     """
+    if hierarchy not in HIERARCHIES:
+        raise CommandError(
+            f"--hierarchical-reductions {hierarchy} is no choice; use "
+            f"{', '.join(HIERARCHIES[:-1])} or {HIERARCHIES[-1]}."
+        )
     if kind not in COMPRESSIONS:
         raise CommandError(
             f"--gradient-compression {kind} is no compression; use {', '.join(COMPRESSIONS[:-1])} "

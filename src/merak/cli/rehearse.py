@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
-from merak.cli.options import check_compression, device, json_output, option, shared, takes
+from merak.cli.options import check_reductions, device, json_output, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
 from merak.launch.devices import device_of
@@ -57,6 +57,7 @@ class RehearseRequest:
     recompute: str | None = shared("recompute")
     zero: int = shared("zero")
     gradient_compression: str = shared("gradient_compression")
+    hierarchical_reductions: str = shared("hierarchical_reductions")
     sequence_parallel: bool = shared("sequence_parallel")
     sub_pipelining: str = option(
         "off", "--sub-pipelining", "on|off", "Whether microbatches run as two sub-microbatches."
@@ -124,6 +125,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         master_weights=request.master_weights,
     )
     workload.gradient_compression = request.gradient_compression
+    workload.hierarchical_reductions = request.hierarchical_reductions
     samples = candidate.microbatch * candidate.num_microbatches
     columns = example_columns(
         source.model_class, source.config, batch=samples, sequence=request.sequence
@@ -140,7 +142,7 @@ def _candidate(request: RehearseRequest) -> Candidate:
     for name in ("dp", "tp", "pp", "cp", "microbatch"):
         if getattr(request, name) < 1:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
-    check_compression(request.gradient_compression)
+    check_reductions(request.gradient_compression, request.hierarchical_reductions)
     if request.sub_pipelining not in ("on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)

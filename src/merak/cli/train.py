@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 
 from merak.cli.options import argument, backend, device, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
@@ -16,7 +15,12 @@ from merak.core.units import counted
 class TrainRequest:
     """Request to train as a recipe says."""
 
-    recipe: Path = argument(MISSING, "RECIPE.yaml", "What to train, on what.")
+    recipe: str = argument(
+        MISSING, "RECIPE", "A recipe (.yaml), or the name of one of `merak recipes`."
+    )
+    overrides: list[str] | None = argument(
+        None, "[FIELD=VALUE]...", "Changes of fields, such as arguments.learning_rate=1e-4."
+    )
     max_restarts: int = option(
         0,
         "--max-restarts",
@@ -48,7 +52,8 @@ def train(request: TrainRequest) -> None:
     with stdout_to_stderr():
         max_restarts = _max_restarts(request)
         resumes = request.resume or max_restarts > 0
-        job = Job(read_recipe(request.recipe), request.backend, request.device, resumes)
+        recipe = read_recipe(request.recipe, request.overrides or ())
+        job = Job(recipe, request.backend, request.device, resumes)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
         ranks = num_ranks(job)

@@ -29,6 +29,7 @@ from merak.core.elastic import (
 from merak.core.errors import MeshError, PlanError
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
+from merak.core.health.quiet import quiet_libraries
 from merak.core.health.status import waiting, waiting_for_all
 from merak.core.rank0 import warn_on_rank0
 
@@ -505,6 +506,7 @@ def _connect(
     degrees: Degrees, ep: int, device: torch.device, backend: str | None, timeout_s: float
 ) -> Mesh:
     dp, tp, pp, cp = degrees
+    quiet_libraries(int(os.environ.get("RANK", "0")))
     if "RANK" not in os.environ:
         return Mesh(dp, tp, pp, 0, device, None, cp=cp, ep=ep)
     rank, num_ranks = int(os.environ["RANK"]), math.prod(degrees)

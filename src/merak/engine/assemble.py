@@ -19,6 +19,7 @@ from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
 from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
+from merak.engine.comm.replica_levels import ReplicaCollectives, connect_levels
 from merak.engine.comm.stage_io import StageIO
 from merak.engine.comm.stage_replicas import gradients_to_reduce, replica_groups
 from merak.engine.comm.tied_gradients import Leaf, TiedGradients, TiedParameters
@@ -27,6 +28,7 @@ from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.health.step_records import clock_of
 from merak.engine.health.watchdog import watch
+from merak.engine.layer_dropping import layer_dropping
 from merak.engine.local_programs import ProgramCache, num_readers
 from merak.engine.microbatches import MicrobatchFactory
 from merak.engine.segments.activation_offload import ActivationOffload
@@ -39,6 +41,7 @@ from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
 from merak.engine.zero.replica_groups import ReplicaGroups
 from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.program.program import StageProgram
+from merak.plan.cluster.hierarchy import replica_lines
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
@@ -58,6 +61,7 @@ class _Job:
         tied: names of parameters whose gradients are collected from several segments.
         progress: reports every wait.
         oom_guard: what this rank does where memory runs out inside a step.
+        collectives: of the replicas.
     """
 
     layout: Layout
@@ -68,6 +72,7 @@ class _Job:
     tied: frozenset[str]
     progress: Progress
     oom_guard: OomGuard
+    collectives: ReplicaCollectives
 
     @property
     def stages(self) -> Iterable[StageProgram]:
@@ -149,6 +154,7 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
         fsdp=fsdp,
         zero=job.options.zero,
         local_steps=_local_steps(job, optimizer_params),
+        layer_dropping=layer_dropping(job.programs.source, job.options),
         progress=job.progress,
         oom_guard=job.oom_guard,
         save_fewer=save_fewer,
@@ -174,7 +180,17 @@ def _job(
         _tied_names(layout),
         Progress(clock_of(mesh.device), options.recorded_steps),
         OomGuard(is_armed=can_abort),
+        _collectives(mesh, layout, options),
     )
+
+
+def _collectives(mesh: Mesh, layout: Layout, options: EngineOptions) -> ReplicaCollectives:
+    """The collectives of replicas, by hierarchy where the options want it."""
+    if options.hierarchical_reductions == "off" or mesh.device_mesh is None or not options.trains:
+        return ReplicaCollectives()
+    axes = (REPLICAS, EXPERT_REPLICAS) if mesh.spreads_experts else (REPLICAS,)
+    lines = [own for axis in axes for own in replica_lines(mesh, layout.schedule, axis)]
+    return ReplicaCollectives(connect_levels(lines, mesh.hosts, mesh.rank))
 
 
 def _optimizer_params(
@@ -266,7 +282,8 @@ def _reducer(
         )
         compression = _compression(job, reduced)
         tensors = optimizer_params.by_id()
-        return GradientReducer(reduced, job.progress, tensors, job.oom_guard, compression)
+        guard, collectives = job.oom_guard, job.collectives
+        return GradientReducer(reduced, job.progress, tensors, guard, compression, collectives)
 
     experts = job.experts
     reducers = [over(groups, experts)]
@@ -339,7 +356,7 @@ def _param_all_gather(job: _Job) -> ParamAllGather | None:
     ]
     buckets.sort(key=lambda bucket: places[next(iter(bucket[0]))])
     most_open = MAX_OPEN_GATHERS if job.options.zero >= 2 else None
-    all_gather = ParamAllGather(buckets, most_open, job.progress)
+    all_gather = ParamAllGather(buckets, most_open, job.progress, job.collectives)
     wait_on_access(job.model, all_gather)
     return all_gather
 
@@ -363,7 +380,7 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
         for stage in job.stages
         for s in stage.segments
     ]
-    order = UnshardOrder(group, mesh.device, job.progress)
+    order = UnshardOrder(group, mesh.device, job.progress, job.collectives)
     everyone, same_experts = mesh.submesh(REPLICAS), mesh.submesh(EXPERT_REPLICAS)
 
     def replicas(name: str) -> DeviceMesh:

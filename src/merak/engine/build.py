@@ -32,6 +32,7 @@ from merak.plan.constraints import (
     refuse_compressed_sparse,
     refuse_compression,
     refuse_gradient_hooks,
+    refuse_hierarchy,
     refuse_local_steps,
     refuse_optional_layers,
     refuse_tied_stages,
@@ -193,6 +194,7 @@ def _forecast(
         refuse_zero(plans.base.schedule, options.zero)
         refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
         refuse_local_steps(plans.base.schedule, options, mesh)
+        refuse_hierarchy(plans.base.schedule, options, mesh)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -211,5 +213,6 @@ def _forecast(
         refuse_zero(plans.base.schedule, options.zero)
         refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
         refuse_local_steps(plans.base.schedule, options, mesh)
+        refuse_hierarchy(plans.base.schedule, options, mesh)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

@@ -207,6 +207,8 @@ class Engine:
         self._refuse_retired()
         state = self._state
         state.program_for.refresh()
+        if state.layer_dropping is not None:
+            state.layer_dropping.start_step(step, state.buffers)
         batches = self._with_numbers(batches)
         check_indices(state, f"step {step + 1}", signatures, batches, True)
         check_counts(state, len(signatures), update is not None)
@@ -475,6 +477,15 @@ class Engine:
             rank; `merak.schedule.simulator.timeline.measured_timeline` draws them.
         """
         return gather_records(self.progress.records, self.mesh)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Gather a value of every rank of the job, by rank; all ranks call it together.
+
+        Args:
+            value: this rank's, which must pickle.
+            what: the value as a noun, which the watchdog names while ranks wait for it.
+        """
+        return self._state.gather(value, what)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Let an optimizer's steps reach the model; refuse one that cannot step its gradients.

@@ -18,6 +18,7 @@ from merak.engine.comm.stage_io import StageIO
 from merak.engine.comm.tied_gradients import TiedGradients
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.engine.layer_dropping import LayerDropping
 from merak.engine.local_programs import ProgramCache
 from merak.engine.microbatches import MicrobatchFactory
 from merak.engine.stage import Stage
@@ -58,6 +59,7 @@ class EngineState:
         optimizer_params: the optimizer's tensors.
         fsdp: the parameters that are sharded over replicas; None for none.
         zero: the level of ZeRO; see `EngineOptions`.
+        layer_dropping: the probabilities of blocks that are dropped by chance; None for none.
         local_steps: the rounds of Local SGD; None where replicas reduce gradients in every step.
         progress: of the actions and waits of the engine.
         oom_guard: aborts the step where memory runs out.
@@ -88,6 +90,7 @@ class EngineState:
     fsdp: FsdpParameters | None
     zero: int
     local_steps: LocalSteps | None
+    layer_dropping: LayerDropping | None
     progress: Progress
     oom_guard: OomGuard
     save_fewer: SaveFewer | None

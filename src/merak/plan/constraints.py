@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable, Mapping
 from torch import nn
 
 from merak.core.errors import ScheduleError
-from merak.core.mesh import Mesh
+from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
 from merak.graph.trace.branches.flags import optional_parameters
+from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.options import ParallelOptions
@@ -72,6 +73,57 @@ def refuse_compression(kind: str, schedule: Schedule, zero: int, mesh: Mesh) -> 
             f"a step's gradients, but schedule={schedule.name!r} updates weights inside a step; "
             "use a synchronous schedule such as '1f1b', or gradient_compression='off'."
         )
+
+
+def refuse_hierarchy(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
+    """Refuse hierarchical reductions where they have one level, or nothing to reduce.
+
+    Args:
+        schedule: that of a step.
+        options: how the job is laid out.
+        mesh: the degrees, and the hosts.
+
+    Raises:
+        ScheduleError: there is no group of replicas with two levels, or they do not reduce whole
+            gradients in every step.
+    """
+    if options.hierarchical_reductions == "off":
+        return
+    named = f"hierarchical_reductions={options.hierarchical_reductions!r}"
+    if options.local_steps:
+        raise ScheduleError(
+            f"{named} reduces gradients by hierarchy, but local_steps={options.local_steps} leaves "
+            "their reductions out; use one of the two."
+        )
+    if options.gradient_compression != "off":
+        raise ScheduleError(
+            f"{named} adds gradients up in two levels, but gradient_compression="
+            f"{options.gradient_compression!r} compresses them for one; use one of the two."
+        )
+    if options.hierarchical_reductions == "on" and not has_levels(schedule, mesh):
+        raise ScheduleError(f"{named} {_why_one_level(mesh)}; use hierarchical_reductions='off'.")
+
+
+def has_levels(schedule: Schedule, mesh: Mesh) -> bool:
+    """Whether a group of replicas has several ranks on a node, and several nodes.
+
+    Args:
+        schedule: that of a step.
+        mesh: the degrees, and the hosts.
+    """
+    axes = (REPLICAS, EXPERT_REPLICAS) if mesh.spreads_experts else (REPLICAS,)
+    lines = [own for axis in axes for own in replica_lines(mesh, schedule, axis)]
+    return any(hierarchy_of(ranks, mesh.hosts) is not None for own in lines for ranks in own)
+
+
+def _why_one_level(mesh: Mesh) -> str:
+    if not mesh.hosts:
+        return "reduces inside nodes and then between them, but all ranks are on one node"
+    return (
+        f"reduces inside nodes and then between them, but with dp={mesh.dp}, tp={mesh.tp} and "
+        f"pp={mesh.pp} on {len(set(mesh.hosts))} nodes no stage has several replicas on each of "
+        "several nodes"
+    )
 
 
 def refuse_compressed_sparse(kind: str, names: Iterable[str]) -> None:
@@ -210,8 +262,8 @@ def refuse_optional_layers(layout: Layout, zero: int) -> None:
         raise ScheduleError(
             "zero=3 reduces the gradients of a segment on all replicas, but the model drops "
             "layers at random, or has opaque modules that use their parameters for some values "
-            "alone, each replica its own; use zero=2, or switch the dropping off in the "
-            "model's config."
+            "alone, each replica its own; use zero=2, or switch the dropping off: layer_keep=1, or "
+            "the model's config."
         )
     if not layout.schedule.is_synchronous:
         return

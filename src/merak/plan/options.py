@@ -14,6 +14,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from merak.core.errors import ArgumentsError
+from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
 from merak.plan.recompute_spec import Recompute
 
@@ -51,6 +52,8 @@ _SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
 _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
+_KEEP = Range(SMALLEST, 1, "use a number above 0 and at most 1", "is no probability to keep blocks")
+_DECAY = Range(0, LARGEST, "use a number of 0 or more, such as 0.001", "is no rate")
 _OUTER_RATE = Range(SMALLEST, LARGEST, "use a number above 0, such as 0.7", "is no learning rate")
 _OUTER_MOMENTUM = Range(
     0, math.nextafter(1, 0), "use a number of 0 or more and below 1", "is no momentum"
@@ -182,6 +185,29 @@ class ParallelOptions:
         "send 16-bit numbers, 'powersgd' two factors of rank 4 of every matrix, '1bit' signs, the "
         "last two with error feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
         choices=COMPRESSIONS,
+    )
+    hierarchical_reductions: str = option(
+        "off",
+        "off|on|auto",
+        "Whether replicas reduce gradients by hierarchy, for slow links between nodes: inside "
+        "every node, then between nodes, then inside again; with zero also what they gather. 'on', "
+        "'off', or 'auto' for where the cost model finds it faster.",
+        choices=HIERARCHIES,
+    )
+    layer_keep: float = option(
+        1.0,
+        "PROBABILITY",
+        "Progressive layer dropping: the probability with which the last residual block is kept "
+        "for a microbatch at the end of training; earlier blocks, and all at first, are kept more "
+        "often. 0.5 is the paper's; 1 drops none.",
+        within=_KEEP,
+    )
+    layer_keep_decay: float = option(
+        1e-3,
+        "RATE",
+        "How fast layer_keep is approached, per optimizer step: after t steps the last block is "
+        "kept with the probability (1 - layer_keep) exp(-layer_keep_decay t) + layer_keep.",
+        within=_DECAY,
     )
     hang_limit_s: float = option(
         600.0,

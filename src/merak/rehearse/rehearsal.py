@@ -11,10 +11,12 @@ from merak.core.elastic import Degrees
 from merak.core.errors import MeshError, PlanError
 from merak.core.mesh import Mesh
 from merak.engine.build import build_with_forecast
+from merak.engine.planning.reductions import is_hierarchy_faster
 from merak.engine.step.loss_scale import LossScale
 from merak.parallel import ParallelModel
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.cluster.hierarchy import on_nodes
 from merak.plan.memory.model import RankMemory
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -179,6 +181,11 @@ def _run(
     """Measure the rank, and forecast its memory on the device that it runs on."""
     planned_for = cluster.place(mesh.rank)[0].device
     options = replace(workload.options(candidate), recorded_steps=steps, device_profile=planned_for)
+    if options.hierarchical_reductions != "off":
+        mesh = on_nodes(mesh, cluster)
+    if options.hierarchical_reductions == "auto":
+        is_faster = is_hierarchy_faster(mesh, workload.model, options, cluster)
+        options = replace(options, hierarchical_reductions="on" if is_faster else "off")
     before_bytes = torch.cuda.memory_allocated(mesh.device) if mesh.device.type == "cuda" else 0
     with fake_job(mesh, traffic) as connected:
         sample = workload.columns(candidate.microbatch)

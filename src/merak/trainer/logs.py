@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.training_args import trainer_log_levels
 
-from merak.core.rank0 import decide_on_rank0
-from merak.plan.expected.job import job_record
+from merak.engine.health.figures import (
+    Figures,
+    Interval,
+    OwnFigures,
+    job_figures,
+    memory_bytes,
+    own_figures,
+)
+from merak.engine.recording.description import describe_job
+from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
-from merak.trainer.live.figures import Figures, Interval, OwnFigures, job_figures, own_figures
-from merak.trainer.live.recording import RunRecorder
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
@@ -109,20 +112,8 @@ class Logging(Trainer):
             process_bytes: of this process before it had its weights.
         """
         cache = Path(self.args.trace_cache) if self.args.trace_cache else None
-
-        def describe() -> float | None:
-            try:
-                job = job_record(forecast, sample, cache, self.args.autocast)
-            except Exception as error:  # training is worth more than its description
-                logger.warning("the job cannot be described for its display and record: %s", error)
-                return None
-            if not job.on_gpu:
-                job = replace(job, process_bytes=process_bytes)
-            self.board.job = job
-            peak = job.peak_flops_per_s
-            return None if not peak else job.flops / (peak * job.num_ranks)
-
-        self._utilisation = decide_on_rank0(self.mesh, "the base of MFU", describe)
+        found = describe_job(forecast, sample, cache, self.args.autocast, process_bytes)
+        self.board.job, self._utilisation = found.job, found.utilisation
         if self.args.run_record:
             folder = str(self.args.output_dir)
             self._recorder = RunRecorder(self.mesh, folder, self.board.job)
@@ -167,23 +158,3 @@ class Logging(Trainer):
         if self._recorder is not None:
             self._recorder.add_steps(self.engine.recorded_steps)
         return job_figures(interval, everyone, self.mesh, name, self._utilisation)
-
-
-def memory_bytes(device: torch.device) -> tuple[str, int | None]:
-    """The memory of a rank: on a GPU its peak so far, on the CPU its present size.
-
-    Returns:
-        What to call it in GB, and bytes; None where the system does not tell.
-    """
-    if device.type == "cuda":
-        return "peak_memory_gb", torch.cuda.max_memory_allocated(device)
-    return "memory_gb", _resident_bytes()
-
-
-def _resident_bytes() -> int | None:
-    """Resident memory of this process, where the system tells it as Linux does."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -24,10 +24,10 @@ from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
+from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
-from merak.trainer.live.recording import RunRecorder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs

@@ -32,6 +32,9 @@ from merak.data.digest import digest_columns
 from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
+from merak.engine.health.figures import memory_bytes
+from merak.engine.layer_dropping import drop_layers
+from merak.engine.planning.reductions import choose_reductions
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -48,7 +51,7 @@ from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
-from merak.trainer.logs import Logging, Throughput, announced_level, memory_bytes
+from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.optimizer_view import LocalParameters
 from merak.trainer.planning.plan import check_plan_file, plan_training
@@ -171,6 +174,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
+        options = choose_reductions(
+            self.mesh, self.model, options, self.args.cluster, source.cache_dir
+        )
         _, process_bytes = memory_bytes(self.mesh.device)
         self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
         if trains:
@@ -191,7 +197,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
         """
         columns, self._plain = split_non_tensors(batch)
         self._counter = self._make_counter()
-        return self._graph_source(), self._counter.signature(columns).columns
+        source = self._graph_source()
+        drop_layers(source, self._engine_options())
+        return source, self._counter.signature(columns).columns
 
     def _graph_source(self) -> GraphSource:
         compute = self.compute_loss_func

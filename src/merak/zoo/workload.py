@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def example_workload(
     Raises:
         CommandError: sizes that do not fit the model, or a model of another kind of input.
     """
-    columns = partial(example_signature, source, sequence)
+    columns = partial(_typed_signature, source, sequence, dtype)
     sample = dict(columns(1))
     ids = next((sample[name] for name in TEXTS if name in sample), None)
     text = None if ids is None else ids.shape[1:]
@@ -68,6 +69,17 @@ def example_workload(
         sequence=text[-1] if text else None,
         optimizer=optimizer,
         master_weights=master_weights,
+    )
+
+
+def _typed_signature(
+    source: ModelSource, sequence: int | None, dtype: torch.dtype, microbatch: int
+) -> Signature:
+    """Columns of a batch for parameters of a type: features have it, too, as models require."""
+    columns = example_signature(source, sequence, microbatch)
+    return tuple(
+        (name, replace(meta, dtype=dtype) if meta.dtype == torch.float32 else meta)
+        for name, meta in columns
     )
 
 

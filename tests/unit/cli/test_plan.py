@@ -184,8 +184,8 @@ def test_a_model_of_sequences_needs_their_length(capsys):
     words = ["plan", *JOB[1:], "--cluster", "h100:1"]
     words = [word for word in words if word not in ("--seq", "8")]
     assert main(words) == 2
-    assert "the time of GPT2LMHeadModel depends on the tokens of a sequence; add --seq" in (
-        capsys.readouterr().err
+    assert "depends on the tokens of a sequence; add --seq, such as --seq 16" in (
+        capsys.readouterr().err  # the positions that it has
     )
 
 

@@ -82,9 +82,9 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def build(name: str) -> torch.nn.Module:
-    if name == "gshard":
+    if name in ("gshard", "looped"):
         torch.manual_seed(0)
-        return DispatchedTokens()
+        return PlainTokens(Dispatched() if name == "gshard" else Looped())
     model_class, config_class, fields = MODELS[name]
     torch.manual_seed(0)
     config = config_class(**{**SMALL, **fields})
@@ -118,13 +118,47 @@ class Dispatched(nn.Module):
         )
 
 
-class DispatchedTokens(nn.Module):
-    """A language model with one layer of GShard's experts."""
+class Looped(nn.Module):
+    """Experts that a loop visits, each that some token has chosen, and one that does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts + 1, bias=False)
+        self.experts = LoopedExperts(experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(x, chosen, weights)
+
+
+class LoopedExperts(nn.Module):
+    """The loop of `Looped`."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(chosen, len(self.up) + 1).permute(2, 1, 0)
+        for expert in mask.sum((-1, -2)).nonzero():
+            place, token = torch.where(mask[expert[0]])
+            rows = x[token]
+            if expert < len(self.up):
+                inner = nn.functional.silu(nn.functional.linear(rows, self.up[expert[0]]))
+                rows = nn.functional.linear(inner, self.down[expert[0]])
+            out.index_add_(0, token, rows * weights[token, place, None])
+        return out
+
+
+class PlainTokens(nn.Module):
+    """A language model with one layer of experts."""
+
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.embed = nn.Embedding(cases.VOCABULARY, 16)
-        self.layers = nn.ModuleList([Dispatched()])
+        self.layers = nn.ModuleList([layer])
         self.head = nn.Linear(16, cases.VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from merak.engine.health.figures import Interval, memory_bytes
 from merak.trainer import logs
-from merak.trainer.live.figures import Interval
-from merak.trainer.logs import Throughput, announced_level, memory_bytes
+from merak.trainer.logs import Throughput, announced_level
 from merak.trainer.tokens import TokenCounter
 
 

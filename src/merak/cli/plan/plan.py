@@ -117,14 +117,17 @@ def find_plans(request: PlanRequest) -> Planned:
 def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
     from merak.plan.price.kernels import KernelChoice
     from merak.zoo.batches.batch import DEFAULT_SEQUENCE
+    from merak.zoo.configs.fields import most_positions
     from merak.zoo.workload import reads_sequence
 
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
     source = model_source(request)
     if request.sequence is None and reads_sequence(source):
+        limit = most_positions(source.config)
+        usual = DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
         raise CommandError(
             f"the time of {source.name} depends on the tokens of a sequence; add --seq, such as "
-            f"--seq {DEFAULT_SEQUENCE}."
+            f"--seq {usual}."
         )
     workload = model_workload(
         request,
@@ -134,6 +137,7 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
         master_weights=request.master_weights,
     )
     workload.gradient_compression = request.gradient_compression
+    workload.hierarchical_reductions = request.hierarchical_reductions
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
     return workload
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import check_compression, json_output, option, shared
+from merak.cli.options import check_reductions, json_output, option, shared
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class PlanRequest:
     )
     gradient_sums: str = shared("gradient_sums")
     gradient_compression: str = shared("gradient_compression")
+    hierarchical_reductions: str = shared("hierarchical_reductions")
     top: int = option(5, "--top", "K", "Plans to show.")
     what_if: bool = option(
         False,
@@ -114,7 +115,7 @@ def pinned_of(request: PlanRequest) -> Pinned:
         raise CommandError(
             f"--gradient-sums {request.gradient_sums} is no type of sums; use float32 or own."
         )
-    check_compression(request.gradient_compression)
+    check_reductions(request.gradient_compression, request.hierarchical_reductions)
     if request.sub_pipelining not in (None, "on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
     if request.sub_pipelining == "on" and request.sequence_parallel:

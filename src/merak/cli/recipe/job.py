@@ -7,41 +7,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
 import torch
-from transformers import (
-    DataCollatorForLanguageModeling,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerState,
-    default_data_collator,
-)
-from transformers.models.auto import modeling_auto as auto
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import merak
 from merak.arguments.draft import DraftArguments
 from merak.arguments.folders import make_output_folder
-from merak.cli.recipe.corpus import Corpus, check_tokenizer, pack_corpus
-from merak.cli.recipe.recipe import DataRecipe, Recipe
+from merak.cli.recipe.data.tokenizer import check_tokenizer, tokenizer_name
+from merak.cli.recipe.parts import check_data, make_parts, model_of, settings
 from merak.cli.recipe.report import TrainReport
-from merak.cli.recipe.texts import Texts, find_source
-from merak.core.announce import announced, show_announcements
+from merak.cli.recipe.schema import Recipe
+from merak.core.announce import show_announcements
 from merak.core.elastic import AUTO_PLAN, Degrees, GivenDegrees, check_expert_degree
 from merak.core.mesh import Mesh, current_mesh, pretended
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
-from merak.zoo.configs.fields import most_positions
-from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
-
-HELD_OUT_SPLITS = ("validation", "eval", "test")
-"""Splits of a saved dataset that are evaluated with, the first that is there."""
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of a config that a fresh model takes from its tokenizer."""
+from merak.zoo.model_source import check_inner_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +51,11 @@ def check_job(job: Job) -> None:
     Raises:
         MerakError: something in it is wrong; what only the data can tell is not looked at.
     """
+    with job.recipe.origins.located():
+        _check(job)
+
+
+def _check(job: Job) -> None:
     recipe = job.recipe
     device = device_of(job.device)
     check_backend(job.backend, device)
@@ -77,11 +66,7 @@ def check_job(job: Job) -> None:
             f"{torch.cuda.device_count()}; lower them, or start ranks on several nodes with "
             "torchrun."
         )
-    source = resolve_model(
-        recipe.model.name,
-        recipe.model.config,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
+    source = model_of(recipe)
     check_inner_fields(source.config, recipe.model.config)
     degrees = recipe.parallel.axes()
     ep = check_expert_degree(recipe.parallel.ep, Degrees(**degrees))
@@ -92,7 +77,7 @@ def check_job(job: Job) -> None:
         given.check_ranks(ranks)
         mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
     with pretended(mesh):
-        args = DraftArguments(**_settings(recipe))
+        args = DraftArguments(**settings(recipe))
     refuse_no_steps(args)
     checkpoint_to_resume(
         args.resume_from_checkpoint,
@@ -101,15 +86,8 @@ def check_job(job: Job) -> None:
         reads_all=False,
     )
     make_output_folder(str(args.output_dir))
-    check_tokenizer(recipe.data)
-    if isinstance(find_source(recipe.data), Texts):
-        _check_text(source, recipe.data)
-        if args.eval_strategy != "no" and not recipe.data.held_out:
-            wanted = recipe.arguments["eval_strategy"]
-            raise CommandError(
-                f"eval_strategy={wanted!r} has nothing to evaluate with, since data.held_out is 0; "
-                "hold a share of the texts out, or use 'no'."
-            )
+    check_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
+    check_data(recipe, source)
     if source.weights is None:
         with merak.empty_weights():
             source.build()
@@ -128,12 +106,6 @@ def num_ranks(job: Job) -> int:
     return torch.cuda.device_count() if on_gpus else own.num_ranks
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the training settings of a recipe as `MerakArguments` takes them."""
-    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
-    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
-
-
 def run_job(job: Job) -> TrainReport | None:
     """Train; a collective of all ranks.
 
@@ -143,14 +115,13 @@ def run_job(job: Job) -> TrainReport | None:
     Raises:
         MerakError: something in the recipe does not fit.
     """
-    recipe = job.recipe
     show_announcements()
-    source = resolve_model(
-        recipe.model.name,
-        recipe.model.config,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-    wanted = recipe.parallel
+    with job.recipe.origins.located():
+        return _run(job)
+
+
+def _run(job: Job) -> TrainReport | None:
+    recipe, wanted = job.recipe, job.recipe.parallel
     merak.init(
         wanted.dp,
         wanted.tp,
@@ -162,21 +133,10 @@ def run_job(job: Job) -> TrainReport | None:
         elastic=wanted.elastic,
         plan=AUTO_PLAN if recipe.plan == AUTO_PLAN else None,
     )
-    args = merak.MerakArguments(**_settings(recipe))
-    with announced(f"reading {recipe.data.source}"):
-        corpus = _corpus(recipe, source, args.seed)
-    if corpus.tokenizer is not None:
-        source = _fit_to_tokenizer(source, recipe, corpus.tokenizer)
+    parts = make_parts(recipe)
+    args, corpus = parts.args, parts.corpus
     clock = _Clock()
-    trainer = merak.MerakTrainer(
-        model=_build(source),
-        args=args,
-        train_dataset=corpus.train,
-        eval_dataset=corpus.held_out,
-        processing_class=corpus.tokenizer,
-        data_collator=_collator(source, corpus),
-        callbacks=[clock],
-    )
+    trainer = merak.MerakTrainer(**parts.for_trainer(), callbacks=[clock])
     trained = trainer.train(resume_from_checkpoint=_to_resume(job, args))
     held_out_loss = None if corpus.held_out is None else trainer.evaluate()["eval_loss"]
     trainer.save_model()
@@ -216,115 +176,3 @@ class _Clock(TrainerCallback):
     def num_tokens(self, state: TrainerState) -> int:
         """Return the number of input tokens that this run has trained on."""
         return int(state.num_input_tokens_seen) - self._tokens_before
-
-
-def _corpus(recipe: Recipe, source: ModelSource, seed: int) -> Corpus:
-    found = find_source(recipe.data)
-    if isinstance(found, Texts):
-        texts, held_out = found, None
-    elif source.model_class.main_input_name in found["train"].column_names:
-        return _as_it_is(found, recipe.data, seed)
-    else:
-        texts, held_out = _texts_of(found, recipe.data, source)
-    _check_text(source, recipe.data)
-    return pack_corpus(texts, held_out, recipe.data, recipe.output_dir / "data")
-
-
-def _as_it_is(found: datasets.DatasetDict, recipe: DataRecipe, seed: int) -> Corpus:
-    held_out = _held_out_split(found)
-    if held_out is not None or recipe.held_out == 0:
-        return Corpus(found["train"], held_out, None)
-    # In memory: ranks that write one cache file at once would spoil it.
-    parts = found["train"].train_test_split(recipe.held_out, seed=seed, keep_in_memory=True)
-    return Corpus(parts["train"], parts["test"], None)
-
-
-def _texts_of(
-    found: datasets.DatasetDict, recipe: DataRecipe, source: ModelSource
-) -> tuple[Texts, Texts | None]:
-    columns = found["train"].column_names
-    if recipe.column not in columns:
-        raise CommandError(
-            f"the dataset {recipe.source} has the columns {', '.join(columns)}; {source.name} "
-            f"takes {source.model_class.main_input_name}, and text is expected in "
-            f"{recipe.column!r}: set data.column."
-        )
-    held_out = _held_out_split(found)
-    texts = Texts((), recipe.column, found["train"])
-    return texts, None if held_out is None else Texts((), recipe.column, held_out)
-
-
-def _held_out_split(found: datasets.DatasetDict) -> datasets.Dataset | None:
-    return next((found[name] for name in HELD_OUT_SPLITS if name in found), None)
-
-
-def _is_causal(source: ModelSource) -> bool:
-    return source.name in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def _is_masked(source: ModelSource) -> bool:
-    return source.name in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()
-
-
-def _collator(source: ModelSource, corpus: Corpus) -> Any:
-    """Make the collator of packed text; a dataset keeps transformers' default."""
-    tokenizer = corpus.tokenizer
-    if tokenizer is None:
-        return None
-    # Some models are in both lists; those predict what follows.
-    if _is_causal(source):
-        return default_data_collator
-    if tokenizer.mask_token is None:
-        raise CommandError(
-            f"{source.name} fills gaps, but the tokenizer has no mask token; train one with "
-            "data.tokenizer: train, or name one that has."
-        )
-    return DataCollatorForLanguageModeling(tokenizer)
-
-
-def _fit_to_tokenizer(
-    source: ModelSource, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> ModelSource:
-    """Fit a new model to the tokenizer's vocabulary; a stored one must be large enough."""
-    given = recipe.model.config
-    if not Path(recipe.model.name).expanduser().exists():
-        ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS if hasattr(source.config, name)}
-        source = resolve_model(recipe.model.name, {"vocab_size": len(tokenizer), **ids, **given})
-    config = source.config.get_text_config()
-    if config.vocab_size < len(tokenizer):
-        raise CommandError(
-            f"the tokenizer has {len(tokenizer)} entries, but {source.name} has "
-            f"vocab_size={config.vocab_size}; leave model.config.vocab_size out, or lower "
-            "data.vocabulary."
-        )
-    return source
-
-
-def _check_text(source: ModelSource, recipe: DataRecipe) -> None:
-    """Refuse text for a model that is not trained on text, or not at its length."""
-    if not (_is_causal(source) or _is_masked(source)):
-        raise CommandError(
-            f"{source.name} is trained neither to continue text nor to fill gaps in it; give a "
-            "saved dataset with the columns that it takes, or use a causal or masked language "
-            "model."
-        )
-    _check_positions(source, recipe)
-
-
-def _check_positions(source: ModelSource, recipe: DataRecipe) -> None:
-    limit = most_positions(source.config)
-    if limit is not None and limit[1] < recipe.sequence:
-        raise CommandError(
-            f"data.sequence={recipe.sequence} is more than the {limit[1]} positions of "
-            f"{source.name}; shorten it, or set model.config.{limit[0]}."
-        )
-
-
-def _build(source: ModelSource) -> PreTrainedModel:
-    with merak.empty_weights():
-        if source.weights is None:
-            return source.build()
-        model: PreTrainedModel = source.model_class.from_pretrained(
-            source.weights, config=source.config
-        )
-        return model

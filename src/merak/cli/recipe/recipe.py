@@ -3,201 +3,102 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-import yaml
-
+from merak.cli.recipe.ready import READY, ready_text
+from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
+from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
-from merak.core.errors import did_you_mean
+from merak.core.errors import PackageError, did_you_mean
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
 
-STANDARD_LIBRARY = "standard-library"
-"""The data source that every machine has: the source files of Python's own library."""
-
-TRAIN_TOKENIZER = "train"
-"""The tokenizer that is trained on the recipe's own text."""
-
-_LARGEST_VOCABULARY = 2_000_000
-"""Entries; tables for the training of far more end the process."""
+SECTIONS = ("model", "data", "parallel", "arguments", "lora", "plan")
+"""Sections of a recipe."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRecipe:
-    """Model section of a recipe.
-
-    Args:
-        name: a transformers class name, or a folder (weights are used) or file with a config.
-        config: fields of the config to change.
-        trust_remote_code: whether code in the model's folder may run.
-    """
-
-    name: str
-    config: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DataRecipe:
-    """Data section of a recipe.
-
-    Args:
-        source: "standard-library", a folder of text files, a JSON lines file, or a dataset that
-            `datasets` saved to disk.
-        files: the pattern of a folder's text files.
-        column: the column of a dataset or JSON lines file that holds text.
-        tokenizer: "train" for a byte-level BPE trained on the source, or a tokenizer's folder.
-        vocabulary: entries of a tokenizer that is trained.
-        sequence: tokens of one sample; text is packed into samples of this length.
-        held_out: share of the texts that are kept for evaluation.
-        max_bytes: read no more text than this; null for all.
-    """
-
-    source: str = STANDARD_LIBRARY
-    files: str = "**/*.txt"
-    column: str = "text"
-    tokenizer: str = TRAIN_TOKENIZER
-    vocabulary: int = 4096
-    sequence: int = 128
-    held_out: float = 0.05
-    max_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Parallel section of a recipe.
-
-    Args:
-        dp: data parallel degree; null for 1, or with `plan: auto` for what the plan chooses.
-        tp: tensor parallel degree; as dp.
-        pp: pipeline parallel degree; as dp.
-        cp: context parallel degree; null for 1.
-        elastic: whether torchrun may start fewer ranks, as of `merak.init`.
-        ranks: number of ranks that `plan: auto` is for, where torchrun does not start them; null
-            for one on every GPU of the machine, and on the CPU for as few as the degrees allow.
-        ep: expert parallel degree: that of tp, or where tp is 1 a divisor of dp × cp; null for 1.
-    """
-
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    elastic: bool = False
-    ranks: int | None = None
-    ep: int | None = None
-
-    def axes(self) -> dict[str, int]:
-        """Return the degrees by axis; 1 for one that is not given."""
-        given = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
-        return {axis: 1 if degree is None else degree for axis, degree in given.items()}
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks of the job, unless a plan is to be searched for more."""
-        return math.prod(self.axes().values()) if self.ranks is None else self.ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """Recipe of one training run.
-
-    Args:
-        model: what is trained.
-        data: what it is trained on.
-        parallel: the degrees.
-        arguments: fields of `merak.MerakArguments`; `output_dir` is where results go.
-        plan: file of a plan, whose degrees and layout count; "auto" to search the fastest one for
-            the devices that are there; null for none.
-    """
-
-    model: ModelRecipe
-    data: DataRecipe
-    parallel: Degrees
-    arguments: dict[str, Any]
-    plan: str | None = None
-
-    @property
-    def output_dir(self) -> Path:
-        """Folder of the run's results."""
-        return Path(str(self.arguments["output_dir"])).expanduser()
-
-
-class _Loader(yaml.SafeLoader):
-    """Loader of YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
-
-
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
-        r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
-    ),
-    "-+0123456789.",
-)
-
-
-def read_recipe(file: Path) -> Recipe:
+def read_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe.
 
+    Args:
+        file: the recipe, or the name of one that comes with Merak.
+        overrides: changes of its fields, such as `arguments.learning_rate=1e-4`.
+
     Raises:
-        CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind.
+        CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind;
+            the message begins with the line and column of that field.
     """
+    if str(file) in READY and not Path(file).is_file():
+        text = ready_text(str(file))
+    else:
+        text = _text(Path(file))
+    written = parse_yaml(text, str(file))
+    return _checked(with_overrides(written, overrides) if overrides else written)
+
+
+def _text(file: Path) -> str:
     try:
-        parsed = yaml.load(file.read_text(encoding="utf-8"), _Loader)  # a safe one
+        return file.read_text(encoding="utf-8")
     except OSError as cause:
-        raise CommandError(f"the recipe {file} cannot be read: {cause.strerror}.") from cause
-    except (yaml.YAMLError, UnicodeDecodeError) as cause:
+        meant = did_you_mean(str(file), READY) if not file.suffix else "."
+        raise CommandError(
+            f"the recipe {file} cannot be read: {cause.strerror}"
+            f"{meant if meant != '.' else '; merak recipes lists those that come with Merak.'}"
+        ) from cause
+    except UnicodeDecodeError as cause:
         where = " ".join(str(cause).split())
         raise CommandError(f"the recipe {file} is not YAML: {where}.") from cause
-    return parse_recipe(parsed)
 
 
 def parse_recipe(parsed: object) -> Recipe:
     """Check a recipe's content.
 
     Args:
-        parsed: the mapping that the YAML file holds.
+        parsed: the mapping that a YAML file would hold.
 
     Raises:
         CommandError: a field is unknown, missing or of a wrong kind.
     """
-    sections = _mapping("the recipe", parsed)
-    known = [part.name for part in dataclasses.fields(Recipe)]
+    return _checked(Written(parsed, Origins()))
+
+
+def _checked(written: Written) -> Recipe:
+    origins = written.origins
+    sections = _mapping((), written.fields, origins)
     for name in sections:
-        if name not in known:
-            raise CommandError(
-                f"the recipe has no section {name!r}{did_you_mean(str(name), known)}"
-            )
+        if name not in SECTIONS:
+            meant = _section_of(str(name)) or did_you_mean(str(name), SECTIONS)
+            raise origins.error((str(name),), f"the recipe has no section {name!r}{meant}")
     plan = sections.get("plan")
-    _check_kind("plan", plan, str | None)
-    recipe = Recipe(
-        model=_section(ModelRecipe, "model", sections.get("model")),
-        data=_section(DataRecipe, "data", sections.get("data")),
-        parallel=_parallel(sections.get("parallel"), plan),
-        arguments=_arguments(sections.get("arguments")) | ({} if plan is None else {"plan": plan}),
+    _check_kind(("plan",), plan, str | None, origins)
+    with origins.located():  # a plan file of another job is an error of its own
+        parallel = _parallel(sections.get("parallel"), plan, origins)
+    return Recipe(
+        model=_section(ModelRecipe, "model", sections.get("model"), origins),
+        data=_section(DataRecipe, "data", sections.get("data"), origins),
+        parallel=parallel,
+        arguments=_arguments(sections.get("arguments"), origins)
+        | ({} if plan is None else {"plan": plan}),
         plan=plan,
+        lora=_lora(sections.get("lora"), origins),
+        origins=origins,
     )
-    _check_values(recipe)
-    return recipe
 
 
-def _parallel(parsed: object, plan: Any) -> Degrees:
+def _parallel(parsed: object, plan: Any, origins: Origins) -> Degrees:
     """The degrees: those of the plan, where there is one, which the recipe may repeat."""
-    given = _section(Degrees, "parallel", parsed)
+    given = _section(Degrees, "parallel", parsed, origins)
+    for axis, degree in (given.axes() | {"ranks": given.ranks}).items():
+        if degree is not None and degree < 1:
+            raise origins.error(
+                ("parallel", axis), f"parallel.{axis}={degree} is not a degree; use 1 or more."
+            )
     if plan == AUTO_PLAN and given.elastic:
         raise CommandError(
             "parallel.elastic lowers degrees that are given, but plan: auto chooses them for the "
@@ -210,7 +111,7 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
     if plan is None or plan == AUTO_PLAN:
         return given
     planned = plan_degrees(plan)._asdict()
-    for axis, degree in _mapping("parallel", parsed).items():
+    for axis, degree in _mapping(("parallel",), parsed, origins).items():
         if degree not in (None, planned.get(axis, degree)):
             raise CommandError(
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
@@ -225,71 +126,146 @@ def _parallel(parsed: object, plan: Any) -> Degrees:
     return Degrees(**planned, elastic=given.elastic, ep=ep)
 
 
-def _arguments(parsed: object) -> dict[str, Any]:
+def _arguments(parsed: object, origins: Origins) -> dict[str, Any]:
     from merak.arguments import MerakArguments
 
-    given = _mapping("arguments", parsed)
+    given = _mapping(("arguments",), parsed, origins)
     known = [part.name for part in dataclasses.fields(MerakArguments)]
-    for name in given:
-        if name not in known:
-            raise CommandError(f"arguments has no field {name!r}{did_you_mean(str(name), known)}")
+    _check_names("arguments", given, known, origins)
     if not given.get("output_dir"):
-        raise CommandError("arguments.output_dir is missing; name the folder for the results.")
+        raise origins.error(
+            ("arguments", "output_dir"),
+            "arguments.output_dir is missing; name the folder for the results.",
+        )
     return dict(given)
 
 
-def _section(kind: type[Section], name: str, parsed: object) -> Section:
-    given = _mapping(name, parsed)
+def _lora(parsed: object, origins: Origins) -> dict[str, Any] | None:
+    if parsed is None:
+        return None
+    given = _mapping(("lora",), parsed, origins)
+    if find_spec("peft") is None:
+        raise PackageError(
+            "the section lora of a recipe needs peft, which is not installed; run pip install "
+            "'merak-train[peft]'."
+        )
+    from peft import LoraConfig
+
+    hints = typing.get_type_hints(LoraConfig)
+    _check_names("lora", given, [part.name for part in dataclasses.fields(LoraConfig)], origins)
+    for name, value in given.items():
+        _check_kind(("lora", name), value, hints[name], origins)
+    return dict(given)
+
+
+def _section(kind: type[Section], name: str, parsed: object, origins: Origins) -> Section:
+    given = _mapping((name,), parsed, origins)
     hints = typing.get_type_hints(kind)
-    for key, value in given.items():
-        if key not in hints:
-            raise CommandError(f"{name} has no field {key!r}{did_you_mean(str(key), hints)}")
-        _check_kind(f"{name}.{key}", value, hints[key])
-    missing = [
-        part.name
-        for part in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if part.name not in given and _is_required(part)
-    ]
-    if missing:
-        raise CommandError(f"{name}.{missing[0]} is missing from the recipe.")
+    _check_names(name, given, hints, origins)
+    for part in dataclasses.fields(kind):  # type: ignore[arg-type]
+        keys = (name, part.name)
+        if part.name in given:
+            value = given[part.name]
+            _check_kind(keys, value, hints[part.name], origins)
+            _check_value(keys, value, part.metadata, origins)
+        elif part.default is part.default_factory is dataclasses.MISSING:
+            raise origins.error(
+                keys,
+                f"{name}.{part.name} is missing from the recipe; write it there, or give "
+                f"{name}.{part.name}=… on the command line.",
+            )
     return kind(**given)
 
 
-def _is_required(part: dataclasses.Field[Any]) -> bool:
-    return part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING
+def _check_names(
+    section: str, given: Mapping[str, Any], known: Iterable[str], origins: Origins
+) -> None:
+    names = list(known)
+    for name in given:
+        if name not in names:
+            meant = did_you_mean(str(name), names)
+            if meant == ".":
+                meant = _section_of(str(name)) or meant
+            raise origins.error((section, str(name)), f"{section} has no field {name!r}{meant}")
 
 
-def _check_kind(name: str, value: object, hint: Any) -> None:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    kinds = tuple(typing.get_origin(option) or option for option in options)
-    if float in kinds:
-        kinds += (int,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
-        raise CommandError(f"{name}={value!r} should be of kind {wanted}.")
+def _section_of(name: str) -> str | None:
+    """Return the end of a sentence about a field that stands in a wrong section."""
+    from merak.arguments import MerakArguments
+
+    for section, kind in (
+        ("model", ModelRecipe),
+        ("data", DataRecipe),
+        ("parallel", Degrees),
+        ("arguments", MerakArguments),
+    ):
+        if name in {part.name for part in dataclasses.fields(kind)}:
+            return f"; it is a field of {section}: {section}.{name}."
+    return None
 
 
-def _mapping(name: str, parsed: object) -> Mapping[str, Any]:
+def _check_kind(keys: tuple[str, ...], value: object, hint: Any, origins: Origins) -> None:
+    if _fits(value, hint):
+        return
+    name = ".".join(keys)
+    if value is None:
+        raise origins.error(
+            keys, f"{name} has no value; write one there, or give {name}=… on the command line."
+        )
+    kinds = " or ".join(dict.fromkeys(_kind_names(hint)))
+    raise origins.error(keys, f"{name}={value!r} should be of kind {kinds}.")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    kind = origin or hint
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and isinstance(value, bool):
+        return False
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)
+    return isinstance(value, kind)
+
+
+def _kind_names(hint: Any) -> list[str]:
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return [name for option in typing.get_args(hint) for name in _kind_names(option)]
+    if origin is Literal:
+        return [repr(choice) for choice in typing.get_args(hint)]
+    kind = origin or hint
+    return ["null" if kind is type(None) else getattr(kind, "__name__", str(kind))]
+
+
+def _check_value(
+    keys: tuple[str, ...], value: Any, checks: Mapping[str, Any], origins: Origins
+) -> None:
+    name = ".".join(keys)
+    if value is None:
+        return
+    choices = checks.get("choices")
+    if choices is not None and value not in choices:
+        meant = did_you_mean(str(value), choices)
+        fix = meant if meant != "." else f"; use one of {', '.join(choices)}."
+        raise origins.error(keys, f"{name}={value!r} is not known{fix}")
+    least, most = checks.get("least"), checks.get("most")
+    if least is not None and value < least:
+        raise origins.error(keys, f"{name}={value} is too small; use {least} or more.")
+    if most is not None and not value <= most:
+        raise origins.error(keys, f"{name}={value} is too large; use {most} or less.")
+
+
+def _mapping(keys: tuple[str, ...], parsed: object, origins: Origins) -> Mapping[str, Any]:
     if parsed is None:
         return {}
     if not isinstance(parsed, Mapping):
-        raise CommandError(f"{name} should hold named fields, not {parsed!r}.")
+        name = ".".join(keys) or "the recipe"
+        raise origins.error(keys, f"{name} should hold named fields, not {parsed!r}.")
     return parsed
-
-
-def _check_values(recipe: Recipe) -> None:
-    data = recipe.data
-    counts = recipe.parallel.axes() | {"ranks": recipe.parallel.num_ranks}
-    for axis, degree in counts.items():
-        if degree < 1:
-            raise CommandError(f"parallel.{axis}={degree} is not a degree; use 1 or more.")
-    if not 0 <= data.held_out <= 0.5:
-        raise CommandError(f"data.held_out={data.held_out} is not a share; use 0 up to 0.5.")
-    if data.vocabulary > _LARGEST_VOCABULARY:
-        raise CommandError(
-            f"data.vocabulary={data.vocabulary} is too large; use {_LARGEST_VOCABULARY} or less."
-        )
-    for name, least in (("sequence", 2), ("vocabulary", 260), ("max_bytes", 1)):
-        value = getattr(data, name)
-        if value is not None and value < least:
-            raise CommandError(f"data.{name}={value} is too small; use {least} or more.")

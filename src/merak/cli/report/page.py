@@ -129,7 +129,7 @@ def _step(run: RunRecord, study: StepStudy | None) -> str:
     )
     if study.reduction_s > 0:
         text += f", {milliseconds(study.reduction_s)} more until gradients are reduced"
-    if study.outside_s is not None:
+    if study.outside_s:
         text += f", {milliseconds(study.outside_s)} until the next step begins"
     if run.job.degrees["dp"] * run.job.degrees["tp"] * run.job.degrees.get("cp", 1) > 1:
         text += ". The rows are the pipeline of rank 0"

@@ -23,6 +23,9 @@ _MOST_SQUARES = 64
 
 _HOST_SHADES = 6
 
+_MOST_STAGES = 4
+"""Stages of a card whose names are written."""
+
 STYLE = """
 .mesh{display:flex;flex-wrap:wrap;gap:12px;align-items:stretch}
 .mesh .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px;
@@ -48,7 +51,9 @@ def picture(job: JobRecord) -> str:
     cards = [_card(job, rank) for rank in range(job.degrees["pp"])]
     seen = {_group(job, index)[0] for index in range(len(job.segments))}
     legend = [(colour, name) for name, colour, _ in _GROUPS if name in seen]
-    return legend_of(legend) + f'<div class="mesh">{"".join(cards)}</div>'
+    hosts = len(set(job.hosts))
+    note = f'<p class="quiet">Borders of ranks: their {hosts} hosts.</p>' if hosts > 1 else ""
+    return legend_of(legend) + note + f'<div class="mesh">{"".join(cards)}</div>'
 
 
 def legend_of(entries: Sequence[tuple[str, str]]) -> str:
@@ -67,7 +72,6 @@ def legend_of(entries: Sequence[tuple[str, str]]) -> str:
 def _card(job: JobRecord, rank: int) -> str:
     stages = job.schedule.stages_of(rank)
     indices = sorted(index for stage in stages for index in job.stages[stage])
-    names = [job.segments[index].name for index in indices]
     parameters = sum(job.segments[index].parameters for index in indices)
     layers = "".join(
         f'<i style="background:{_group(job, index)[1]}" '
@@ -78,11 +82,21 @@ def _card(job: JobRecord, rank: int) -> str:
     stage = f"stage{'s' * (len(stages) > 1)} {ranges(list(stages))}"
     return (
         f'<div class="card"><h3>pp rank {rank} · {stage}</h3>'
-        f"<p>{escape(first_to_last(names) if names else '')}</p>"
+        f"{_names(job, stages)}"
         f'<div class="layers">{layers}</div>'
         f'<p class="quiet">segments {ranges(indices)}, {count(parameters)} parameters{memory}</p>'
         f"{_grid(job, rank)}</div>"
     )
+
+
+def _names(job: JobRecord, stages: Sequence[int]) -> str:
+    """Names of the first and last segment of each stage; of many stages the first ones."""
+    parts = []
+    for stage in stages[:_MOST_STAGES]:
+        names = [job.segments[index].name for index in job.stages[stage]]
+        start = f"stage {stage}: " if len(stages) > 1 else ""
+        parts.append(f"<p>{escape(start + (first_to_last(names) if names else ''))}</p>")
+    return "".join(parts) + ("<p>…</p>" if len(stages) > _MOST_STAGES else "")
 
 
 def _described(job: JobRecord, index: int) -> str:

@@ -6,11 +6,12 @@ from dataclasses import MISSING, dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from merak.cli.options import argument, json_output, takes
+from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
+from merak.cli.recipe.ready import ready_text
 from merak.launch.errors import CommandError
 
-_FILES = {"recipe.yaml": "recipe.yaml", "train.py": "train.py.template"}
+_RECIPE, _SCRIPT = "recipe.yaml", "train.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class InitRequest:
     """Request for a folder to start from."""
 
     name: Path = argument(MISSING, "NAME", "The folder to write.")
+    recipe: str | None = option(
+        None, "--recipe", "RECIPE", "One of `merak recipes`; without it, a small GPT-2."
+    )
     as_json: bool = json_output()
 
 
@@ -40,12 +44,13 @@ class InitRequest:
 def init(request: InitRequest) -> None:
     """Write a recipe and a script to start from into a new folder.
 
-    Both train a small model on text of this machine, on two ranks, with or without a GPU.
+    Both train a small model on text of this machine, on two ranks, with or without a GPU; with
+    `--recipe` they are a recipe that comes with Merak, and a script that runs it.
     """
+    files_to_write = _texts(request.recipe)
     try:
         request.name.mkdir(parents=True)
-        for name, source in _FILES.items():
-            text = files("merak.cli.starter").joinpath(source).read_text(encoding="utf-8")
+        for name, text in files_to_write.items():
             (request.name / name).write_text(text, encoding="utf-8")
     except FileExistsError:
         raise CommandError(f"{request.name} exists already; name a new folder.") from None
@@ -54,7 +59,17 @@ def init(request: InitRequest) -> None:
             f"{request.name} cannot be written ({error.strerror}); name another folder."
         ) from error
     commands = ["merak train recipe.yaml", "torchrun --nproc-per-node 2 train.py"]
-    show(InitReport(str(request.name), list(_FILES), commands), _page, request.as_json)
+    show(InitReport(str(request.name), list(files_to_write), commands), _page, request.as_json)
+
+
+def _texts(recipe: str | None) -> dict[str, str]:
+    if recipe is not None:
+        return {_RECIPE: ready_text(recipe), _SCRIPT: _template("train_recipe.py.template")}
+    return {_RECIPE: _template("recipe.yaml"), _SCRIPT: _template("train.py.template")}
+
+
+def _template(name: str) -> str:
+    return files("merak.cli.starter").joinpath(name).read_text(encoding="utf-8")
 
 
 def _page(report: InitReport) -> str:

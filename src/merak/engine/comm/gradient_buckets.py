@@ -17,15 +17,11 @@ import torch
 import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, no_gradient
-from merak.engine.comm.gradient_compression import (
-    BucketGradients,
-    GradientCompression,
-    Waitable,
-)
+from merak.engine.comm.gradient_compression import BucketGradients, GradientCompression
+from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
 from merak.engine.comm.row_shards import pack_all
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
-from merak.ops.flat_collectives import reduce_scatter
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
 
 Bucket = tuple[torch.nn.Parameter, ...]
@@ -111,16 +107,19 @@ class GradientReducer:
             the only rows that it receives; None for all-reduced gradients on every replica.
         oom_guard: aborts the step where there is no memory for a bucket.
         compression: of the reductions; None for none.
+        collectives: of the replicas; None for those of torch.
     """
 
-    def __init__(
+    def __init__(  # one argument for each thing that the build puts in
         self,
         stages: Mapping[int, StageGradients],
         progress: Progress,
         optimizer_tensors: Mapping[int, torch.nn.Parameter] | None = None,
         oom_guard: OomGuard | None = None,
         compression: GradientCompression | None = None,
+        collectives: ReplicaCollectives | None = None,
     ) -> None:
+        self._collectives = collectives or ReplicaCollectives()
         self._oom_guard = oom_guard or OomGuard()
         self.compression = compression
         # Whether gradients are reduced after every microbatch, so that there is never more than its
@@ -222,13 +221,15 @@ class GradientReducer:
         group = self._stages[stage].group
         if self._optimizer_tensors is None:
             rows = [gradient.reshape(-1) for gradient in gradients]
+            rest = self._collectives.rest(sum(row.numel() for row in rows), group)
+            rows += [rows[0].new_zeros(rest)] if rest else []
             flat = torch.cat(rows) if len(rows) > 1 else rows[0]
             everything = flat
             work = self._all_reduce(stage, bucket, flat)
         else:
             everything = pack_all(gradients, dist.get_world_size(group))
             flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
-            work = reduce_scatter(flat, everything, group=group, async_op=True)
+            work = self._collectives.reduce_scatter(flat, everything, group=group, async_op=True)
         assert work is not None
         self._open.append(_Reduction(stage, work, everything, flat, bucket, holders))
 
@@ -239,9 +240,7 @@ class GradientReducer:
             left = len(self._left[stage])
             number = len(reduced.buckets) - left - 1
             return self.compression.start(stage, BucketGradients(flat, bucket, number, not left))
-        work: Waitable | None = dist.all_reduce(flat, group=reduced.group, async_op=True)
-        assert work is not None
-        return work
+        return self._collectives.all_reduce(flat, reduced.group)
 
     def _count(self, stage: int, bucket: Bucket) -> tuple[torch.Tensor, dist.Work] | None:
         """Start to count the ranks on which each parameter has a gradient."""

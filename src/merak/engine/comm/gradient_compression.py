@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from merak.core.random import seed_for
 from merak.core.rank0 import warn_on_rank0
+from merak.engine.comm.replica_levels import Waitable
 from merak.engine.comm.sign_compression import reduce_signs
 from merak.plan.gradient_compression import (
     LEAST_RATE,
@@ -30,13 +31,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "compression/"
 """Keys of the error feedback in checkpoints begin with it."""
-
-
-class Waitable(Protocol):
-    """What tells when a reduction is done."""
-
-    def wait(self) -> Any:
-        """Wait for it."""
 
 
 @dataclass(frozen=True, slots=True)

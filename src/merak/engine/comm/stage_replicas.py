@@ -12,6 +12,7 @@ from merak.core.mesh import REPLICAS, Mesh
 from merak.engine.comm.gradient_buckets import StageGradients, fill_buckets
 from merak.graph.ir.ir import Segment
 from merak.graph.trace.branches.flags import optional_parameters
+from merak.plan.cluster.hierarchy import lines_of
 from merak.schedule.ir import Schedule
 
 
@@ -74,12 +75,6 @@ def replica_groups(
         if len(ranks) == 1:
             groups[ranks] = mesh.group(axis)
             continue
-        stride, degree = mesh.stride(axis), getattr(mesh, axis)
-        firsts = [n for n in range(mesh.stride("pp")) if n // stride % degree == 0]
-        lines = [
-            [p * mesh.stride("pp") + first + r * stride for p in ranks for r in range(degree)]
-            for first in firsts
-        ]
         with waiting_for_all("a group of ranks with"):
-            groups[ranks], _ = dist.new_subgroups_by_enumeration(lines)
+            groups[ranks], _ = dist.new_subgroups_by_enumeration(lines_of(mesh, ranks, axis))
     return {stage: groups[schedule.ranks_of(stage)] for stage in range(schedule.num_stages)}

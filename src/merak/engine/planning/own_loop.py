@@ -55,6 +55,7 @@ def plan_loop(
         features=options.features,
         tied_gradients=options.tied_gradients,
         gradient_compression=options.gradient_compression,
+        hierarchical_reductions=options.hierarchical_reductions,
         local_steps=options.local_steps,
         outer_optimizer=options.outer_optimizer,
         kernels=KernelChoice(float32_gradients=options.float32_gradients),

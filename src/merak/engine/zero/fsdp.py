@@ -24,7 +24,6 @@ from merak.core.shards import RowShard
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.unshard_order import Unshard, UnshardOrder
-from merak.ops.flat_collectives import all_gather, reduce_scatter
 
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[ParamLeaves], Outputs]
@@ -38,7 +37,7 @@ class FsdpGroup(nn.Module):
         parameters: by name, unsharded.
         replicas: the mesh along dp.
         masters: whether shards of parameters of low precision are float32 masters of them.
-        count_collective: called when a collective has begun.
+        order: in which they are gathered, with the collectives that gather them.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class FsdpGroup(nn.Module):
         parameters: Mapping[str, nn.Parameter],
         replicas: DeviceMesh,
         masters: bool,
-        count_collective: Callable[[], None],
+        order: UnshardOrder,
     ) -> None:
         super().__init__()
         first = next(iter(parameters.values()))
@@ -65,11 +64,9 @@ class FsdpGroup(nn.Module):
             -(-p.shape[0] // self.degree) * (p.numel() // max(p.shape[0], 1))
             for p in parameters.values()
         )
-        self._shard(replicas, has_masters, count_collective)
+        self._shard(replicas, has_masters, order)
 
-    def _shard(
-        self, replicas: DeviceMesh, has_masters: bool, count_collective: Callable[[], None]
-    ) -> None:
+    def _shard(self, replicas: DeviceMesh, has_masters: bool, order: UnshardOrder) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=self.dtype if has_masters else None,
             reduce_dtype=torch.float32 if has_masters else None,
@@ -79,8 +76,9 @@ class FsdpGroup(nn.Module):
         # The loss is a mean over replicas already.
         made.set_gradient_divide_factor(1.0)
         made.set_force_sum_reduction_for_comms(True)
-        made.set_custom_all_gather(_CountedCollective(all_gather, count_collective))
-        made.set_custom_reduce_scatter(_CountedCollective(reduce_scatter, count_collective))
+        count, of = order.count_collective, order.collectives
+        made.set_custom_all_gather(_CountedCollective(of.all_gather, count))
+        made.set_custom_reduce_scatter(_CountedCollective(of.reduce_scatter, count))
         if can_abort_step():
             made.set_reduce_scatter_unused_params(True)
 
@@ -169,7 +167,7 @@ class FsdpParameters:
         self.leaves: dict[str, ShardLeaf] = {}
         for names in _group_by_readers(segments, parameters, replicas):
             own = {name: parameters[name] for name in names}
-            self._add(own, FsdpGroup(own, replicas(names[0]), masters, order.count_collective))
+            self._add(own, FsdpGroup(own, replicas(names[0]), masters, order))
         for module in dict.fromkeys(self._modules.values()):
             _initialize(module)
 

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.engine.comm.gradient_buckets import Bucket, others_of
+from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
 from merak.engine.comm.row_shards import pack, unpack
 from merak.engine.health.status import Progress
-from merak.ops.flat_collectives import all_gather
 
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
     """An all-gather that has begun: this replica's rows of a bucket, and the rows of all."""
 
-    work: dist.Work
+    work: Waitable
     own: torch.Tensor
     everything: torch.Tensor
 
@@ -40,6 +40,7 @@ class ParamAllGather:
             the replicas that hold the same of them.
         most_open: gathers that may be open at a time; None for all of them.
         progress: reports every wait.
+        collectives: of the replicas; None for those of torch.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class ParamAllGather:
         buckets: Sequence[tuple[Mapping[str, nn.Parameter], dist.ProcessGroup]],
         most_open: int | None,
         progress: Progress,
+        collectives: ReplicaCollectives | None = None,
     ) -> None:
+        self._collectives = collectives or ReplicaCollectives()
         self._buckets: list[Bucket] = [tuple(bucket.values()) for bucket, _ in buckets]
         self._groups = [group for _, group in buckets]
         self._bucket_of = {n: number for number, (own, _) in enumerate(buckets) for n in own}
@@ -79,7 +82,7 @@ class ParamAllGather:
         degree, index = dist.get_world_size(group), dist.get_rank(group)
         own = pack(bucket, degree, index)
         everything = own.new_empty(degree * own.numel())
-        work = all_gather(everything, own, group=group, async_op=True)
+        work = self._collectives.all_gather(everything, own, group=group, async_op=True)
         assert work is not None
         return _Gather(work, own, everything)
 

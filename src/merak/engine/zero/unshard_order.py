@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from merak.engine.comm.gradient_buckets import others_of
+from merak.engine.comm.replica_levels import ReplicaCollectives
 from merak.engine.health.status import Progress
 from merak.graph.program.program import SegmentProgram, StageProgram
-from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.schedule.ir import Kind
 
 
@@ -65,9 +65,17 @@ class UnshardOrder:
         group: the replicas.
         device: where the parameters are.
         progress: reports every wait.
+        collectives: of the replicas; None for those of torch.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, progress: Progress) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        progress: Progress,
+        collectives: ReplicaCollectives | None = None,
+    ) -> None:
+        self.collectives = (collectives or ReplicaCollectives()).on_current_stream()
         self._group, self._device, self._progress = group, device, progress
         self._unshards: Sequence[Unshard] = ()
         self._collectives: list[_Collective] = []
@@ -151,9 +159,9 @@ class UnshardOrder:
             one = torch.zeros(length, dtype=dtype, device=self._device)
             every = torch.zeros(module.degree * length, dtype=dtype, device=self._device)
             if found.is_reduction:
-                reduce_scatter(one, every, group=self._group)
+                self.collectives.reduce_scatter(one, every, group=self._group)
             else:
-                all_gather(every, one, group=self._group)
+                self.collectives.all_gather(every, one, group=self._group)
             self.count_collective()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.counters import refuse_counters
 from merak.graph.segment.cut import cut_into_segments
+from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.call import LossFunction, does_call_model
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
@@ -45,6 +46,7 @@ class GraphSource:
         cache_dir: where traces are stored; None for no cache.
         autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
         numbers: places of Python numbers that are inputs of the graph, by their column.
+        dropped: blocks that are dropped by chance in training; None for those of the model's own.
 
     It remembers which modules a trace runs as opaque modules, and the full shapes of parameters
     from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
@@ -59,6 +61,7 @@ class GraphSource:
     cache_dir: Path | None = None
     autocast: torch.dtype | None = None
     numbers: dict[str, Slot] = field(default_factory=dict)
+    dropped: Stacks | None = None
     parameters: Mapping[str, TensorMeta] = field(init=False)
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
 
@@ -197,6 +200,7 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
         source.fixed,
         source.device.type,
         source.autocast,
+        str(source.dropped),
     )
     return fingerprint(source.model, dict(columns), *what)
 
@@ -205,7 +209,10 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
 def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
     """Context with a model in train or eval mode, and with full meta parameters."""
     whole = _whole_parameters(source)
-    with methods_allowed(source.model), whole, _mode(source.model, training):
+    drops: AbstractContextManager[None] = nullcontext()
+    if source.dropped is not None and training:
+        drops = keeping_at_random(source.model, source.dropped)
+    with methods_allowed(source.model), whole, _mode(source.model, training), drops:
         yield
 
 

@@ -18,6 +18,7 @@ from merak.graph.ir.operators import (
     GEMM_OPERANDS,
     GROUPED_GEMMS,
     MATMULS,
+    RESHAPES,
     SAME_VALUES,
     TRANSPOSES,
     family,
@@ -33,9 +34,11 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     ResultPlacement,
     Shard,
+    shape_of,
 )
 from merak.graph.tensor_parallel.reductions import early_reductions
 from merak.graph.tensor_parallel.rules.rules import decide
+from merak.graph.tensor_parallel.rules.views import split_dims
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,8 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield from _gemm_dims(user, dims)
         elif name in TRANSPOSES:
             yield from _gemm_dims(user, permuted_dims(user, dims))
+        elif name in RESHAPES and (sources := split_dims(shape_of(node), shape_of(user))):
+            yield from _gemm_dims(user, tuple(dims[d] for d in sources))
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
             yield dims[0], dims[1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:

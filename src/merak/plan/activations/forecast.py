@@ -257,6 +257,7 @@ class Forecast:
             every_microbatch=self.options.exact_tied_gradients,
             bucket_bytes=self.options.bucket_bytes,
             compression=self.options.gradient_compression,
+            has_levels=self.options.hierarchical_reductions != "off",
             averages=self.options.local_steps > 0,
             outer_copies=self.options.outer_copies,
             zero=ZeroSharding(

@@ -3,9 +3,10 @@
 A ring passes n − 1 shards of every rank on, an all-reduce twice as many; on several nodes it enters
 and leaves each node through as many adapters as the group has ranks there. A double binary tree
 takes as many bytes in fewer messages, and so do binomial trees of all ranks for an all-gather or
-reduce-scatter of ranks on different nodes. By hierarchy, the ranks of a node reduce first, those of
-equal numbers on all nodes then exchange a shard each, at the same time, and the nodes gather last.
-A switch that can reduce takes every tensor once. The fastest is taken, as NCCL does.
+reduce-scatter of ranks on different nodes. A switch that can reduce takes every tensor once, and
+between nodes with such switches NCCL reduces by hierarchy: the ranks of a node first, those of
+equal numbers on all nodes then a shard each, at the same time, and the nodes gather last. The
+fastest is taken, as NCCL does.
 
 Sources: NCCL, src/graph/tuning.cc and doc/PERFORMANCE.md of nccl-tests (steps and bytes); Sanders,
 Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
@@ -98,10 +99,10 @@ def _all_reduce(num_bytes: float, group: Group) -> Iterator[float]:
     for latency, rate in _group_protocols(group):
         yield _ring(2, num_bytes, group, latency, rate)
         yield _tree(num_bytes, group, latency, rate)
-    if group.num_nodes > 1 and group.most_on_node > 1:
-        yield from _by_hierarchy(num_bytes, group)
     if group.link is not None and group.link.switch_fraction:
         yield from _by_switch(num_bytes, group)
+        if group.num_nodes > 1 and group.most_on_node > 1:
+            yield from _by_hierarchy(num_bytes, group)
 
 
 def _gather(num_bytes: float, group: Group) -> Iterator[float]:

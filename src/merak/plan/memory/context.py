@@ -48,6 +48,7 @@ class MemoryContext:
         bucket_bytes: size of the buckets in which final gradients are reduced over replicas; None
             where the rank's stages have no replicas.
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
+        has_levels: whether replicas reduce by hierarchy.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class MemoryContext:
     zero: ZeroSharding
     bucket_bytes: int | None
     every_microbatch: bool
+    has_levels: bool = False
 
     def sharded_parameters(self) -> dict[str, TensorMeta]:
         """Parameters that ZeRO-3 shards: all that have rows, and that other replicas have too."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from merak.graph.program.program import SegmentProgram
-from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
+from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS, level_bytes
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, SendWindow
 from merak.schedule.ir import FINAL_KINDS, Action
@@ -30,6 +30,7 @@ class Gradients:
     _bucket: list[str] = field(default_factory=list)
     _size: int = 0
     _num_buckets: int = 0
+    _largest: int = 0
     _open: deque[tuple[Hashable, list[str]]] = field(default_factory=deque)
     _windows: dict[str, SendWindow] = field(default_factory=dict)
     _parameter_bytes: dict[str, int] = field(init=False)
@@ -102,8 +103,10 @@ class Gradients:
         if not names:
             return
         zero = self.ctx.zero
+        if self.ctx.has_levels:
+            self._hold_levels(sum(self.bytes[name] for name in names), zero.is_sharded)
         if not zero.is_sharded:
-            if len(names) > 1:
+            if len(names) > 1 or self.ctx.has_levels:
                 self.ledger.record_peak(at, sum(self.bytes[name] for name in names))
             return
         if zero.gradients and len(self._open) >= MAX_OPEN_BUCKETS:
@@ -118,8 +121,20 @@ class Gradients:
         self.ledger.hold(("bucket", self._num_buckets), sent_bytes, Category.COMMUNICATION)
         self._open.append((("bucket", self._num_buckets), names))
 
+    def _hold_levels(self, num_bytes: int, is_sharded: bool) -> None:
+        """Hold what the largest reduction by hierarchy so far has beside its bucket."""
+        if num_bytes > self._largest:
+            if self._largest:
+                self.ledger.release("levels")
+            self._largest = num_bytes
+            held = level_bytes(num_bytes, is_sharded=is_sharded)
+            self.ledger.hold("levels", held, Category.COMMUNICATION)
+
     def finish(self) -> None:
         """Wait for all reductions."""
+        if self._largest:
+            self.ledger.release("levels")
+            self._largest = 0
         while self._open:
             self._take()
         for window in self._windows.values():

@@ -19,7 +19,7 @@ from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
 from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.gradient_compression import feedback_bytes
-from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
+from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS, level_bytes
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
 from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.measured import Measured
@@ -94,6 +94,7 @@ class Job:
         measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
         compression: of gradient reductions, as the option `gradient_compression`.
+        has_levels: whether replicas reduce by hierarchy.
         split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
@@ -111,6 +112,7 @@ class Job:
     kernels: str | None = None
     split: SplitSegments | None = None
     compression: str = "off"
+    has_levels: bool = False
 
 
 class MemoryModel:
@@ -200,6 +202,7 @@ class MemoryModel:
             tied=job.tied[rank],
             zero=job.zero,
             bucket_bytes=job.bucket_bytes if _is_replicated(rank, schedule, job) else None,
+            has_levels=job.has_levels and _is_replicated(rank, schedule, job),
             every_microbatch=job.every_microbatch,
         )
         _hold_parameters(ctx, ledger)
@@ -239,6 +242,9 @@ def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:
     ]
     # In the buffer of the all-gather, and copied out of it.
     most = max((2 * _sum(own) for own in gathered), default=0)
+    if ctx.has_levels:
+        # One exchange at a time copies a tensor, and shards of it.
+        most += level_bytes(most // 2, is_sharded=True)
     ledger.hold("gathered", most, Category.COMMUNICATION)
 
 
@@ -317,6 +323,9 @@ def _gathered_bytes(job: Job, metas: Mapping[str, TensorMeta]) -> int:
     if job.zero.gradients:
         largest = max(meta.num_bytes for meta in metas.values())
         sent = min(sent, MAX_OPEN_GATHERS * (job.bucket_bytes + largest))
+    if job.has_levels:
+        one = min(sent, job.bucket_bytes + max(meta.num_bytes for meta in metas.values()))
+        sent += level_bytes(one, is_sharded=True)
     return sent + sent // job.zero.degree
 
 

@@ -16,8 +16,8 @@ from itertools import pairwise
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
-from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Group, group_of, send_link
+from merak.plan.cluster.hierarchy import reduction_seconds
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
@@ -96,7 +96,7 @@ def stage_exchange(
         zero: what replicas shard.
         workload: how they reduce; `averaging_seconds` prices what Local SGD exchanges.
     """
-    exchanges = _Exchanges(stage, cluster, candidate, zero, workload.local_steps > 0)
+    exchanges = _Exchanges(stage, cluster, candidate, zero, workload)
     trained = exchanges.trained
     kind, sent = _reduction(trained, candidate, zero, workload.gradient_compression)
     reduced = _buckets(trained, sent)
@@ -107,7 +107,8 @@ def stage_exchange(
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
         # A pair farther apart than half of the cluster is on two nodes just as that one is.
         pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
-        reduce_s += math.log2(len(copies)) * _one_by_one(kind, reduced, pair)
+        levels = workload.hierarchical_reductions
+        reduce_s += math.log2(len(copies)) * _one_by_one(kind, reduced, pair, levels)
     num_buckets = max(1, len(reduced))
     times = stage.whole
     beside = times.backward_s * (1 - 1 / num_buckets)
@@ -166,7 +167,7 @@ class _Exchanges:
         cluster: the devices.
         candidate: the degrees.
         zero: which parameters are experts.
-        local: whether context parallel ranks alone reduce gradients.
+        workload: how they reduce.
     """
 
     def __init__(
@@ -175,10 +176,12 @@ class _Exchanges:
         cluster: Cluster,
         candidate: Candidate,
         zero: ZeroSharding,
-        local: bool,
+        workload: Workload,
     ) -> None:
+        self._hierarchy = workload.hierarchical_reductions
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
-        size = candidate.cp if local else candidate.replicas
+        # Under Local SGD, context parallel ranks alone reduce gradients.
+        size = candidate.cp if workload.local_steps else candidate.replicas
         self.everyone = group_of(cluster, size, candidate.tp)
         self._experts = zero.experts
         self._same_experts = None
@@ -196,10 +199,12 @@ class _Exchanges:
             num_bytes: of each that is sent.
         """
         shared = {n: meta for n, meta in metas.items() if n not in self._experts}
-        total = _one_by_one(kind, _buckets(shared, num_bytes), self.everyone)
+        levels = self._hierarchy
+        total = _one_by_one(kind, _buckets(shared, num_bytes), self.everyone, levels)
         if self._same_experts is not None:
             experts = {n: meta for n, meta in metas.items() if n in self._experts}
-            total += _one_by_one(kind, _buckets(experts, num_bytes), self._same_experts)
+            own = _buckets(experts, num_bytes)
+            total += _one_by_one(kind, own, self._same_experts, levels)
         return total
 
 
@@ -322,9 +327,9 @@ def _buckets(metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int]) -> l
     return buckets
 
 
-def _one_by_one(kind: str, buckets: Sequence[int], group: Group) -> float:
+def _one_by_one(kind: str, buckets: Sequence[int], group: Group, hierarchy: str = "off") -> float:
     """Seconds of a collective that goes in buckets, one after another."""
     return sum(
-        count * collective_seconds(kind, num_bytes, group)
+        count * reduction_seconds(kind, num_bytes, group, hierarchy)
         for num_bytes, count in Counter(buckets).items()
     )

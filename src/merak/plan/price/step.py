@@ -20,7 +20,8 @@ from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
-from merak.plan.constraints import refuse_local_steps, refuse_zero
+from merak.plan.cluster.hierarchy import on_nodes
+from merak.plan.constraints import refuse_hierarchy, refuse_local_steps, refuse_zero
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
@@ -204,6 +205,9 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     refuse_zero(forecast.layout.schedule, candidate.zero)
     refuse_local_steps(forecast.layout.schedule, forecast.options, forecast.mesh)
+    if forecast.options.hierarchical_reductions != "off":
+        placed = on_nodes(forecast.mesh, cluster)
+        refuse_hierarchy(forecast.layout.schedule, forecast.options, placed)
     return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 

@@ -50,6 +50,7 @@ class Workload:
         features: tensor parallel attributes that override those derived from the model.
         tied_gradients: as the option of this name, "microbatch" or "step".
         gradient_compression: as the option of this name, of reductions over replicas.
+        hierarchical_reductions: as the option of this name; "auto" prices the faster.
         local_steps: as the option of this name.
         outer_optimizer: as the option of this name.
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
@@ -65,6 +66,7 @@ class Workload:
     features: Features | None = None
     tied_gradients: str = "microbatch"
     gradient_compression: str = "off"
+    hierarchical_reductions: str = "off"
     local_steps: int = 0
     outer_optimizer: str = "average"
     kernels: KernelChoice = field(default_factory=KernelChoice)
@@ -249,6 +251,7 @@ class Workload:
             master_weights=self.master_weights,
             tied_gradients=self.tied_gradients,
             gradient_compression=self.gradient_compression,
+            hierarchical_reductions=self.hierarchical_reductions,
             local_steps=self.local_steps,
             outer_optimizer=self.outer_optimizer,
             gradient_sums=self.gradient_sums,

@@ -248,6 +248,8 @@ class JobPricing:
             in_flight = candidate.num_microbatches
         in_flight = min(in_flight, candidate.num_microbatches)
         activations = scale * (held * in_flight / candidate.pp + own.largest)
+        if recompute == "off":
+            activations += own.weight_copies * in_flight / candidate.pp
         # Sharded gradients are sent from copies, and those of a segment are whole before.
         copies = min(candidate.zero, 2) * self._state(candidate)[1].gradients
         return self.state_bytes(candidate) + activations + copies

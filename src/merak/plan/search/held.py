@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merak.core.mesh import pretended
+from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.operators import family
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.segment_memory import saved_and_outputs
 from merak.plan.price.candidate import Candidate, Form
@@ -21,12 +23,15 @@ class Held:
     """Bytes that a microbatch holds on one rank.
 
     Args:
-        saved: between forward and backward, by recomputation.
-        largest: most that one segment saves.
+        saved: between forward and backward, by recomputation; without `weight_copies`.
+        largest: most that one segment saves, without them.
+        weight_copies: copies of weights in autocast's type that a forward saves where nothing is
+            recomputed: as many for a microbatch of any size.
     """
 
     saved: Mapping[str, float]
     largest: float
+    weight_copies: float = 0.0
 
 
 def held_of(workload: Workload, device: DeviceProfile, form: Form) -> Held:
@@ -42,18 +47,31 @@ def held_of(workload: Workload, device: DeviceProfile, form: Form) -> Held:
     float32 = workload.options(Candidate()).float32_gradients
     measured = local.measured(float32, device.device_type)
     first = workload.unique(form)
-    known: dict[int, tuple[int, int]] = {}
+    known: dict[int, tuple[int, int, int]] = {}
     with pretended(Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)):
         for index in sorted(set(first)):
             segment = graph.segments[index]
             saved, outputs = saved_and_outputs(segment, fake, device.device_type)
             trains = any(graph.values[name].requires_grad for name in segment.outputs)
             found = measured.selective([(segment, saved)] if trains else [], device, fake)
-            known[index] = saved + outputs, sum(own.saved_bytes for own in found.values())
+            copies = min(saved, _weight_copies(segment)) if trains else 0
+            selective = sum(own.saved_bytes for own in found.values())
+            known[index] = saved - copies + outputs, selective, copies
     inputs = sum(graph.values[name].num_bytes for own in graph.segments for name in own.inputs)
     saved_bytes = {
         "off": float(sum(known[index][0] for index in first)),
         "selective": float(inputs + sum(known[index][1] for index in first)),
         "full": float(inputs),
     }
-    return Held(saved_bytes, float(max((own for own, _ in known.values()), default=0)))
+    largest = max((own for own, _, _ in known.values()), default=0)
+    return Held(saved_bytes, float(largest), float(sum(known[index][2] for index in first)))
+
+
+def _weight_copies(segment: Segment) -> int:
+    """Bytes of the copies of a segment's weights in another element type."""
+    copies = 0
+    for node in segment.graph.find_nodes(op="placeholder"):
+        if node.meta["kind"] is Kind.PARAMETER:
+            converted = (user for user in node.users if family(user.target) == "to")
+            copies += sum(user.meta["tensor"].num_bytes for user in converted)
+    return copies

@@ -37,6 +37,7 @@ class PlanFile:
         optimizer: name of its class; None where no state was forecast.
         gradient_sums: type in which gradients of a lower precision are summed.
         gradient_compression: how replicas compress the gradients that they reduce.
+        hierarchical_reductions: whether replicas reduce by hierarchy.
     """
 
     model: Mapping[str, Any]
@@ -49,6 +50,7 @@ class PlanFile:
     optimizer: str | None = None
     gradient_sums: str = "float32"
     gradient_compression: str = "off"
+    hierarchical_reductions: str = "off"
 
     @property
     def global_batch(self) -> int:
@@ -83,6 +85,7 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         optimizer_name(workload.optimizer),
         workload.gradient_sums,
         workload.gradient_compression,
+        workload.hierarchical_reductions,
     )
 
 
@@ -101,7 +104,7 @@ def optimizer_name(factory: OptimizerFactory | None) -> str | None:
 
 _OF_THE_JOB = (
     "cluster", "autocast", "master_weights", "sequence", "optimizer", "gradient_sums",
-    "gradient_compression",
+    "gradient_compression", "hierarchical_reductions",
 )  # fmt: skip
 
 
@@ -146,7 +149,8 @@ def read_plan(path: Path) -> PlanFile:
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
-        before = {"gradient_sums": "float32", "gradient_compression": "off"}
+        before = {"gradient_sums": "float32"}
+        before |= dict.fromkeys(("gradient_compression", "hierarchical_reductions"), "off")
         named = before | content  # files before it was an option
         return PlanFile(candidate=candidate, **{name: named[name] for name in names})
     except (KeyError, TypeError, ValueError, AttributeError) as error:

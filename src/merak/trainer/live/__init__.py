@@ -1,1 +1,1 @@
-"""Progress of a running job: its figures, their display on rank 0, and the record of the run."""
+"""Display of a running job on rank 0: a panel in a terminal, lines elsewhere."""

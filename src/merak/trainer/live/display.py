@@ -17,8 +17,8 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 from transformers.trainer_utils import has_length
 
 from merak.core.health.stderr import write_line
+from merak.engine.health.figures import Figures
 from merak.record.run import JobRecord
-from merak.trainer.live.figures import Figures
 from merak.trainer.live.lines import duration, line
 from merak.trainer.live.panel import JobPanel, Progress
 from merak.trainer.live.streams import handlers_moved, is_terminal, standard_streams

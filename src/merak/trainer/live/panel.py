@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from merak.core.units import count, counted, ranges, size
+from merak.engine.health.figures import Figures
 from merak.plan.summary import first_to_last
 from merak.record.run import JobRecord
-from merak.trainer.live.figures import Figures
 from merak.trainer.live.lines import duration, percent, shown
 
 _FIRST = ("loss", "learning_rate", "grad_norm")

@@ -110,6 +110,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
         features=parse_features(args.feature_dict) if args.feature_dict else None,
         tied_gradients=args.tied_gradients,
         gradient_compression=args.gradient_compression,
+        hierarchical_reductions=args.hierarchical_reductions,
         local_steps=args.local_steps,
         outer_optimizer=args.outer_optimizer,
         kernels=KernelChoice(float32_gradients=args.gradient_sums == "float32"),

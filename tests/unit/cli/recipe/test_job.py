@@ -151,7 +151,16 @@ def test_starts_from_weights_and_keeps_a_datasets_columns(
 @pytest.mark.parametrize(
     ("model", "data", "said"),
     [
-        ({"name": "T5ForConditionalGeneration"}, {}, "neither to continue text nor to fill gaps"),
+        (
+            {"name": "BertForSequenceClassification", "config": BERT},
+            {},
+            "neither to continue text nor to fill gaps",
+        ),
+        (
+            {"name": "BertForMaskedLM", "config": BERT},
+            {"packing": "separate", "sequence": 64},
+            "data.packing='separate' cannot be kept by BertForMaskedLM",
+        ),
         (
             {"name": "GPT2LMHeadModel", "config": {**GPT2, "vocab_size": 50}},
             {"vocabulary": 300, "sequence": 8},

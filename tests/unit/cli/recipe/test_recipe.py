@@ -1,13 +1,13 @@
 """Recipes: what is read, and what wrong ones are told."""
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from merak.cli.recipe.recipe import DataRecipe, Degrees, ModelRecipe, parse_recipe, read_recipe
+from merak.cli.recipe.recipe import parse_recipe, read_recipe
+from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe
 from merak.launch.errors import CommandError
 
 RECIPE = """
@@ -53,7 +53,7 @@ def test_reads_a_recipe(tmp_path: Path) -> None:
         ({"data": {"sequence": 1}}, "data.sequence=1 is too small; use 2 or more"),
         ({"data": {"vocabulary": 10}}, "data.vocabulary=10 is too small"),
         ({"data": {"vocabulary": 10**9}}, "data.vocabulary=1000000000 is too large; use 2000000"),
-        ({"data": {"held_out": 0.9}}, "data.held_out=0.9 is not a share; use 0 up to 0.5"),
+        ({"data": {"held_out": 0.9}}, "data.held_out=0.9 is too large; use 0.5 or less"),
         ({"parallel": {"pp": 0}}, "parallel.pp=0 is not a degree"),
         ({"arguments": {"output_dir": "x", "max_step": 3}}, "no field 'max_step'; did you mean m"),
         ({"arguments": {"max_steps": 3}}, "arguments.output_dir is missing"),
@@ -98,9 +98,6 @@ def test_recipe_of_the_documentation() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (written,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
     assert parse_recipe(yaml.safe_load(written)).parallel.num_ranks == 4
-    (table,) = re.findall(r"field of `data`.*?\n\n", page, flags=re.DOTALL)
-    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
-    assert named == {part.name for part in dataclasses.fields(DataRecipe)}
 
 
 def test_example_recipe() -> None:

@@ -35,10 +35,9 @@ class Rank:
         self.at_computations: list[int] = []
         self.num_over = 0
         monkeypatch.setattr(under_test, "others_of", lambda group: (1,))
-        monkeypatch.setattr(under_test, "all_gather", self.all_gather)
-        monkeypatch.setattr(under_test, "reduce_scatter", self.reduce_scatter)
         group: Any = None
         self.order = UnshardOrder(group, CPU, Progress(clock_of(CPU), 0))
+        self.order.collectives = self  # type: ignore[assignment]
         self.modules = {name: Fake(name, self, trains=name != "frozen") for name in SIZES}
         forward = [("tied",), ("a", "frozen"), ("b", "tied")]
         rows = [(names, False) for names in forward]

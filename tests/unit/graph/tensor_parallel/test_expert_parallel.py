@@ -131,8 +131,11 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ShardError) as caught:
         tensor_parallel(graph, None, 4, ep=4)
     assert str(caught.value) == (
-        "ep=4 does not divide the 6 experts of layers.0; the degrees that fit are 1, 2, 3 and 6."
+        "ep=4 does not divide the number of experts of layers.0, which is 6; the degrees that fit "
+        "are 1, 2, 3 and 6."
     )
+    with pytest.raises(ShardError, match=r"which is 1; the only one that fits is 1\.$"):
+        tensor_parallel(cases.traced(Layered(1), {"x": torch.randn(12, 16)}), None, 2, ep=2)
     dense = cases.traced(build_dense(), cases.batch(padded=False))
     with pytest.raises(ShardError, match=r"^ep=2 finds no experts to split: no stack of weights"):
         tensor_parallel(dense, None, 2, ep=2)

@@ -126,3 +126,18 @@ def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
     assert held.saved["off"] == sum(sizes.values())
     assert held.largest == max(sizes.values())
     assert 0 < held.saved["full"] <= held.saved["selective"] <= held.saved["off"]
+
+
+def test_copies_of_weights_under_autocast_do_not_grow_with_the_microbatch() -> None:
+    found = example_workload(
+        LLAMA, global_batch=8, sequence=16, optimizer=adam, autocast=torch.bfloat16
+    )
+    device = parse_cluster("h100:1x1").nodes[0].device
+    one, four = (held_of(found, device, Form(size)) for size in (1, 4))
+    whole = Partition(len(found.graph(1).segments), ())
+    sizes = found.forecast(Candidate(), whole, device_profile=device).saved_bytes()
+    assert one.saved["off"] + one.weight_copies == sum(sizes.values())
+    weights = sum(p.numel() for n, p in found.model.named_parameters() if "proj" in n)
+    head = found.model.get_parameter("lm_head.weight").numel()
+    assert one.weight_copies == four.weight_copies == 2 * (weights + head)
+    assert four.saved["off"] < 4.0 * one.saved["off"] < 1.1 * four.saved["off"]

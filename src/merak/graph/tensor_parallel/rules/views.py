@@ -55,6 +55,18 @@ def reshaped(old: Sequence[int], new: Sequence[int], placed: Shard, degree: Degr
     return None
 
 
+def split_dims(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
+    """For every dim of a new shape, the dim that it is a part of; None where some are merged."""
+    if math.prod(old) == 0 or 1 in new:
+        return None
+    found: list[int] = []
+    for olds, news in _groups(old, new):
+        if len(olds) > 1:
+            return None
+        found += olds * len(news)
+    return tuple(found)
+
+
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
     """Neighbouring dims of both shapes that hold the same elements; dims of size 1 left out."""
     olds = [d for d, size in enumerate(old) if size != 1]

@@ -75,9 +75,10 @@ def check_experts(name: str, num_experts: int, ep: int) -> None:
     """
     if num_experts % ep:
         *most, last = map(str, sympy.divisors(num_experts))
+        fitting = f"degrees that fit are {', '.join(most)} and" if most else "only one that fits is"
         raise ShardError(
-            f"ep={ep} does not divide the {num_experts} experts of {name.rpartition('.')[0]}; the "
-            f"degrees that fit are {', '.join(most)} and {last}."
+            f"ep={ep} does not divide the number of experts of {name.rpartition('.')[0]}, which is "
+            f"{num_experts}; the {fitting} {last}."
         )
 
 

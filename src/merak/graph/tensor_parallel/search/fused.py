@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.operators import NARROWS, SPLITS, family
+from merak.graph.ir.operators import NARROWS, RESHAPES, SPLITS, family
 from merak.graph.tensor_parallel.placement import (
     Decision,
     Degree,
@@ -20,6 +20,7 @@ from merak.graph.tensor_parallel.placement import (
 from merak.graph.tensor_parallel.propagate import decide_or_gather, propagate
 from merak.graph.tensor_parallel.rules.indexing import extent
 from merak.graph.tensor_parallel.rules.rules import decide
+from merak.graph.tensor_parallel.rules.views import split_dims
 
 _MAX_REFINEMENTS = 8
 """How often the parts of one weight are refined: a fused layer holds few kinds of things."""
@@ -47,6 +48,28 @@ def fused_parts(graph: fx.Graph, name: str, dim: int, size: int) -> list[tuple[i
             break
         found.append(finer)
     return found
+
+
+def stacked_parts(node: fx.Node, dim: int) -> list[tuple[int, ...]]:
+    """Parts of a weight's dim that the graph sees as two, such as experts and what each has.
+
+    Args:
+        node: the parameter.
+        dim: its dim.
+
+    Returns:
+        Part sizes, one for each element of the first of the two dims.
+    """
+    found = []
+    for user in node.users:
+        sources = None
+        if family(user.target) in RESHAPES:
+            sources = split_dims(shape_of(node), shape_of(user))
+        if sources is not None and sources.count(dim) == 2:
+            place = sources.index(dim)
+            number, size = shape_of(user)[place : place + 2]
+            found.append((size,) * number)
+    return list(dict.fromkeys(found))
 
 
 def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:

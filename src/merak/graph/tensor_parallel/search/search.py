@@ -45,7 +45,7 @@ from merak.graph.tensor_parallel.search.cost import (
     transfers,
     weights_only,
 )
-from merak.graph.tensor_parallel.search.fused import divides, fused_parts
+from merak.graph.tensor_parallel.search.fused import divides, fused_parts, stacked_parts
 
 Assignment = Mapping[str, Placement]
 
@@ -309,6 +309,7 @@ class Search:
                 all_parts: list[tuple[int, ...]] = [(size,)]
                 if any(dim == out for out, _ in self.dims[name]):
                     all_parts = fused_parts(self.graph, name, dim, size)
+                all_parts += stacked_parts(self.nodes[name], dim)
                 found += [Shard(dim, parts, name) for parts in all_parts]
             mixed = (m for s in found if (m := _small_parts_whole(s, self.degree)))
             self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
+from merak.graph.trace.opaque.experts.loop import ExpertLoop, expert_loop_of, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
@@ -166,6 +167,7 @@ class _Recorder:
         looped: paths of the modules and functions that are opaque for a loop.
         known: results of probes, by module kind and shapes.
         offsets: ends of groups, by the identity of their sizes, which are held with them.
+        loops: over experts that modules compute, by the same key as `known`.
     """
 
     calls: list[OpaqueCall]
@@ -176,6 +178,7 @@ class _Recorder:
     looped: frozenset[str]
     known: dict[Any, ProbeResult] = field(default_factory=dict)
     offsets: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    loops: dict[Any, ExpertLoop | None] = field(default_factory=dict)
 
     def forward(self, ref: ModuleRef, why: str) -> Callable[..., Any]:
         """The replacement of a module's forward."""
@@ -254,6 +257,8 @@ class _Recorder:
         states: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
+        if (loop := self._loop(call, tensors)) is not None:
+            return fill(loop.result, [grouped_experts(loop, call, tensors)])
         found = self._found(call, tensors)
         call = replace(
             call,
@@ -283,25 +288,39 @@ class _Recorder:
         ends, _ = self.offsets[key]
         return grouped_product(grouped, tensors, ends, call.outputs[0].dtype)
 
+    def _loop(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ExpertLoop | None:
+        """The loop over experts that a module is; None for another module."""
+        if call.ref.path in self.looped:
+            return None
+        key = self._key(call, _metas(call, tensors))
+        if key not in self.loops:
+            self.loops[key] = expert_loop_of(call, tensors)
+        return self.loops[key]
+
     def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ProbeResult:
-        metas = []
-        for tensor in tensors:
-            if any(isinstance(size, torch.SymInt) for size in tensor.shape):
-                raise CannotBeOpaque(call.ref.path, "it is called with sizes that are not known")
-            metas.append(TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
-        is_loop = (
-            call.ref.path in self.looped
-        )  # a loop depends on no values, not on a buffer's either
-        real = {} if is_loop else self.real.under(call.module)
-        likeness = _likeness(call.module, real)
-        how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
-        key = (likeness, call.states, tuple(metas), how, is_loop)
-        if key not in self.known and is_loop:
+        metas = _metas(call, tensors)
+        key = self._key(call, metas)
+        if key not in self.known and call.ref.path in self.looped:
             self.known[key] = dry_run(call, metas, self.device)
         elif key not in self.known:
-            modes = self.real.modes
+            real, modes = self.real.under(call.module), self.real.modes
             self.known[key] = probe(call, metas, real, _usable(self.device), modes)
         return self.known[key]
+
+    def _key(self, call: OpaqueCall, metas: Sequence[TensorMeta]) -> Any:
+        """A key that is equal for calls that compute the same."""
+        # A loop depends on no values, not on a buffer's either.
+        is_loop = call.ref.path in self.looped
+        likeness = _likeness(call.module, {} if is_loop else self.real.under(call.module))
+        how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
+        return likeness, call.states, tuple(metas), how, is_loop
+
+
+def _metas(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
+    for tensor in tensors:
+        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            raise CannotBeOpaque(call.ref.path, "it is called with sizes that are not known")
+    return [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
 
 
 def _is_same(value: Any, before: Any) -> bool:

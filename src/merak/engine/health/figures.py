@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
+
+import torch
 
 from merak.core.mesh import Mesh
 from merak.engine.health.step_records import OwnStep
@@ -140,3 +144,23 @@ def _busy(everyone: Sequence[OwnFigures], mesh: Mesh) -> tuple[float, ...]:
                 if whole_s > 0:
                     fractions[rank].append(own.busy_s[step] / whole_s)
     return tuple(round(fmean(own), 4) for own in fractions) if all(fractions) else ()
+
+
+def memory_bytes(device: torch.device) -> tuple[str, int | None]:
+    """The memory of a rank: on a GPU its peak so far, on the CPU its present size.
+
+    Returns:
+        What to call it in GB, and bytes; None where the system does not tell.
+    """
+    if device.type == "cuda":
+        return "peak_memory_gb", torch.cuda.max_memory_allocated(device)
+    return "memory_gb", _resident_bytes()
+
+
+def _resident_bytes() -> int | None:
+    """Resident memory of this process, where the system tells it as Linux does."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from merak.core.mesh import Mesh
+from merak.engine.health.figures import Figures
 from merak.engine.health.step_records import StepRecord
 from merak.record.files import RecordWriter
 from merak.record.run import JobRecord, LogRecord, MeasuredStep
-from merak.trainer.live.figures import Figures
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from merak.core.mesh import Mesh
-from merak.trainer.live.figures import Interval, OwnFigures, job_figures
-from merak.trainer.live.recording import is_due
+from merak.engine.health.figures import Interval, OwnFigures, job_figures
+from merak.engine.recording.recorder import is_due
 
 INTERVAL = Interval(seconds=2.0, steps=4, microbatches=32, tokens=8000)
 

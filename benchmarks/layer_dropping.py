@@ -1,0 +1,113 @@
+"""Progressive layer dropping beside plain training: loss curves at equal steps, and time saved.
+
+A small GPT-2 learns the bytes of Python's own library in one process, plainly and with its blocks
+dropped by chance, with the same weights and batches. The two take turns, stretch by stretch, so
+that other work on the machine slows both down. The loss of texts that were held out is that of the
+whole model. Seconds are medians over the steps of a stretch; beside them is the fraction of the
+blocks' work that the schedule expects.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+import transformers
+from precision_curves import LENGTH, library_bytes
+from tools import report
+
+import merak
+from merak.plan.layer_dropping import kept, mean_kept
+
+SAMPLES, HELD_OUT, LAYERS = 16, 64, 8
+
+
+def small_gpt2() -> transformers.GPT2LMHeadModel:
+    """Eight blocks, the same weights every time."""
+    torch.manual_seed(1)
+    config = transformers.GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=96, n_layer=LAYERS, n_head=4, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+class Training:
+    """One way to train, which goes on where it has stopped."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        example = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+        self.parallel = merak.parallelize(
+            small_gpt2(),
+            {"input_ids": example, "labels": example},
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            max_grad_norm=1.0,
+            **options,
+        )
+
+    def run(self, batches: list[torch.Tensor]) -> tuple[float, float]:
+        """Mean loss and median seconds of some steps."""
+        losses, seconds = [], []
+        for ids in batches:
+            start = time.perf_counter()
+            losses.append(float(self.parallel.step({"input_ids": ids, "labels": ids})))
+            seconds.append(time.perf_counter() - start)
+        return statistics.mean(losses), statistics.median(seconds)
+
+    def held_out(self, ids: torch.Tensor) -> float:
+        """Mean loss of texts that were not trained on, by the whole model."""
+        parts = ids.split(SAMPLES)
+        found = [float(self.parallel.evaluate({"input_ids": p, "labels": p})) for p in parts]
+        return statistics.mean(found)
+
+
+def windows(text: torch.Tensor, count: int, seed: int) -> torch.Tensor:
+    """Texts from random places, (count, LENGTH)."""
+    draws = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - LENGTH, (count,), generator=draws).tolist()
+    return torch.stack([text[start : start + LENGTH] for start in starts])
+
+
+def main() -> None:
+    """Train both ways and compare."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--steps", type=int, default=160, help="optimizer steps")
+    parser.add_argument("--stretch", type=int, default=40, help="steps of a row")
+    parser.add_argument("--keep", type=float, default=0.5, help="layer_keep")
+    parser.add_argument("--decay", type=float, default=0.05, help="layer_keep_decay")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    merak.init(device="cpu")
+    text = library_bytes()
+    cut = int(0.95 * len(text))
+    batches = list(windows(text[:cut], options.steps * SAMPLES, 2).split(SAMPLES))
+    others = windows(text[cut:], HELD_OUT, 3)
+    plain = Training({})
+    dropped = Training({"layer_keep": options.keep, "layer_keep_decay": options.decay})
+    rows = []
+    for first in range(0, options.steps, options.stretch):
+        own = batches[first : first + options.stretch]
+        (plain_loss, plain_s), (loss, seconds) = plain.run(own), dropped.run(own)
+        steps = range(first, first + len(own))
+        expected = [mean_kept(LAYERS, kept(s, options.keep, options.decay)) for s in steps]
+        held, plain_held = dropped.held_out(others), plain.held_out(others)
+        rows.append(
+            {
+                "steps": f"{first + 1} to {first + len(own)}",
+                "loss, plain": round(plain_loss, 3),
+                "dropped": round(loss, 3),
+                "held out, plain": round(plain_held, 3),
+                "held out, dropped": round(held, 3),
+                "step ms, plain": round(1e3 * plain_s, 1),
+                "step ms, dropped": round(1e3 * seconds, 1),
+                "of plain": round(seconds / plain_s, 2),
+                "blocks expected": round(statistics.mean(expected), 2),
+            }
+        )
+    report.show({"Stretches of steps": rows}, options.json)
+
+
+if __name__ == "__main__":
+    main()

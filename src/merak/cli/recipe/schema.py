@@ -1,0 +1,213 @@
+"""Fields of a recipe, with the meaning of each; the page docs/recipes.md is made from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from merak.cli.recipe.source import Origins
+
+STANDARD_LIBRARY = "standard-library"
+"""The data source that every machine has: the source files of Python's own library."""
+
+TRAIN_TOKENIZER = "train"
+"""The tokenizer that is trained on the recipe's own text."""
+
+TEXT, CHAT, IMAGES, COLUMNS = "text", "chat", "images", "columns"
+FORMATS = (TEXT, CHAT, IMAGES, COLUMNS)
+"""Formats of data."""
+
+SEPARATE, JOINED, UNPACKED = "separate", "joined", "none"
+PACKINGS = (SEPARATE, JOINED, UNPACKED)
+"""Ways to make samples of one length from documents."""
+
+CHATML = "chatml"
+"""The name of a chat template for tokenizers without one."""
+
+
+def own(default: Any, help: str, **checks: Any) -> Any:
+    """Field of a section: its default, its meaning, and checks of its value.
+
+    Args:
+        default: its value where the recipe leaves it out; MISSING where it must not.
+        help: a sentence.
+        **checks: `least` and `most` of a number, or `choices`.
+    """
+    metadata = {"help": help, **checks}
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecipe:
+    """Section `model`: what is trained."""
+
+    name: str = own(
+        dataclasses.MISSING,
+        "A model class of transformers, for random weights; or a folder that `save_pretrained` "
+        "wrote, for its weights; or a config file, for random weights.",
+    )
+    config: dict[str, Any] = own(dict, "Fields of the model's config to change.")
+    trust_remote_code: bool = own(False, "Whether code in the model's folder may run.")
+
+
+@dataclass(frozen=True, slots=True)
+class DataRecipe:
+    """Section `data`: what it is trained on."""
+
+    source: str = own(
+        STANDARD_LIBRARY,
+        "A file or folder of text, JSON lines, Parquet or CSV; a folder of images; a dataset that "
+        "`datasets` has saved; the name of a dataset on the Hugging Face hub, with a network; or "
+        "`standard-library`, the source files of Python's own library.",
+    )
+    subset: str | None = own(None, "Configuration of a dataset of the hub.")
+    split: str = own("train", "Split to train on, of a saved dataset or one of the hub.")
+    eval_split: str | None = own(
+        None,
+        "Split to evaluate with; null for the first of `validation`, `eval` and `test` that is "
+        "there.",
+    )
+    files: str | None = own(
+        None,
+        "Pattern of the files of a folder, such as `**/*.py`; null for all of the first kind that "
+        "is there: `.txt`, `.jsonl`, `.json`, `.parquet`, `.csv`.",
+    )
+    format: str | None = own(
+        None,
+        "`text`, `chat` (conversations, or prompts with answers), `images`, or `columns` (those "
+        "that the model takes); null to tell by the columns.",
+        choices=FORMATS,
+    )
+    column: str = own("text", "Field or column that holds text.")
+    image_column: str | None = own(None, "Column of images; null for the first one.")
+    label_column: str | None = own(
+        None, "Column of an image's class; null for `label`, `labels` or `fine_label`."
+    )
+    tokenizer: str | None = own(
+        None,
+        "Folder of a tokenizer; the name of one on the hub; `train` for a byte-level BPE that is "
+        "trained on the text; null for the one in the model's folder, else `train`.",
+    )
+    vocabulary: int = own(
+        4096, "Entries of a tokenizer that is trained.", least=260, most=2_000_000
+    )
+    sequence: int = own(128, "Tokens of a sample.", least=2)
+    packing: str | None = own(
+        None,
+        "How documents fill a sample: `separate` (attention stays inside a document, positions "
+        "begin anew), `joined` (attention crosses their boundaries), `none` (one document a "
+        "sample, cut or padded); null for `separate` where the model can do it, else `joined`.",
+        choices=PACKINGS,
+    )
+    held_out: float = own(
+        0.05,
+        "Fraction of the documents that the model is only evaluated on, where there is no split "
+        "for it.",
+        least=0,
+        most=0.5,
+    )
+    max_bytes: int | None = own(None, "Text to read at most; null for all.", least=1)
+    streaming: bool = own(
+        False,
+        "Whether data is read while training, instead of being prepared in the output folder. It "
+        "needs `max_steps`.",
+    )
+    shuffle_buffer: int = own(
+        1000, "With `streaming`, documents among which the next one is drawn; 0 for none.", least=0
+    )
+    eval_samples: int | None = own(
+        None, "Samples to evaluate with at most; null for all, with `streaming` 256.", least=1
+    )
+    chat_template: str | None = own(
+        None,
+        "Chat template of the format `chat`: a Jinja file, or `chatml`; null for the tokenizer's "
+        "own.",
+    )
+    prompt_loss: bool = own(False, "Whether tokens of prompts count in the loss of `chat`.")
+    mlm_probability: float = own(
+        0.15,
+        "Fraction of the tokens that are masked, or for T5 and its kind removed in spans.",
+        least=0.01,
+        most=0.5,
+    )
+    mean_span: float = own(3.0, "Mean length in tokens of a removed span.", least=1)
+    augment: bool = own(
+        True,
+        "Whether training images are cropped and mirrored at random, instead of at the centre.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Section `parallel`: how many ranks share the work, and how.
+
+    The number of ranks is dp × tp × pp × cp.
+    """
+
+    dp: int | None = own(
+        None, "Data parallel degree; null for 1, or with `plan: auto` for what the plan chooses."
+    )
+    tp: int | None = own(None, "Tensor parallel degree; null as for dp.")
+    pp: int | None = own(None, "Pipeline parallel degree; null as for dp.")
+    cp: int | None = own(None, "Context parallel degree; null for 1.")
+    elastic: bool = own(
+        False, "Whether torchrun may start fewer ranks, as of `merak.init(elastic=True)`."
+    )
+    ranks: int | None = own(
+        None,
+        "Number of ranks that `plan: auto` is for, where torchrun does not start them; null for "
+        "one on every GPU of the machine, and on the CPU for as few as the degrees allow.",
+    )
+    ep: int | None = own(
+        None,
+        "Expert parallel degree: that of tp, or where tp is 1 a divisor of dp × cp; null for 1.",
+    )
+
+    def axes(self) -> dict[str, int]:
+        """Return the degrees by axis; 1 for one that is not given."""
+        given = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp}
+        return {axis: 1 if degree is None else degree for axis, degree in given.items()}
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the job, unless a plan is to be searched for more."""
+        return math.prod(self.axes().values()) if self.ranks is None else self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Recipe of one training run.
+
+    Args:
+        model: what is trained.
+        data: what it is trained on.
+        parallel: the degrees.
+        arguments: fields of `merak.MerakArguments`; `output_dir` is where results go.
+        plan: file of a plan, whose degrees and layout count; "auto" to search the fastest one for
+            the devices that are there; null for none.
+        lora: fields of `peft.LoraConfig`; null to train all weights.
+        origins: where the fields are written.
+    """
+
+    model: ModelRecipe
+    data: DataRecipe
+    parallel: Degrees
+    arguments: dict[str, Any]
+    plan: str | None = None
+    lora: dict[str, Any] | None = None
+    origins: Origins = field(default=Origins(), compare=False, repr=False)
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder of the run's results."""
+        return Path(str(self.arguments["output_dir"])).expanduser()
+
+    @property
+    def data_dir(self) -> Path:
+        """Folder of prepared data."""
+        return self.output_dir / "data"

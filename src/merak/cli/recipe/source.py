@@ -1,0 +1,206 @@
+"""YAML text of a recipe: its fields, where each of them is written, and changes from elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from merak.core.errors import MerakError, TrainingError
+from merak.launch.errors import CommandError
+
+Keys = tuple[str, ...]
+"""Names of a field and of those around it, the outermost first."""
+
+_NAMED_ALONE = ("arguments", "parallel", "lora", "plan")
+"""Sections whose fields messages call by their own name, such as `max_steps=0`."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader of YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
+
+
+_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+_Loader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
+    ),
+    "-+0123456789.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Places where the fields of a recipe are written.
+
+    Args:
+        places: by the field's names, such as `recipe.yaml:12:3` (line and column from 1).
+        file: the recipe; empty for one that is not from a file.
+    """
+
+    places: Mapping[Keys, str] = field(default_factory=dict)
+    file: str = ""
+
+    def error(self, keys: Keys, sentence: str) -> CommandError:
+        """Make the error about a field, which begins with its place.
+
+        Args:
+            keys: of the field; where it is not written, the innermost one around it counts.
+            sentence: what is wrong.
+        """
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.places:
+                return CommandError(f"{self.places[keys[:length]]}: {sentence}")
+        return CommandError(f"{self.file}: {sentence}" if self.file else sentence)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Put the place of the first field that an error's message names in front of it."""
+        try:
+            yield
+        except MerakError as error:
+            message = str(error)
+            place = self._place_of(message)
+            is_of_recipe = not isinstance(error, TrainingError)
+            if (
+                is_of_recipe
+                and place is not None
+                and not message.startswith((*self.places.values(), self.file))
+            ):
+                error.args = (f"{place}: {message}",)
+            raise
+
+    def _place_of(self, message: str) -> str | None:
+        found = [
+            (match.start(), -len(keys), place)
+            for keys, place in self.places.items()
+            if (match := re.search(_mention(keys), message))
+        ]
+        return min(found)[2] if found else None
+
+
+def _mention(keys: Keys) -> str:
+    """Return the pattern of how messages name a field."""
+    *around, own = map(re.escape, keys)
+    dotted = r"\.".join((*around, own))
+    forms = [rf"(?<![\w.]){dotted}(?![\w.])"] if around else []
+    if keys[0] in _NAMED_ALONE:
+        forms.append(rf"(?<![\w.-]){own}=")
+    if keys[:2] == ("model", "config") and len(keys) > 2:
+        forms += [rf"'{own}'", rf"(?<![\w.-]){own}="]
+    return "|".join(forms) or r"(?!)"  # which matches nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Content of a recipe.
+
+    Args:
+        fields: what it holds; a mapping, unless the recipe is wrong.
+        origins: where its fields are written.
+    """
+
+    fields: Any
+    origins: Origins
+
+
+def parse_yaml(text: str, file: str) -> Written:
+    """Parse the text of a recipe.
+
+    Args:
+        text: YAML, of which only plain data is read.
+        file: what its fields' places are named after.
+
+    Raises:
+        CommandError: it is not YAML, or a field is given twice.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        places = _places(node, file)
+        fields = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError, RecursionError) as cause:
+        if isinstance(cause, CommandError):
+            raise
+        where = " ".join(str(cause).split())
+        raise CommandError(f"the recipe {file} is not YAML: {where}.") from cause
+    finally:
+        loader.dispose()
+    return Written(fields, Origins(places, file))
+
+
+def _places(root: yaml.Node | None, file: str) -> dict[Keys, str]:
+    places: dict[Keys, str] = {}
+    seen: set[int] = set()  # an alias names a node once more
+    waiting: list[tuple[Keys, yaml.Node | None]] = [((), root)]
+    while waiting:
+        keys, node = waiting.pop()
+        if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
+                continue
+            own = (*keys, str(key.value))
+            mark = key.start_mark
+            place = f"{file}:{mark.line + 1}:{mark.column + 1}"
+            if own in places:
+                raise CommandError(
+                    f"{place}: {'.'.join(own)} is given twice, first at {places[own]}; leave one."
+                )
+            places[own] = place
+            waiting.append((own, value))
+    return places
+
+
+def with_overrides(written: Written, words: Sequence[str]) -> Written:
+    """Change fields of a recipe by words of a command line.
+
+    Args:
+        written: the recipe.
+        words: such as `arguments.learning_rate=1e-4`; values are YAML.
+
+    Raises:
+        CommandError: a word is no such change.
+    """
+    fields = {} if written.fields is None else copy.deepcopy(written.fields)
+    places = dict(written.origins.places)
+    for word in words:
+        keys, value = _override(word)
+        around = fields
+        for depth, key in enumerate(keys):
+            if not isinstance(around, dict):
+                raise CommandError(
+                    f"{word} sets a field of {'.'.join(keys[:depth])}, which has no fields."
+                )
+            if depth == len(keys) - 1:
+                around[key] = value
+            elif around.get(key) is None:
+                around[key] = {}
+            around = around[key]
+        places = {own: place for own, place in places.items() if own[: len(keys)] != keys}
+        places[keys] = word
+    return Written(fields, Origins(places, written.origins.file))
+
+
+def _override(word: str) -> tuple[Keys, Any]:
+    name, equals, text = word.partition("=")
+    keys = tuple(name.split("."))
+    if not equals or not all(keys):
+        raise CommandError(
+            f"{word!r} changes no field of the recipe; write FIELD=VALUE, such as "
+            "arguments.learning_rate=1e-4."
+        )
+    return keys, parse_yaml(text, word).fields

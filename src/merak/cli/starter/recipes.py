@@ -1,0 +1,47 @@
+"""`merak recipes`: the recipes that come with Merak, and the text of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merak.cli.options import argument, json_output, takes
+from merak.cli.output import show
+from merak.cli.recipe.ready import ready_names, ready_text, ready_title
+
+
+@dataclass(frozen=True, slots=True)
+class RecipesReport:
+    """Report of recipes.
+
+    Args:
+        recipes: what each trains, by its name.
+        text: the YAML text of the one that was asked for; None for all.
+    """
+
+    recipes: dict[str, str]
+    text: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipesRequest:
+    """Request for the recipes that come with Merak."""
+
+    name: str | None = argument(None, "[NAME]", "The recipe to print; without it, all are listed.")
+    as_json: bool = json_output()
+
+
+@takes(RecipesRequest)
+def recipes(request: RecipesRequest) -> None:
+    """List the recipes that come with Merak, or print one of them."""
+    names = ready_names() if request.name is None else (request.name,)
+    text = None if request.name is None else ready_text(request.name)
+    show(RecipesReport({n: ready_title(n) for n in names}, text), _page, request.as_json)
+
+
+def _page(report: RecipesReport) -> str:
+    if report.text is not None:
+        return report.text.rstrip("\n")
+    width = max(map(len, report.recipes))
+    lines = [f"{name:<{width}}  {title}" for name, title in report.recipes.items()]
+    end = "merak recipes NAME prints one, merak init FOLDER --recipe NAME copies it."
+    return "\n".join([*lines, "", end])

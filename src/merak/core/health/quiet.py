@@ -1,0 +1,55 @@
+"""Warnings of libraries that users of a job of ranks can do nothing about, or see many times.
+
+What one rank of a job warns of, all others do, too: rank 0 alone says it. Whatever the user has set
+up stays: levels that are not at their default, and filters of Python's warnings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets")
+
+_NEEDLESS = (
+    # Of models whose class names no loss of transformers' table, GPT-2 among them; the loss that
+    # it then takes is the right one.
+    "`loss_type=None` was set in the config but it is unrecognized",
+)
+"""Beginnings of messages that say nothing to do."""
+
+_VERBOSITY = "TRANSFORMERS_VERBOSITY"
+
+
+class _Needless(logging.Filter):
+    """Filter of messages of transformers that nobody can act on."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record is shown."""
+        return not str(record.msg).startswith(_NEEDLESS)
+
+
+_needless = _Needless()
+
+
+def quiet_libraries(rank: int) -> None:
+    """Hide what libraries warn of needlessly, and on other ranks than 0 what they warn of at all.
+
+    Errors are shown on every rank.
+
+    Args:
+        rank: of this process in its job.
+    """
+    logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    if rank == 0 or _VERBOSITY in os.environ:
+        return
+    # Behind all filters that are there: those of the user decide first.
+    pattern = rf"({'|'.join(_LIBRARIES)})(\.|$)"
+    warnings.filterwarnings("ignore", module=pattern, append=True)
+    library = logging.getLogger("transformers")
+    if "transformers" not in sys.modules:
+        os.environ[_VERBOSITY] = "error"  # which it reads when it is imported
+    elif library.level in (logging.NOTSET, logging.WARNING):
+        library.setLevel(logging.ERROR)

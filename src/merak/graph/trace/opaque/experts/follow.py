@@ -1,0 +1,349 @@
+"""What a module that loops over experts does with every expert's rows, one operator after another.
+
+The module runs on tensors without values, and on a few tokens whose experts are known. So it is
+known which expert's rows each of its operators takes, and from what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from merak.graph.ir.operators import CONVERSIONS, COPIES, RESHAPES, SPLITS, aten_family
+from merak.graph.trace.opaque.experts.steps import (
+    Choices,
+    NotALoopError,
+    OfChoices,
+    OfTokens,
+    Pairs,
+    PerRow,
+    Product,
+    Result,
+    Step,
+    Template,
+    Weight,
+)
+
+aten = torch.ops.aten
+
+_UNDER_AUTOCAST = CONVERSIONS | RESHAPES | SPLITS | frozenset((
+    "add", "clamp", "clamp_max", "clamp_min", "div", "gelu", "maximum", "minimum", "mul", "neg",
+    "relu", "sigmoid", "silu", "slice", "sub", "tanh", "unsqueeze",
+))  # fmt: skip
+"""Operators beside products that an autocast leaves in the types of their operands."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """An input, (tokens, *tail); with a dim of one in front where `is_led`."""
+
+    place: int
+    tail: tuple[int, ...]
+    is_led: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    number: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    expert: int
+    weight: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    expert: int
+    result: Result
+    is_led: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The tensor that rows are added to, (tokens, …)."""
+
+
+_Meaning = _Input | _Stack | _Own | _Row | _Sum
+
+
+class Follower(TorchDispatchMode):
+    """Follows what a module's operators make of tokens and weights.
+
+    Args:
+        choices: the experts of the tokens.
+        weights: the module's parameters, without values.
+        inputs: the module's inputs, without values but for the choices.
+        autocast: that the module runs in, (device type, dtype).
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        weights: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        autocast: tuple[str, torch.dtype] | None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.choices, self.autocast = choices, autocast
+        self.num_classes = 0
+        self.known: dict[int, tuple[torch.Tensor, _Meaning]] = {}
+        self.steps: dict[int, list[Step]] = {}
+        self.order: dict[int, Pairs] = {}
+        self.ends: dict[int, Result] = {}
+        for number, stack in enumerate(weights):
+            self._note(stack, _Stack(number, tuple(stack.shape)))
+        for place, tensor in enumerate(inputs):
+            if tensor.is_meta:
+                is_led = tensor.shape[0] != choices.index.shape[0]
+                tail = tuple(tensor.shape[2 if is_led else 1 :])
+                self._note(tensor, _Input(place, tail, is_led))
+
+    @property
+    def templates(self) -> dict[int, Template]:
+        """What each expert does with its rows; experts that add nothing are left out."""
+        return {expert: tuple(self.steps[expert]) for expert in self.ends}
+
+    def finish(self, result: Any) -> None:
+        """Check that the module returns the sum, and each expert's last value is added to it."""
+        (leaf,) = tree_leaves(result)
+        is_sum = isinstance(self.meaning(leaf), _Sum)
+        ends = {expert: len(steps) - 1 for expert, steps in self.steps.items()}
+        # What is computed without gradients would have some as operators of the graph.
+        rows = [tensor for tensor, one in self.known.values() if isinstance(one, _Row)]
+        if not all(tensor.requires_grad for tensor in (*rows, leaf)):
+            raise NotALoopError
+        if not is_sum or ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
+            raise NotALoopError
+
+    def meaning(self, value: Any) -> _Meaning | None:
+        """What a value is; None for anything that is not followed."""
+        known = self.known.get(id(value))
+        return None if known is None else known[1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note what its result is."""
+        kwargs, name = kwargs or {}, aten_family(func)
+        if not any(self.meaning(value) for value in tree_leaves((args, kwargs))):
+            if name == "scatter_" and not args[0].is_meta:
+                self.num_classes = args[0].shape[-1]  # of one_hot
+            made = func(*args, **kwargs)
+            if name == "zeros" and made.is_meta:
+                self._note(made, _Sum())
+            return made
+        rule = _RULES.get(name)
+        made = None if rule is None else rule(self, func, args, kwargs)
+        return self.per_row(func, args, kwargs) if made is None else made
+
+    def ran(self, func: Any, args: Any, kwargs: Any, meaning: _Meaning) -> Any:
+        """An operator's result, with a meaning."""
+        made = func(*_meta(args), **_meta(kwargs))
+        return self._note(made, meaning)
+
+    def step(self, expert: int, step: Step) -> Result:
+        """Add a step to those of an expert."""
+        own = self.steps.setdefault(expert, [])
+        own.append(step)
+        return Result(len(own) - 1)
+
+    def _note(self, made: Any, meaning: _Meaning) -> Any:
+        self.known[id(made)] = made, meaning
+        return made
+
+    def picked(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """index: rows of an expert's tokens, their choices' values, or an expert's own weight."""
+        found, indices = self.meaning(args[0]), list(args[1])
+        if isinstance(found, _Stack) and len(indices) == 1 and indices[0].ndim == 0:
+            return self._own(func, args, found, int(indices[0]))
+        if not isinstance(found, _Input):
+            raise NotALoopError
+        if found.is_led and indices[0] is not None:
+            raise NotALoopError
+        first, *others = indices[1:] if found.is_led else indices
+        expert, order = self.choices.expert_of(first)
+        if self.order.setdefault(expert, order) != order or len(others) > 1:
+            raise NotALoopError
+        step: Step = OfTokens(found.place, found.tail)
+        if others:
+            if others[0].tolist() != [choice for _, choice in order]:
+                raise NotALoopError
+            if found.is_led or found.tail[0] != self.choices.index.shape[1]:
+                raise NotALoopError
+            step = OfChoices(found.place, found.tail[1:])
+        result = self.step(expert, step)
+        return self.ran(func, args, kwargs, _Row(expert, result, found.is_led))
+
+    def selected(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """select: an expert's own weight."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Stack) or args[1] != 0:
+            return None
+        return self._own(func, args, found, args[2])
+
+    def _own(self, func: Any, args: Any, found: _Stack, expert: int) -> Any:
+        own = Weight(found.number, found.shape)
+        return self.ran(func, args, {}, _Own(expert, own))
+
+    def viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Views of inputs, of stacks and of the sum; of rows, where they stay."""
+        found, made = self.meaning(args[0]), func(*args, **kwargs)
+        shape, num_tokens = tuple(made.shape), self.choices.index.shape[0]
+        if isinstance(found, _Stack):
+            return self._note(made, _Stack(found.number, shape))
+        if isinstance(found, _Sum):
+            return self._note(made, found)
+        if isinstance(found, _Input):
+            is_led = shape[:2] == (1, num_tokens) and num_tokens > 1
+            if not is_led and shape[:1] != (num_tokens,):
+                raise NotALoopError
+            return self._note(made, _Input(found.place, shape[2 if is_led else 1 :], is_led))
+        if not isinstance(found, _Row):
+            raise NotALoopError
+        num_rows = args[0].shape[1 if found.is_led else 0]
+        if shape[:1] != (num_rows,):
+            raise NotALoopError
+        view = PerRow(aten.reshape.default, (found.result, (-1, *shape[1:])), ())
+        return self._note(made, _Row(found.expert, self.step(found.expert, view)))
+
+    def flipped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A transposed weight."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Own) or args[0].ndim != 2:
+            raise NotALoopError
+        made = func(*args, **kwargs)
+        weight = found.weight
+        is_turned = made.stride() == args[0].stride()[::-1]
+        flipped = Weight(weight.number, weight.shape, weight.is_transposed ^ is_turned)
+        return self._note(made, _Own(found.expert, flipped))
+
+    def multiplied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """mm and addmm: rows times the expert's own weight."""
+        *bias, x, weight = map(self.meaning, args)
+        if not isinstance(x, _Row) or not isinstance(weight, _Own) or x.is_led or kwargs:
+            raise NotALoopError
+        added = None
+        if bias:
+            if not isinstance(bias[0], _Own) or bias[0].expert != x.expert or args[0].ndim != 1:
+                raise NotALoopError
+            added = bias[0].weight
+        if weight.expert != x.expert:
+            raise NotALoopError
+        dtype = None if self.autocast is None else self.autocast[1]
+        step = Product(x.result, weight.weight, added, dtype)
+        typed = [a if dtype is None else a.to(dtype) for a in args]
+        return self.ran(func, typed, {}, _Row(x.expert, self.step(x.expert, step)))
+
+    def added(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """index_add: an expert's last rows to the sum."""
+        total, dim, tokens, rows = args
+        row = self.meaning(rows)
+        if not isinstance(self.meaning(total), _Sum) or dim != 0 or kwargs:
+            raise NotALoopError
+        if not isinstance(row, _Row) or row.is_led or row.expert in self.ends:
+            raise NotALoopError
+        if tokens.tolist() != [token for token, _ in self.order[row.expert]]:
+            raise NotALoopError
+        self.ends[row.expert] = row.result
+        made = func(*_meta(args))
+        return self._note(args[0] if aten_family(func).endswith("_") else made, _Sum())
+
+    def apart(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """detach: rows from which nothing may be computed; autograd detaches what it saves."""
+        is_sum = isinstance(self.meaning(args[0]), _Sum)
+        return self.zeros(func, args, kwargs) if is_sum else func(*args, **kwargs)
+
+    def zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """zeros_like and new_zeros: the tensor that rows are added to."""
+        return self.ran(func, args, kwargs, _Sum())
+
+    def per_row(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operator that treats every row by itself."""
+        name, tensors = aten_family(func), [a for a in tree_leaves((args, kwargs)) if _is(a)]
+        found = [self.meaning(tensor) for tensor in tensors]
+        if name in CONVERSIONS and all(isinstance(one, _Sum) for one in found):
+            return self.ran(func, args, kwargs, _Sum())
+        rows = [one for one in found if isinstance(one, _Row)]
+        if not rows or any(one.is_led for one in rows) or func._schema.is_mutable:
+            raise NotALoopError
+        expert = rows[0].expert
+        if any(not isinstance(one, (_Row, _Own)) or one.expert != expert for one in found):
+            raise NotALoopError
+        if self.autocast is not None and name not in _UNDER_AUTOCAST:
+            raise NotALoopError
+        made = func(*args, **kwargs)
+        self._check_rows(func, args, tensors, made)
+        options = {k: v for k, v in kwargs.items() if k in ("dtype", "dim", "approximate")}
+        operands = tuple(self._reference(a) for a in args)
+        step = self.step(expert, PerRow(func, operands, tuple(sorted(options.items()))))
+        if isinstance(made, (tuple, list)):
+            for item, one in enumerate(made):
+                self._note(one, _Row(expert, Result(step.step, item)))
+            return made
+        return self._note(made, _Row(expert, step))
+
+    def _reference(self, argument: Any) -> Any:
+        found = self.meaning(argument)
+        if isinstance(found, _Row):
+            return found.result
+        if isinstance(found, _Own):
+            return found.weight
+        return tuple(argument) if isinstance(argument, list) else argument
+
+    def _check_rows(self, func: Any, args: Any, tensors: Sequence[Any], made: Any) -> None:
+        """Check that an operator gives every row from the same row of its operands."""
+        name, results = aten_family(func), tree_leaves(made)
+        rows = [t for t in tensors if isinstance(self.meaning(t), _Row)]
+        owns = [t for t in tensors if isinstance(self.meaning(t), _Own)]
+        num_rows, ndim = rows[0].shape[0], results[0].ndim
+        if any(one.shape[0] != num_rows for one in (*rows, *results)):
+            raise NotALoopError
+        if name in SPLITS | {"slice", "select", "unsqueeze"}:
+            dim = (
+                args[2 if name in SPLITS else 1] if len(args) > (2 if name in SPLITS else 1) else 0
+            )
+            grown = rows[0].ndim + (name == "unsqueeze")
+            if not dim % grown > 0 or owns:
+                raise NotALoopError
+        elif torch.Tag.pointwise in func.tags:
+            same = all(one.ndim == ndim for one in rows)
+            if not same or any(one.ndim != ndim - 1 for one in owns):
+                raise NotALoopError
+        elif name not in CONVERSIONS | COPIES or owns:
+            raise NotALoopError
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _meta(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda t: t if t.is_meta else t.to("meta"), values)
+
+
+_RULES: dict[str, Callable[[Follower, Any, Any, Any], Any]] = {
+    "index": Follower.picked,
+    "select": Follower.selected,
+    "view": Follower.viewed,
+    "_unsafe_view": Follower.viewed,
+    "unsqueeze": lambda f, func, args, kw: (
+        None if isinstance(f.meaning(args[0]), _Row) else f.viewed(func, args, kw)
+    ),
+    "t": Follower.flipped,
+    "transpose": Follower.flipped,
+    "permute": Follower.flipped,
+    "mm": Follower.multiplied,
+    "addmm": Follower.multiplied,
+    "index_add": Follower.added,
+    "index_add_": Follower.added,
+    "detach": Follower.apart,
+    "zeros_like": Follower.zeros,
+    "new_zeros": Follower.zeros,
+}
+"""What operators make of what is followed, by name; all others treat every row by itself."""

@@ -1,0 +1,355 @@
+"""Loops over experts: each expert's rows are picked, multiplied by its weights, and added up.
+
+Which experts such a loop visits, and how many rows each has, depends on values. But every expert
+does the same with its rows, so the whole is a few operators on all rows, sorted by expert, with a
+grouped product in the place of every product. Its weights can be split over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.steps import (
+    Choices,
+    NotALoopError,
+    OfChoices,
+    OfTokens,
+    Product,
+    Result,
+    Step,
+    Template,
+    Weight,
+)
+from merak.graph.trace.opaque.operator import OpaqueCall
+from merak.graph.trace.opaque.probe import undisturbed
+from merak.graph.trace.opaque.pytree import flatten
+from merak.graph.trace.opaque.run import attributes, invoke
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Experts that compute alike.
+
+    Args:
+        first: the first of them.
+        stop: the one behind the last.
+        steps: what each does with its rows.
+    """
+
+    first: int
+    stop: int
+    steps: Template
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoop:
+    """What a module computes that loops over experts.
+
+    Args:
+        choices: place among the module's inputs of the experts that every token has chosen.
+        num_experts: the number of values that these take.
+        kinds: of experts; those of none give nothing.
+        output: what it returns.
+        result: nested, with a slot in place of that.
+    """
+
+    choices: int
+    num_experts: int
+    kinds: tuple[Kind, ...]
+    output: TensorMeta
+    result: Any
+
+
+def expert_loop_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> ExpertLoop | None:
+    """The loop over experts that a module computes; None if it computes anything else.
+
+    The module is called on tensors without values and a few tokens, whose experts are known, and
+    all that it does with each expert's rows must be the same for a row as for many.
+
+    Args:
+        call: the call.
+        tensors: its tensors; the module's own first.
+    """
+    inputs = tensors[len(call.states) :]
+    chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
+    hooks, _ = call.module._get_backward_hooks()
+    if len(chosen) != 1 or call.scalars:
+        return None
+    if hooks or call.module._get_backward_pre_hooks() or inputs[chosen[0]].ndim not in (1, 2):
+        return None
+    if inputs[chosen[0]].dtype is not torch.int64:
+        return None
+    # A thread of its own: the modes that record a trace belong to the thread that traces.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_found, call, tensors, chosen[0]).result()
+
+
+def _found(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> ExpertLoop | None:
+    with undisturbed(call), torch.enable_grad():
+        before = attributes(call.module)
+        num_classes = _num_classes(call, tensors, place)
+        # A mask may have room for one expert more, of tokens that others compute.
+        for num_experts in (num_classes, num_classes - 1):
+            found = _templates(call, tensors, place, num_experts)
+            if found is not None:
+                break
+        after = attributes(call.module)
+    if found is None:
+        return None
+    if before.keys() != after.keys() or any(before[k] is not after[k] for k in before):
+        return None  # what it keeps, others may read
+    templates, (output,), result = found
+    numbered = groupby(range(num_experts), key=templates.get)
+    spans = [(steps, list(experts)) for steps, experts in numbered if steps is not None]
+    kinds = tuple(Kind(own[0], own[-1] + 1, steps) for steps, own in spans)
+    have_products = [k for k in kinds if any(isinstance(step, Product) for step in k.steps)]
+    if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
+        return None
+    meta = TensorMeta(tuple(output.shape), output.dtype)
+    return ExpertLoop(place, num_experts, kinds, meta, result)
+
+
+def _templates(
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int, num_experts: int
+) -> tuple[dict[int, Template], list[torch.Tensor], Any] | None:
+    """What each expert does with its rows, which is the same for any number of tokens.
+
+    With that, what the module returns for as many as there are: one tensor, and the rest of it.
+    """
+    if num_experts < 1:
+        return None
+    try:
+        first, _ = _followed(call, tensors, place, num_experts, num_experts + 1)
+        other, _ = _followed(call, tensors, place, num_experts, num_experts + 3)
+        num_tokens = tensors[len(call.states) + place].shape[0]
+        own, result = _followed(call, tensors, place, num_experts, num_tokens)
+    except Exception:  # whatever the module's code does with tensors that have no values
+        return None
+    if first != other or not own.items() <= first.items():
+        return None
+    return first, *flatten(result)
+
+
+def _num_classes(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> int:
+    """The number of experts that the module's own mask of choices has room for."""
+    follower, inputs = _prepared(call, tensors, place, 1, 1)
+    with suppress(Exception), follower:  # it is called for the mask, which comes first
+        invoke(call, inputs)
+    return follower.num_classes
+
+
+def _followed(
+    call: OpaqueCall,
+    tensors: Sequence[torch.Tensor],
+    place: int,
+    num_experts: int,
+    num_tokens: int,
+) -> tuple[dict[int, Template], Any]:
+    """What experts do with the rows of some tokens, and what the module returns."""
+    follower, given = _prepared(call, tensors, place, num_experts, num_tokens)
+    with follower:
+        result = invoke(call, given)
+    follower.finish(result)
+    if any(tensor._version for tensor in given):
+        raise NotALoopError  # it writes into what it is given
+    return follower.templates, result
+
+
+def _prepared(
+    call: OpaqueCall,
+    tensors: Sequence[torch.Tensor],
+    place: int,
+    num_experts: int,
+    num_tokens: int,
+) -> tuple[Follower, list[torch.Tensor]]:
+    states, inputs = tensors[: len(call.states)], tensors[len(call.states) :]
+    shape = tuple(inputs[place].shape)
+    choices = Choices.spread(num_tokens, shape[1] if len(shape) == 2 else 1, num_experts)
+    index = choices.index if len(shape) == 2 else choices.index[:, 0]
+    weights = [_without_values(tuple(t.shape), t.dtype) for t in states]
+    given = [
+        index if i == place else _of_tokens(t, shape[0], num_tokens) for i, t in enumerate(inputs)
+    ]
+    follower = Follower(choices, weights[: call.parameters], given, call.autocast)
+    return follower, [*weights, *given]
+
+
+def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tensor:
+    """An input of another number of tokens, without values."""
+    shape = tuple(tensor.shape)
+    if num_tokens == before:
+        made = shape
+    elif shape[0] == before:
+        made = (num_tokens, *shape[1:])
+    elif len(shape) > 2 and shape[0] * shape[1] == before:
+        made = (1, num_tokens, *shape[2:])
+    else:
+        raise NotALoopError
+    return _without_values(made, tensor.dtype)
+
+
+def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype, device="meta")
+    return made.requires_grad_() if dtype.is_floating_point else made
+
+
+def grouped_experts(
+    loop: ExpertLoop, call: OpaqueCall, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What the module returns, by operators on all rows.
+
+    Args:
+        loop: what the module computes.
+        call: the call.
+        tensors: its tensors; the module's own first.
+    """
+    rows = _Rows.of(loop, tensors[len(call.states) :])
+    states = tensors[: len(call.states)]
+    parts = [_combined(kind, loop, rows, states) for kind in loop.kinds]
+    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+    return total.to(loop.output.dtype).view(loop.output.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A row for each token and each of its experts, sorted by expert.
+
+    Args:
+        inputs: the module's inputs.
+        num_tokens: number of tokens.
+        num_choices: experts of each.
+        experts: (rows,), each row's expert, ascending.
+        order: (rows,), which of the tokens' choices each row is.
+        back: (rows,), the row of each choice.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    num_tokens: int
+    num_choices: int
+    experts: torch.Tensor
+    order: torch.Tensor
+    back: torch.Tensor
+
+    @staticmethod
+    def of(loop: ExpertLoop, inputs: Sequence[torch.Tensor]) -> _Rows:
+        chosen = inputs[loop.choices]
+        experts, order = torch.sort(chosen.reshape(-1))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], device=order.device)
+        num_choices = chosen.shape[1] if chosen.ndim == 2 else 1
+        return _Rows(inputs, chosen.shape[0], num_choices, experts, order, back)
+
+    def of_tokens(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
+        """The token of every row."""
+        tokens = self.inputs[place].reshape(self.num_tokens, *tail)
+        return tokens[self.order // self.num_choices]
+
+    def of_choices(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
+        """The value of every row's choice, such as its weight."""
+        return self.inputs[place].reshape(-1, *tail)[self.order]
+
+    def offsets(self, num_experts: int) -> torch.Tensor:
+        """The row after the last one of every expert."""
+        counted = self.experts.float() if self.experts.device.type == "cpu" else self.experts.int()
+        per_expert = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
+        return per_expert.cumsum(0, dtype=torch.int32)
+
+
+def _combined(
+    kind: Kind, loop: ExpertLoop, rows: _Rows, states: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """The sum over every token's experts of one kind, (tokens, …)."""
+    import transformers.integrations.moe  # noqa: F401  # registers the grouped product
+
+    made: list[torch.Tensor] = []
+    offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
+    is_all = kind.stop - kind.first == loop.num_experts
+    for step in kind.steps:
+        made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all)))
+    last = made[-1]
+    if not is_all:
+        is_own = (rows.experts >= kind.first) & (rows.experts < kind.stop)
+        last = last * is_own.to(last.dtype).view(-1, *(1,) * (last.ndim - 1))
+    per_choice = last[rows.back].view(rows.num_tokens, rows.num_choices, *last.shape[1:])
+    return per_choice.sum(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What steps read.
+
+    Args:
+        results: of the steps before.
+        rows: all rows.
+        states: the module's parameters and buffers.
+        offsets: where every expert's rows end; None where nothing is multiplied.
+        num_experts: of the kind, whose first is the first of all where there are products.
+        is_all: whether every row is of these.
+    """
+
+    results: Sequence[Any]
+    rows: _Rows
+    states: Sequence[torch.Tensor]
+    offsets: torch.Tensor | None
+    num_experts: int
+    is_all: bool
+
+    def result(self, found: Result) -> torch.Tensor:
+        """What an earlier step gave."""
+        made = self.results[found.step]
+        one: torch.Tensor = made if found.item is None else made[found.item]
+        return one
+
+    def stack(self, weight: Weight) -> torch.Tensor:
+        """Every expert's weight, (experts, …)."""
+        stack = self.states[weight.number]
+        if tuple(stack.shape) != weight.shape:
+            stack = stack.view(weight.shape)
+        return stack.transpose(-2, -1) if weight.is_transposed else stack
+
+    def of_rows(self, weight: Weight) -> torch.Tensor:
+        """The weight of every row's expert, such as a bias; of rows without one, any."""
+        experts, stack = self.rows.experts, self.stack(weight)
+        return stack[experts if self.is_all else experts.clamp(max=self.num_experts - 1)]
+
+
+def _run(step: Step, made: _Made) -> Any:
+    """What a step gives for all rows."""
+    if isinstance(step, OfTokens):
+        return made.rows.of_tokens(step.place, step.tail)
+    if isinstance(step, OfChoices):
+        return made.rows.of_choices(step.place, step.tail)
+    if isinstance(step, Product):
+        return _product(step, made)
+
+    def operand(argument: Any) -> Any:
+        if isinstance(argument, Result):
+            return made.result(argument)
+        return made.of_rows(argument) if isinstance(argument, Weight) else argument
+
+    return step.target(*map(operand, step.args), **dict(step.kwargs))
+
+
+def _product(step: Product, made: _Made) -> torch.Tensor:
+    """Rows times their experts' weights; zeros, or biases, for rows without an expert."""
+    rows, stack = made.result(step.rows), made.stack(step.weight)
+    bias = None if step.bias is None else made.of_rows(step.bias)
+    if step.dtype is not None:
+        rows, stack = rows.to(step.dtype), stack.to(step.dtype)
+        bias = None if bias is None else bias.to(step.dtype)
+    offsets = made.offsets
+    assert offsets is not None
+    if len(stack) > made.num_experts:  # weights that no expert of the loop multiplies by
+        none = offsets[-1:].expand(len(stack) - made.num_experts)
+        offsets = torch.cat((offsets, none))
+    found: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, stack, offsets)
+    return found if bias is None else found + bias

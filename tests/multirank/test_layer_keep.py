@@ -1,0 +1,128 @@
+"""Progressive layer dropping on real ranks: as one process that drops the same blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from merak.core.random import set_random_state
+from merak.plan.layer_dropping import kept, kept_at
+from tests.multirank.compare import assert_gradients_close, whole
+from tests.multirank.ranks import RankError, RankPool
+from tests.multirank.test_dropped_layers import (
+    NUM_MICROBATCHES,
+    NUM_STEPS,
+    SEED,
+    adamw,
+    batch_of,
+    build,
+    run_parallel,
+)
+from tests.multirank.training import Layout, Outcome
+from tests.tiers import slow
+from tests.unit.graph.dropped_layers import DEPTH, Stack, same_draws
+
+KEEP, DECAY = 0.1, 3.0
+OPTIONS = {"layer_keep": KEEP, "layer_keep_decay": DECAY}
+
+
+class Blocks(Stack):
+    """A model that drops nothing itself."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Dropping(Stack):
+    """A model that drops layers itself, all with one probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layerdrop = 0.2
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.training and torch.rand(()) < self.layerdrop:
+                continue
+            x = block(x)
+        return x
+
+
+class BlocksAlone(Stack):
+    """The same as `Blocks` with `layer_keep`, written out."""
+
+    last = 1.0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for depth, block in enumerate(self.blocks, 1):
+            keep = torch.tensor(kept_at(depth, DEPTH, self.last))
+            if torch.rand(()) < keep:
+                x = x + block.branch(x) / keep
+        return x
+
+
+class DroppingAlone(Dropping):
+    """The same as `Dropping` with `layer_keep`."""
+
+    last = 1.0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.layerdrop = torch.tensor(1 - self.last)  # type: ignore[assignment]
+        return super().run(x)
+
+
+def run_alone(kind: type[BlocksAlone | DroppingAlone]) -> tuple[Outcome, int]:
+    """What one process sees, and how often a parameter has no gradient in a step."""
+    model = kind()
+    optimizer = adamw(model.parameters())
+    outcome, num_without = Outcome(), 0
+    for step in range(NUM_STEPS):
+        model.last = kept(step, KEEP, DECAY)
+        optimizer.zero_grad()
+        total = 0.0
+        for place in range(NUM_MICROBATCHES):
+            set_random_state(torch.device("cpu"), SEED, "microbatch", step, place, "choices")
+            with same_draws():
+                loss = model(**batch_of(step, place))["loss"] / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        num_without += sum(p.grad is None for p in model.parameters())
+        optimizer.step()
+        outcome.losses.append(total)
+    outcome.final = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome, num_without
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ((1, 1, 2), {"recompute": True}),
+        slow((2, 1, 1), {"zero": 2}),
+        slow((1, 2, 1), {}),
+        slow((1, 2, 2), {"schedule": "zero_bubble_h1"}),
+        slow((1, 1, 2), {"schedule": "chimera"}),
+        slow((2, 1, 2), {"schedule": "gpipe", "zero": 1}),
+        slow((1, 1, 2), {"schedule": "interleaved_1f1b"}),
+    ],
+)
+@pytest.mark.parametrize(("kind", "alone"), [(Blocks, BlocksAlone), slow(Dropping, DroppingAlone)])
+def test_as_one_process(
+    pool: RankPool, kind: type[Stack], alone: Any, layout: Layout, options: dict[str, Any]
+) -> None:
+    expected, num_without = run_alone(alone)
+    assert num_without, "no block was dropped for a whole step"
+    ranks = pool.run(
+        run_parallel, layout[0] * layout[1] * layout[2], kind, layout, options | OPTIONS, None
+    )
+    for rank in ranks:
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert_gradients_close(whole(ranks, "final"), expected.final)
+
+
+def test_sharded_parameters_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="the model drops layers at random"):
+        pool.run(build, 2, Blocks, (2, 1, 1), {"zero": 3, **OPTIONS})

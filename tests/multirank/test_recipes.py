@@ -1,0 +1,174 @@
+"""Recipes that come with Merak, in small sizes on two ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from merak.cli.main import main
+from merak.core import mesh
+from tests.tiers import slow
+
+TEXT = ["data.max_bytes=60000", "data.vocabulary=400", "data.sequence=32"]
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES: dict[str, tuple[dict[str, object], list[str]]] = {
+    "gpt2": ({"n_layer": 2, "n_embd": 32, "n_head": 2}, TEXT),
+    "llama": (LLAMA, TEXT),
+    "mixtral": ({**LLAMA, "num_local_experts": 4}, TEXT),
+    "bert": (
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 2,
+        },
+        TEXT,
+    ),
+    "t5": (
+        {
+            "num_layers": 2,
+            "num_decoder_layers": 2,
+            "d_model": 32,
+            "d_ff": 64,
+            "d_kv": 16,
+            "num_heads": 2,
+        },
+        TEXT,
+    ),
+    "vit": (
+        {
+            "image_size": 32,
+            "patch_size": 8,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+        ["arguments.dataloader_num_workers=0"],
+    ),
+    "swin": (
+        {
+            "image_size": 32,
+            "embed_dim": 16,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 4,
+        },
+        ["arguments.dataloader_num_workers=0"],
+    ),
+    "sft": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
+    "lora": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def mesh_of_ones_own(monkeypatch: pytest.MonkeyPatch, cache: str) -> Iterator[None]:
+    monkeypatch.setenv("MERAK_CACHE", cache)
+    mesh.reset()
+    yield
+    mesh.reset()
+
+
+def write_images(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / name).mkdir(parents=True)
+        for number in range(16):
+            pixels = random.integers(0, 255, (40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+def write_model(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["what is it"],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<end>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>"
+    ).save_pretrained(folder)
+    transformers.set_seed(0)
+    config = transformers.LlamaConfig(vocab_size=300, **LLAMA)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def write_chats(file: Path) -> None:
+    chats = [
+        [
+            {"role": "user", "content": f"what is {number}?"},
+            {"role": "assistant", "content": f"it is {number}"},
+        ]
+        for number in range(40)
+    ]
+    file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), "utf-8")
+
+
+def sources(name: str, folder: Path) -> list[str]:
+    """Words of a command line that fill in what a recipe leaves open."""
+    if name in ("vit", "swin"):
+        write_images(folder / "images")
+        return [f"data.source={folder / 'images'}"]
+    if name in ("sft", "lora"):
+        write_model(folder / "model")
+        write_chats(folder / "chats.jsonl")
+        return [f"model.name={folder / 'model'}", f"data.source={folder / 'chats.jsonl'}"]
+    return []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lora", *(slow(name) for name in SIZES if name != "lora")],
+)
+def test_recipes_train_on_two_ranks(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, words = SIZES[name]
+    arguments = {
+        "global_batch": None,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 2,
+        "warmup_steps": 0,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "output_dir": str(tmp_path / "out"),
+    }
+    words = [
+        *sources(name, tmp_path),
+        *(f"model.config.{field}={json.dumps(value)}" for field, value in config.items()),
+        *words,
+        *(f"arguments.{field}={json.dumps(value)}" for field, value in arguments.items()),
+        "plan=null",
+        "parallel.pp=2",
+        "data.eval_samples=4",
+    ]
+    assert main(["train", name, *words, "--json", "--device", "cpu"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["steps"] == 2
+    assert 0 < report["eval_loss"] < 10 and 0 < report["loss"] < 10
+    written = {file.name for file in (tmp_path / "out").iterdir()}
+    if name == "lora":
+        assert "adapter_model.safetensors" in written and "model.safetensors" not in written
+    else:
+        assert "model.safetensors" in written
+    assert written & {"tokenizer_config.json", "preprocessor_config.json"}

@@ -1,0 +1,63 @@
+"""Recipes that come with Merak, and the page about all fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from merak.cli.main import main
+from merak.cli.recipe.page import BEGIN, render
+from merak.cli.recipe.parts import model_of
+from merak.cli.recipe.ready import ready_names, ready_text, ready_title
+from merak.cli.recipe.recipe import read_recipe
+
+ROOT = Path(__file__).parents[4]
+NEEDS_MODEL, NEEDS_DATA = ("sft", "lora"), ("vit", "swin", "sft", "lora")
+
+
+def test_every_recipe_has_a_file() -> None:
+    folder = ROOT / "src" / "merak" / "cli" / "recipe" / "ready_recipes"
+    assert sorted(ready_names()) == sorted(file.stem for file in folder.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", ready_names())
+def test_recipes_are_right(name: str) -> None:
+    words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
+    words += ["data.source=somewhere"] if name in NEEDS_DATA else []
+    recipe = read_recipe(name, words)
+    model_of(recipe)
+    assert recipe.output_dir == Path("runs") / name
+    assert (recipe.lora is not None) == (name == "lora")
+    assert f"merak train {name} " in ready_text(name) or f"merak train {name}\n" in ready_text(name)
+
+
+@pytest.mark.parametrize("name", NEEDS_DATA)
+def test_what_must_be_filled_in_is_said(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", name]) == 2
+    said = capsys.readouterr().err
+    assert f"merak: {name}:" in said and "has no value; write one there, or give " in said
+
+
+def test_the_page_has_every_field() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    made = page[page.index(BEGIN) :]
+    assert made == render(), "run python -m merak.cli.recipe.page docs/recipes.md"
+
+
+def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{ready_title(name)}\n" in listed for name in ready_names())
+    assert main(["recipes", "llama"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["name"] == "LlamaForCausalLM"
+    assert main(["init", str(tmp_path / "new"), "--recipe", "llama"]) == 0
+    assert (tmp_path / "new" / "recipe.yaml").read_text("utf-8") == ready_text("llama")
+    compile((tmp_path / "new" / "train.py").read_text("utf-8"), "train.py", "exec")
+    capsys.readouterr()
+    for words in (["recipes", "lama"], ["init", str(tmp_path / "other"), "--recipe", "lama"]):
+        assert main(words) == 2
+        assert "is called 'lama'; did you mean llama?" in capsys.readouterr().err
+    assert main(["train", "lama"]) == 2
+    assert "No such file or directory; did you mean llama?" in capsys.readouterr().err

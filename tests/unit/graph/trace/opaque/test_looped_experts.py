@@ -1,0 +1,178 @@
+"""Modules that loop over the experts that some token has chosen: operators on all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.operators import GROUPED_GEMMS, family
+from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.program.codegen import runnable
+from merak.graph.tensor_parallel.apply import auto_tensor_parallel, tensor_parallel
+from merak.graph.trace.opaque.operator import opaque_nodes
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.lockstep import assert_parity
+
+EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 10
+Rows = Callable[["Experts", Tensor, int], Tensor]
+
+
+class Experts(nn.Module):
+    """Experts with one stack for each of their weights, visited one by one."""
+
+    def __init__(self, rows: Rows, idle: int = 0) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH) * 0.3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER) * 0.3)
+        self.flat, self.back = (
+            nn.Parameter(torch.randn(EXPERTS * INNER, WIDTH) * 0.3) for _ in range(2)
+        )
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) * 0.3)
+        self.rows, self.idle = rows, idle
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = F.one_hot(chosen, EXPERTS + self.idle).permute(2, 1, 0)
+        for (expert,) in (mask.sum((-1, -2)) > 0).nonzero().tolist():
+            if expert > EXPERTS:  # the last of the idle ones
+                continue
+            place, token = torch.where(mask[expert])
+            made = x[token] if expert == EXPERTS else self.rows(self, x[token], expert)
+            out.index_add_(0, token, made * weights[token, place, None])
+        return out
+
+
+def gated(self: Experts, x: Tensor, expert: int) -> Tensor:
+    gate, up = F.linear(x, self.up[expert]).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, self.down[expert])
+
+
+def without_a_stack(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return F.linear(gated(self, x, expert), self.down[expert] @ self.down[expert].T.detach())
+
+
+def biased(self: Experts, x: Tensor, expert: int) -> Tensor:
+    inner = F.linear(x, self.up[expert])[..., :INNER].relu()
+    return F.linear(inner, self.down[expert], self.bias[expert]) + self.bias[expert]
+
+
+def flat(self: Experts, x: Tensor, expert: int) -> Tensor:
+    up, down = self.flat.view(-1, INNER, WIDTH), self.back.view(-1, INNER, WIDTH)
+    return x.matmul(up[expert].T).tanh().matmul(down[expert])
+
+
+class Routed(nn.Module):
+    """Every token to two of all experts, the idle ones included."""
+
+    def __init__(self, rows: Rows, idle: int = 0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS + idle, bias=False)
+        self.experts = Experts(rows, idle)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        return {"loss": self.experts(x, chosen, weights).square().mean()}
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """Of the last one, all tokens are alike: there are experts that no token has chosen."""
+    x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return {"x": x if seed < 2 else x[:1].expand_as(x).contiguous()}
+
+
+def traced(rows: Rows, idle: int = 0) -> tuple[Routed, ModelGraph]:
+    torch.manual_seed(0)
+    model = Routed(rows, idle).train()
+    return model, unpack_model(pack_model(cases.traced(model, batch(0))))
+
+
+def products(graph: ModelGraph) -> int:
+    nodes = [n for s in graph.segments for n in s.graph.nodes if n.op == "call_function"]
+    return sum(family(n.target) in GROUPED_GEMMS for n in nodes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "idle"), [(gated, 0), (gated, 1), (gated, 2), (biased, 0), (biased, 2), (flat, 1)]
+)
+def test_gradients_are_those_of_eager_code(rows: Rows, idle: int) -> None:
+    model, graph = traced(rows, idle)
+    assert not opaque_nodes(graph) and products(graph) == 2
+    for seed in range(3):
+        named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        given = {**cases.buffers(model, graph), **batch(seed)}
+        loss = cases.run_model(graph, named, given, lambda part, inputs: runnable(part)(*inputs))
+        loss.backward()
+        model.zero_grad()
+        expected = model(**batch(seed))["loss"]
+        expected.backward()
+        torch.testing.assert_close(loss, expected)
+        for name, parameter in model.named_parameters():
+            grad, own = parameter.grad, named[name].grad
+            grad = torch.zeros_like(parameter) if grad is None else grad
+            own = torch.zeros_like(parameter) if own is None else own
+            torch.testing.assert_close(own, grad, rtol=1e-5, atol=1e-7)
+
+
+def other_weights(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return F.linear(x, self.flat.view(EXPERTS, INNER, WIDTH)[expert - 1]) @ self.down[expert].T
+
+
+def of_some(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return gated(self, x, expert) * (2 if expert == 1 else 1)
+
+
+def by_their_number(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return gated(self, x, expert) / len(x)
+
+
+def over_rows(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return gated(self, x, expert) - gated(self, x, expert).cumsum(0)
+
+
+def mixed(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return gated(self, x, expert).softmax(0)
+
+
+def without_gradient(self: Experts, x: Tensor, expert: int) -> Tensor:
+    return gated(self, x, expert) + gated(self, x, expert).detach()
+
+
+def kept(self: Experts, x: Tensor, expert: int) -> Tensor:
+    self.last = expert
+    return gated(self, x, expert)
+
+
+OTHERS = (
+    other_weights, of_some, by_their_number, over_rows, mixed, without_gradient, kept,
+    without_a_stack,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", OTHERS)
+def test_what_is_another_computation_stays_opaque(rows: Rows) -> None:
+    _, graph = traced(rows)
+    assert not products(graph) and len(opaque_nodes(graph)) == 1
+
+
+@pytest.mark.parametrize(("rows", "names"), [(gated, ("up", "down")), (flat, ("flat", "back"))])
+def test_its_weights_are_split(
+    rows: Rows, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = traced(rows, idle=2)
+    assert {f"experts.{n}" for n in names} <= auto_tensor_parallel(graph, 2).weights.keys()
+    assert_parity(model, batch(0), None, 2, monkeypatch)
+
+
+@pytest.mark.parametrize(("rows", "idle"), [(gated, 0), (gated, 2), (biased, 1)])
+def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, graph = traced(rows, idle)
+    chosen = tensor_parallel(graph, None, 2, ep=2).weights
+    assert "experts.down" in chosen
+    assert_parity(model, batch(0), None, 2, monkeypatch, ep=2)
