@@ -24,12 +24,12 @@ FOLDER = Path(__file__).parent
 RANKS = 2
 TOLERANCE = 1e-3
 FRAMEWORKS: dict[str, tuple[str, dict[str, str]]] = {
-    "Merak, pp=2": ("merak_job", {"DEGREES": '{"pp": 2}'}),
-    "Merak, tp=2": ("merak_job", {"DEGREES": '{"tp": 2}'}),
-    "torch `pipeline()`, 1F1B": ("torch_splitter", {}),
-    "transformers `tp_plan`": ("transformers_tp", {}),
-    "DeepSpeed AutoTP": ("deepspeed_autotp", {}),
-    "FSDP2": ("fsdp", {}),
+    "merak-pp2": ("merak_job", {"DEGREES": '{"pp": 2}'}),
+    "merak-tp2": ("merak_job", {"DEGREES": '{"tp": 2}'}),
+    "torch-pipeline": ("torch_splitter", {}),
+    "transformers-tp": ("transformers_tp", {}),
+    "deepspeed-autotp": ("deepspeed_autotp", {}),
+    "fsdp2": ("fsdp", {}),
 }
 """What the table calls it → its file in `benchmarks/rivals`, and its environment variables."""
 OF_PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
