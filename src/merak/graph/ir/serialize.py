@@ -138,6 +138,9 @@ def _target(name: str) -> Callable[..., Any]:
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     module, _, path = name.partition(":")
+    if path.startswith("transformers."):
+        import transformers.integrations.moe  # noqa: F401  # registers its operators
+
     found = find_operator(path) if module == "torch.ops" else None
     if found is None:
         raise ValueError(f"{name!r} is no function that a graph may call")

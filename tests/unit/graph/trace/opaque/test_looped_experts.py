@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.operators import GROUPED_GEMMS, family
-from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.ir.serialize import pack, pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel, tensor_parallel
 from merak.graph.trace.opaque.operator import opaque_nodes
@@ -176,3 +179,15 @@ def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.Monkey
     chosen = tensor_parallel(graph, None, 2, ep=2).weights
     assert "experts.down" in chosen
     assert_parity(model, batch(0), None, 2, monkeypatch, ep=2)
+
+
+def test_graphs_of_it_are_read_where_nothing_has_imported_the_operator() -> None:
+    _, graph = traced(gated)
+    (nodes,) = (pack(s.graph) for s in graph.segments if "experts.up" in str(s.parameters))
+    code = (
+        "import pickle, sys; from merak.graph.ir.serialize import unpack; "
+        "print(unpack(pickle.load(sys.stdin.buffer)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=pickle.dumps(nodes), capture_output=True, check=False)
+    assert b"grouped_mm" in done.stdout, done.stderr.decode()
