@@ -146,7 +146,8 @@ def explain(found: Mapping[str, Mapping[str, Result]]) -> int:
     meant: dict[str, str] = json.loads(REASONS.read_text(encoding="utf-8"))
     unexplained = 0
     for name, result in found["merak"].items():
-        other = theirs.get(name, Result("passed", "")).outcome
+        unknown = "passed" if result.outcome == "failed" else result.outcome
+        other = theirs.get(name, Result(unknown, "")).outcome
         if result.outcome == "passed" or result.outcome == other or other == "failed":
             continue
         short = name.split("::")[-1]

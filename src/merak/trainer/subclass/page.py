@@ -71,7 +71,9 @@ python benchmarks/transformers_tests.py their
 ```
 
 runs the clone's `tests/trainer` in a job of one rank, with transformers' classes and with Merak's.
-It prints a table and the reason of every test that fails with Merak alone.
+It prints a table and the reason of every test that fails with Merak alone. With the tests of a
+development tree of 5.16 and transformers 5.23 installed, 201 pass with Merak and 11 fail that pass
+with transformers; a twelfth compares logs of memory, and fails at times.
 """
 
 METHODS = """\
