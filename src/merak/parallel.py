@@ -325,9 +325,8 @@ def parallelize(
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
             parameters of float32; float16 comes with a loss scale.
-        nan_policy: what becomes of a step whose loss or gradient is NaN or infinite: "stop" raises
-            an error on all ranks, "skip" leaves the parameters as they are, "ignore" steps the
-            optimizer all the same.
+        nan_policy: of a step whose loss or gradient is NaN or infinite: "stop" raises an error on
+            all ranks, "skip" leaves the parameters alone, "ignore" steps the optimizer.
         locate_nan: run such a step once more, and name the source line where it appeared.
         plan: "auto" searches the layout: num_microbatches, and options that are left out. A step
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.

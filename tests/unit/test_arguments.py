@@ -90,6 +90,8 @@ def test_arguments_of_sequence_to_sequence_are_decided_too(job: Callable[..., No
     added = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
     assert added - {field.name for field in dataclasses.fields(TrainingArguments)} == set(SEQ2SEQ)
     assert Both(output_dir="unused", sortish_sampler=True).sortish_sampler
+    assert Both(output_dir="unused", predict_with_generate=True).predict_with_generate
+    job(pp=2)
     with pytest.raises(ArgumentsError, match=r"predict_with_generate=True .* call generate on it"):
         Both(output_dir="unused", predict_with_generate=True)
 

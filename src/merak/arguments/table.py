@@ -251,10 +251,10 @@ ACCELERATOR = {
 """The decisions for the options of `accelerator_config`."""
 
 SEQ2SEQ = {
-    "predict_with_generate": refused(_GENERATES),
-    "generation_max_length": refused(_GENERATES),
-    "generation_num_beams": refused(_GENERATES),
-    "generation_config": refused(_GENERATES),
+    "predict_with_generate": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
+    "generation_max_length": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
+    "generation_num_beams": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
+    "generation_config": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
     "sortish_sampler": no_effect("transformers no longer reads it"),
 }
 """The decisions for what `Seq2SeqTrainingArguments` adds, in a class that has both."""

@@ -57,16 +57,21 @@ def model_source(request: NamedModel) -> ModelSource:
     """Find the model of a request; a sequence that it has no use for is warned of.
 
     Args:
-        request: with the model and its config.
+        request: with the model and its config; the model may be that of a recipe.
 
     Raises:
         CommandError: there is no such model, or no such field of its config.
     """
+    from merak.cli.recipe.recipe import model_of_recipe
+    from merak.zoo.configs.fields import merged
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
     from merak.zoo.workload import reads_sequence
 
-    changes = parse_overrides(request.config)
-    source = resolve_model(request.model, changes, trust_remote_code=request.trust_remote_code)
+    name, changes = request.model, parse_overrides(request.config)
+    recipe = model_of_recipe(name)
+    if recipe is not None:
+        name, changes = recipe.name, merged(recipe.config, changes)
+    source = resolve_model(name, changes, trust_remote_code=request.trust_remote_code)
     check_inner_fields(source.config, changes)
     if request.sequence is not None and not reads_sequence(source):
         logger.warning(

@@ -26,7 +26,7 @@ class RehearseRequest:
         MISSING,
         "--model",
         "M",
-        "transformers class name, or a folder or file with a config.json.",
+        "transformers class name, a folder or file with a config.json, or a recipe.",
     )
     cluster: str = option(
         MISSING, "--cluster", "C", "What the job is planned for: such as h100:8x128, or a file."

@@ -380,6 +380,11 @@ class MerakTrainer(Stepping, Logging, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
+        if getattr(self.args, "predict_with_generate", False):  # in one process, by the model
+            self._evaluation = None
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):

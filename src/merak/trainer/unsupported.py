@@ -126,7 +126,7 @@ def refuse_what_ranks_cannot_share(
         ArgumentsError: they do.
     """
     if issubclass(cls, Seq2SeqTrainer) or isinstance(args, Seq2SeqTrainingArguments):
-        _refuse_generation(cls, args)
+        _refuse_generation(cls, args, world_size)
     if args is not None and not isinstance(args, MerakArguments):
         raise ArgumentsError(
             f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
@@ -170,9 +170,10 @@ def by_name(further: Sequence[object]) -> dict[str, object]:
     return dict(zip(names, further))
 
 
-def _refuse_generation(cls: type, args: object) -> None:
-    """Refuse trainers and arguments that generate text in evaluation."""
-    if isinstance(args, MerakArguments) and not issubclass(cls, Seq2SeqTrainer):
+def _refuse_generation(cls: type, args: object, world_size: int) -> None:
+    """Refuse trainers and arguments that generate text in evaluation on several ranks."""
+    is_ours = isinstance(args, MerakArguments)
+    if is_ours and (world_size == 1 or not issubclass(cls, Seq2SeqTrainer)):
         return  # the arguments have refused what they cannot honour
     name = cls.__name__ if issubclass(cls, Seq2SeqTrainer) else type(args).__name__
     raise ArgumentsError(

@@ -18,6 +18,7 @@ class Generates(MerakTrainer, Seq2SeqTrainer):
         (MerakTrainer, TrainingArguments, r"args is a TrainingArguments; MerakTrainer takes merak"),
         (MerakTrainer, Seq2SeqTrainingArguments, r"Seq2SeqTrainingArguments is for evaluations"),
         (Generates, type(None), r"Generates is for evaluations that generate words .* generate on"),
+        (Generates, TrainingArguments, r"Generates is for evaluations that generate words"),
     ],
 )
 def test_arguments_of_other_trainers_are_refused(

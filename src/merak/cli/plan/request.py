@@ -25,7 +25,7 @@ class PlanRequest:
         MISSING,
         "--model",
         "M",
-        "transformers class name, or a folder or file with a config.json.",
+        "transformers class name, a folder or file with a config.json, or a recipe.",
     )
     cluster: str = option(
         MISSING, "--cluster", "C", "Such as h100:8x4 (device, devices a node, nodes), or a file."

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from merak.cli.recipe.ready import READY, ready_text
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
+from merak.cli.recipe.schema import TRAIN_TOKENIZER, DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
 from merak.core.errors import PackageError, did_you_mean
+from merak.launch.clusters.job import RECIPES
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
@@ -40,6 +41,30 @@ def read_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         text = _text(Path(file))
     written = parse_yaml(text, str(file))
     return _checked(with_overrides(written, overrides) if overrides else written)
+
+
+def model_of_recipe(name: str) -> ModelRecipe | None:
+    """Return the model of a recipe, with the vocabulary of the tokenizer that it trains.
+
+    Args:
+        name: as `--model`: a recipe (.yaml), or the name of one that comes with Merak.
+
+    Returns:
+        The model; None where the name is of something else.
+
+    Raises:
+        CommandError: the recipe is wrong.
+    """
+    path = Path(name)
+    is_ready = name in READY and not path.exists()
+    if path.suffix not in RECIPES and not is_ready:
+        return None
+    recipe = read_recipe(name)
+    folder = Path(recipe.model.name).expanduser()
+    if folder.exists() or recipe.data.tokenizer != TRAIN_TOKENIZER:
+        return recipe.model
+    config = {"vocab_size": recipe.data.vocabulary, **recipe.model.config}
+    return dataclasses.replace(recipe.model, config=config)
 
 
 def _text(file: Path) -> str:

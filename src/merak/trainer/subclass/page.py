@@ -41,7 +41,18 @@ IN_JOBS = {
         "called on every rank. What one asks for on some rank (to stop, save, evaluate or log: by "
         "the clock, or on the main process alone), all ranks do"
     ),
-    "`hyperparameter_search`": "in a job of one rank; refused in others",
+    "`hyperparameter_search`, `predict_with_generate`": "in a job of one rank; refused in others",
+    "`training_step`, `prediction_step` called by hand": "in a job of one rank; refused in others",
+    "`get_train_dataloader()` called by hand": "the loader of one process",
+    "`loss_is_scaled_for_ga`": "as in transformers",
+    "files of a checkpoint": (
+        "the model and `trainer_state.json` as in transformers; the rest is the ranks' shards and "
+        "JSON, and no pickle such as `optimizer.pt`"
+    ),
+    "a loss that is not finite": (
+        "ends the training with a sentence; `nan_policy='skip'` leaves the step out"
+    ),
+    "logs": "also have `tokens_per_second` and memory, as measured",
     "`args.world_size`, `args.process_index`": (
         "the number of replicas, by which batch sizes are multiplied; the global rank"
     ),
@@ -49,6 +60,19 @@ IN_JOBS = {
     "`gradient_checkpointing=True`": "means `recompute='full'`, where `recompute` is not given",
 }
 """What a job of several ranks does with what a script does, beside arguments and methods."""
+
+JUDGED = """
+## Judged by transformers' own tests
+
+```console
+git clone --depth 1 https://github.com/huggingface/transformers their
+pip install parameterized sentencepiece
+python benchmarks/transformers_tests.py their
+```
+
+runs the clone's `tests/trainer` in a job of one rank, with transformers' classes and with Merak's.
+It prints a table and the reason of every test that fails with Merak alone.
+"""
 
 METHODS = """\
 [Training arguments](arguments.md) has the decision on every argument, also on those that are
@@ -78,7 +102,8 @@ def _lines() -> Iterator[str]:
     yield "| what | in a job of several ranks |"
     yield "|---|---|"
     yield from (f"| {what} | {sentence} |" for what, sentence in IN_JOBS.items())
-    yield f"\n{METHODS}"
+    yield JUDGED
+    yield METHODS
     for decision, title in _TITLES.items():
         yield f"{title}\n"
         yield "| methods | how, or why not |"

@@ -11,7 +11,8 @@ from merak.cli.main import main
 from merak.cli.recipe.page import BEGIN, render
 from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.ready import ready_names, ready_text, ready_title
-from merak.cli.recipe.recipe import read_recipe
+from merak.cli.recipe.recipe import model_of_recipe, read_recipe
+from merak.launch.errors import CommandError
 
 ROOT = Path(__file__).parents[4]
 NEEDS_MODEL, NEEDS_DATA = ("sft", "lora"), ("vit", "swin", "sft", "lora")
@@ -31,6 +32,15 @@ def test_recipes_are_right(name: str) -> None:
     assert recipe.output_dir == Path("runs") / name
     assert (recipe.lora is not None) == (name == "lora")
     assert f"merak train {name} " in ready_text(name) or f"merak train {name}\n" in ready_text(name)
+
+
+def test_the_model_of_a_recipe(tmp_path: Path) -> None:
+    found = model_of_recipe("gpt2")
+    assert found is not None and found.name == "GPT2LMHeadModel"
+    assert found.config["vocab_size"] == 50257 and found.config["n_layer"] == 12
+    assert model_of_recipe("GPT2LMHeadModel") is None and model_of_recipe(str(tmp_path)) is None
+    with pytest.raises(CommandError, match="cannot be read"):
+        model_of_recipe(str(tmp_path / "nowhere.yaml"))
 
 
 @pytest.mark.parametrize("name", NEEDS_DATA)

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import default_data_collator, integrations
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    default_data_collator,
+    integrations,
+)
 from transformers.trainer_utils import HPSearchBackend
 
 import merak
@@ -137,3 +144,45 @@ def test_several_ranks_do_not_search(tmp_path: Path) -> None:
     refuse_search(trainer, 1)
     with pytest.raises(ArgumentsError, match="in a job of one rank"):
         refuse_search(trainer, 2)
+
+
+class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(3, 9) * (index + 1) % 30 + 3
+        return {"input_ids": ids, "labels": ids.flip(0)}
+
+
+@dataclass(repr=False)
+class GeneratesArguments(merak.MerakArguments, Seq2SeqTrainingArguments):
+    """Arguments of both kinds."""
+
+
+class Generates(merak.MerakTrainer, Seq2SeqTrainer):
+    """A trainer of both kinds."""
+
+
+def test_one_process_evaluates_by_generation(tmp_path: Path) -> None:
+    def evaluated(trainer: type[Any], kind: type[Any]) -> Any:
+        torch.manual_seed(0)
+        config = T5Config(
+            d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=40, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        )  # fmt: skip
+        args = kind(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=3, optim="sgd",
+            learning_rate=0.1, predict_with_generate=True, generation_max_length=7,
+            save_strategy="no", disable_tqdm=True, report_to="none", use_cpu=True,
+        )  # fmt: skip
+        model = T5ForConditionalGeneration(config)
+        made = trainer(model=model, args=args, train_dataset=Pairs(), eval_dataset=Pairs())
+        made.train()
+        found = made.predict(Pairs())
+        return found.metrics["test_loss"], found.predictions.tolist()
+
+    loss, words = evaluated(Generates, GeneratesArguments)
+    expected, their_words = evaluated(Seq2SeqTrainer, Seq2SeqTrainingArguments)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert words == their_words

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from merak.core.source_lines import is_installed
-from merak.graph.ir.state_read import GLOBALS, LOSS, StateRead
+from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
 from merak.graph.trace.state.holders import closure
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
@@ -31,13 +31,12 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
     classes = [base for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
     found: dict[tuple[str, str, tuple[str, ...]], StateRead] = {}
     waiting = [f for f in (_own_function(cls.__dict__.get("forward")) for cls in classes) if f]
+    held = _method_closures(model)
     for steps, function in _functions_of(loss_fn, ()):
         waiting.append(function)
-        for name, value in closure(function).items():
-            if is_plain(value):
-                line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-                read = StateRead(LOSS, "", (*steps, f"({name})"), line)
-                found[read.root, read.path, read.steps] = read
+        held += _closure_reads(LOSS, "", steps, function)
+    for read in held:
+        found[read.root, read.path, read.steps] = read
     seen: set[types.CodeType] = set()
     while waiting:
         function = waiting.pop()
@@ -52,6 +51,33 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
             for read in _global_reads(function, name, line):
                 found.setdefault((read.root, read.path, read.steps), read)
     return tuple(found.values())
+
+
+def _method_closures(model: nn.Module) -> list[StateRead]:
+    """Plain values in closures of methods of classes that are defined inside of a function."""
+    found: list[StateRead] = []
+    known: set[types.CodeType] = set()
+    for path, module in model.named_modules():
+        for cls in type(module).__mro__:
+            for name, value in vars(cls).items():
+                function = value if isinstance(value, types.FunctionType) else None
+                if function is None or not function.__closure__ or function.__code__ in known:
+                    continue
+                known.add(function.__code__)
+                if not is_installed(function.__code__.co_filename):
+                    steps = (name, "__func__")
+                    found += _closure_reads(MODEL, path, steps, function)
+    return found
+
+
+def _closure_reads(
+    root: str, path: str, steps: tuple[str, ...], function: types.FunctionType
+) -> Iterator[StateRead]:
+    """Reads of the plain values in a function's closure."""
+    line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    for name, value in closure(function).items():
+        if is_plain(value):
+            yield StateRead(root, path, (*steps, f"({name})"), line)
 
 
 def _functions_of(
@@ -105,9 +131,20 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
         if not is_installed(getattr(value, "__file__", None) or "<built in>"):
             for own in _attributes_read(function, value):
                 yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
-    elif not isinstance(value, (type, types.FunctionType)) and hasattr(value, "__dict__"):
+    elif isinstance(value, types.FunctionType):
+        for steps, inner in _functions_of(value, (f"[{name}]",)):
+            yield from _closure_reads(GLOBALS, module, steps, inner)
+    elif hasattr(value, "__dict__") and not _is_installed_class(value):
         for own in _attributes_read(function, value):
             yield StateRead(GLOBALS, module, (f"[{name}]", own), line)
+
+
+def _is_installed_class(value: Any) -> bool:
+    """Whether a value is a class that is not the user's own."""
+    if not isinstance(value, type):
+        return False
+    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return value.__module__ != "__main__" and is_installed(file or "<built in>")
 
 
 def _attributes_read(function: types.FunctionType, value: Any) -> list[str]:

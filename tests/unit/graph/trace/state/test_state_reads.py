@@ -119,6 +119,53 @@ def test_globals_and_closures_of_own_functions_are_found() -> None:
     assert found == {f"{__name__}.SCALE", "the loss function.beta"}
 
 
+class Options:
+    """A class whose attributes are options."""
+
+    gain = 1.0
+    unread = 2.0
+
+
+def factor(value: float) -> tuple[Callable[..., Any], Callable[[float], None]]:
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return x * value
+
+    def change(new: float) -> None:
+        nonlocal value
+        value = new
+
+    return multiply, change
+
+
+multiplied, set_factor = factor(1.0)
+
+
+def test_closures_and_classes_that_forward_reaches_are_watched() -> None:
+    local = 1.0
+
+    class Local(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return multiplied(x) * local * Options.gain  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Local())
+    watch = StateWatch(model, None)
+    found = function_reads(model, None)
+    watch.add(found)
+    assert {str(read) for read in found} == {
+        f"{__name__}.multiplied.value",
+        f"{__name__}.Options.gain",
+        "model.0.forward.__func__.local",
+    }
+    local = 3.0
+    set_factor(2.0)
+    Options.gain = 0.5
+    try:
+        assert {change.new for change in watch.changes()} == {2.0, 0.5, 3.0}
+    finally:
+        Options.gain = 1.0
+        set_factor(1.0)
+
+
 def test_only_what_has_changed_is_said() -> None:
     model = Stateful()
     loss_fn, change = loss_with(0.5)
