@@ -14,9 +14,12 @@ from rivals import ranks
 def gradients(family: Family, expected: ranks.Gradients) -> ranks.Found:
     with tempfile.TemporaryDirectory() as folder:
         whole = family.model()
-        whole.save_pretrained(folder)  # type: ignore[operator]
+        shared = [folder]
+        dist.broadcast_object_list(shared)  # transformers saves on rank 0 alone
+        whole.save_pretrained(shared[0])  # type: ignore[operator]
+        dist.barrier()
         try:
-            model = type(whole).from_pretrained(folder, tp_plan="auto").train()  # type: ignore
+            model = type(whole).from_pretrained(shared[0], tp_plan="auto").train()  # type: ignore
         except Exception as error:
             raise ranks.SetUpError from error
         dist.barrier()

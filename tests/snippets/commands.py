@@ -84,7 +84,7 @@ def problem(command: Command) -> str | None:
         case "python":
             return None if script_of(words) else "no script of this repository"
         case "pip":
-            return pip_problem(words)
+            return pip_problem(words) if command.block.reason is None else None
         case "export" | "cd" | "git":
             return None
     return f"nothing is known of the program {command.program!r}"
