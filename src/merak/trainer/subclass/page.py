@@ -64,6 +64,7 @@ IN_JOBS = {
 JUDGED = """
 ## Judged by transformers' own tests
 
+<!-- not run: clones a repository and installs packages -->
 ```console
 git clone --depth 1 https://github.com/huggingface/transformers their
 pip install parameterized sentencepiece
