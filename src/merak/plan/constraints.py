@@ -17,6 +17,23 @@ from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Kind, Schedule
 
 
+def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
+    """Refuse ways in which replicas cannot reduce gradients, or bring parameters together.
+
+    Args:
+        schedule: that of a step.
+        options: how the job is laid out.
+        mesh: the degrees, and the hosts.
+
+    Raises:
+        ScheduleError: the schedule or the degrees do not allow them, or they exclude each other.
+    """
+    refuse_zero(schedule, options.zero)
+    refuse_compression(options.gradient_compression, schedule, options.zero, mesh)
+    refuse_local_steps(schedule, options, mesh)
+    refuse_hierarchy(schedule, options, mesh)
+
+
 def refuse_zero(schedule: Schedule, zero: int) -> None:
     """Refuse ZeRO where replicas of a stage have several copies or versions of its weights.
 
