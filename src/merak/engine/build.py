@@ -111,7 +111,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     check_programs(programs.base, layout, mesh)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
-    refuse_optional_layers(layout, options.zero)
+    refuse_optional_layers(layout, options.zero, mesh)
     refuse_compressed_sparse(options.gradient_compression, find_sparse(layout.graph))
     refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)

@@ -8,7 +8,8 @@ from torch import nn
 
 from merak.core.errors import ScheduleError
 from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
-from merak.graph.trace.branches.flags import optional_parameters
+from merak.graph.expert_parallel.apply import spread_weights
+from merak.graph.trace.branches.flags import is_condition, optional_parameters
 from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
@@ -86,9 +87,9 @@ def refuse_compression(kind: str, schedule: Schedule, zero: int, mesh: Mesh) -> 
         )
     if not schedule.is_synchronous:
         raise ScheduleError(
-            f"gradient_compression={kind!r} carries over from step to step what it has left out of "
-            f"a step's gradients, but schedule={schedule.name!r} updates weights inside a step; "
-            "use a synchronous schedule such as '1f1b', or gradient_compression='off'."
+            f"gradient_compression={kind!r} compresses gradients that replicas reduce once a step, "
+            f"but schedule={schedule.name!r} updates weights inside a step; use a synchronous "
+            "schedule such as '1f1b', or gradient_compression='off'."
         )
 
 
@@ -262,16 +263,18 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     return ""
 
 
-def refuse_optional_layers(layout: Layout, zero: int) -> None:
+def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     """Refuse optional layers, which a step may skip, where every gradient is expected.
 
     Args:
         layout: the model, laid out.
         zero: the ZeRO stage.
+        mesh: the degrees.
 
     Raises:
         ScheduleError: the layout does not allow them.
     """
+    _refuse_dropped_experts(layout, mesh)
     optional = {s.index: frozenset(optional_parameters(s)) for s in layout.graph.segments}
     if not any(optional.values()):
         return
@@ -294,3 +297,18 @@ def refuse_optional_layers(layout: Layout, zero: int) -> None:
                     "may leave out, by chance or by the values of a batch; use pp=1, or switch the "
                     "dropping off in the model's config."
                 )
+
+
+def _refuse_dropped_experts(layout: Layout, mesh: Mesh) -> None:
+    """Refuse layers that chance drops where replicas that draw otherwise exchange tokens."""
+    if not mesh.spreads_experts or mesh.cp % mesh.ep == 0:  # whose ranks draw the same
+        return
+    experts = spread_weights(layout.graph)
+    for segment in layout.graph.segments:
+        drops = any(is_condition(node) for node in segment.graph.nodes)
+        if drops and experts.intersection(segment.parameters):
+            raise ScheduleError(
+                f"replicas exchange tokens in {segment.name} with ep={mesh.ep}, but each drops "
+                "layers by draws of its own; use experts over tp, an ep that divides cp, or switch "
+                "the dropping off: layer_keep=1, or the model's config."
+            )

@@ -67,7 +67,7 @@ def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
             refuse_zero(layout.schedule, zero)
             refuse_compression(options.gradient_compression, layout.schedule, zero, mesh)
             refuse_local_steps(layout.schedule, replace(options, zero=zero), mesh)
-            refuse_optional_layers(layout, zero)
+            refuse_optional_layers(layout, zero, mesh)
         except MerakError:
             return
         if zero == 3 and low and not options.master_weights:

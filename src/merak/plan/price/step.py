@@ -207,7 +207,7 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     placed = on_nodes(forecast.mesh, cluster) if levels else forecast.mesh
     refuse_reductions(forecast.layout.schedule, forecast.options, placed)
     if workload.drops_layers(candidate.microbatch):
-        refuse_optional_layers(forecast.layout, candidate.zero)
+        refuse_optional_layers(forecast.layout, candidate.zero, forecast.mesh)
     return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 
