@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.probe import host_generators
+from merak.graph.trace.state.kept import version
 
 
 @contextmanager
@@ -189,7 +190,7 @@ def _refill(value: Any, items: Any) -> None:
 
 @contextmanager
 def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[None]:
-    """Find tensors that forward replaces in plain attributes of modules.
+    """Find tensors that forward replaces in plain attributes of modules, or writes into there.
 
     Args:
         model: the model.
@@ -198,15 +199,16 @@ def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iter
             step, which a trace would freeze.
     """
     before = [
-        (f"{path}.{name}".removeprefix("."), module, name, value)
+        (f"{path}.{name}".removeprefix("."), module, name, value, version(value))
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     ]
 
     def note(*_: Any) -> None:
-        now = ((label, vars(m).get(name), old) for label, m, name, old in before)
-        replaced.update({id(old): label for label, value, old in now if value is not old})
+        for label, module, name, old, known in before:
+            if vars(module).get(name) is not old or version(old) != known:
+                replaced[id(old)] = label
 
     handle = model.register_forward_hook(note)
     with warnings.catch_warnings():
