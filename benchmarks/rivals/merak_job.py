@@ -8,6 +8,8 @@ import os
 from tools.families import MICROBATCHES, Family
 
 import merak
+from merak.core.mesh import current_mesh
+from merak.core.shards import take
 from rivals import ranks
 
 DEGREES: dict[str, int] = json.loads(os.environ.get("DEGREES", '{"pp": 2}'))
@@ -25,9 +27,11 @@ def gradients(family: Family, expected: ranks.Gradients) -> ranks.Found:
         raise ranks.SetUpError from error
     parallel.step(batch)
     found = {n: p.grad for n, p in parallel.engine.parameters.items() if p.grad is not None}
-    if DEGREES.get("tp", 1) == 1:
-        return found
-    return {name: (own, ranks.shards_of(expected[name], own)) for name, own in found.items()}
+    shards, rank = parallel.engine.shards, current_mesh().shard_rank
+    return {
+        name: (own, [take(expected[name], shards[name], rank)]) if name in shards else own
+        for name, own in found.items()
+    }
 
 
 if __name__ == "__main__":

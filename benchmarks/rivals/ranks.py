@@ -22,6 +22,12 @@ Found = Mapping[str, torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]]
 """By name of a parameter: its whole gradient; or a shard of it, and what that may be equal to."""
 
 
+SMALLEST = 1e-3
+"""Gradients this much smaller than the largest one of the model are held to its scale instead.
+
+Some are zero but for rounding, as of a key's bias, which shifts all scores of a query alike.
+"""
+
 Gradients = dict[str, torch.Tensor]
 Step = Callable[[Family, Gradients], Found]
 """One step of a framework: gets a family, and the gradients of one process to find shards in."""
@@ -70,7 +76,8 @@ def compared(family: Family, gradients: Step) -> dict[str, object]:
         if os.environ.get("SHOW_TRACEBACKS"):
             traceback.print_exception(error)
         return {"error": f"{type(cause).__name__}: {' '.join(str(cause).split())}", "where": where}
-    differences = {name: difference(value, expected[name]) for name, value in found.items()}
+    least = SMALLEST * max(float(gradient.abs().max()) for gradient in expected.values())
+    differences = {n: difference(value, expected[n], least) for n, value in found.items()}
     return {"differences": differences, "parameters": [*same_parameters(family).values()]}
 
 
@@ -89,15 +96,21 @@ def same_parameters(family: Family) -> dict[int, list[str]]:
     return names
 
 
-def difference(found: object, expected: torch.Tensor) -> float:
-    """The largest difference relative to the largest number; infinite where shapes differ."""
+def difference(found: object, expected: torch.Tensor, least: float) -> float:
+    """The largest difference relative to the largest number; infinite where shapes differ.
+
+    Args:
+        found: a whole gradient; or a shard, and what that may be equal to.
+        expected: of one process.
+        least: smaller gradients are held to this number.
+    """
     if isinstance(found, tuple):
         shard, candidates = found
-        return min((difference(shard, one) for one in candidates), default=float("inf"))
+        return min((difference(shard, one, least) for one in candidates), default=float("inf"))
     assert isinstance(found, torch.Tensor)
     if found.shape != expected.shape:
         return float("inf")
-    scale = float(expected.abs().max()) or 1.0
+    scale = max(float(expected.abs().max()), least) or 1.0
     return float((found - expected).abs().max()) / scale
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import Trainer
 
 from merak.core.errors import MerakError
-from tests.multirank.drop_in_scenarios import SCENARIOS, Scenario, Seen
+from tests.multirank.drop_in_scenarios import SCENARIOS, Seen
 from tests.multirank.training import Layout, Setup, alone, make_merak, make_reference
 
 SHORT = {
@@ -60,10 +60,10 @@ def of_merak(layout: Layout, name: str, folder: str, cache: str) -> Seen:
         return {REFUSED: str(error)}
 
 
-def differences(ranks: Sequence[Seen], expected: Seen | None, scenario: Scenario) -> list[str]:
+def differences(ranks: Sequence[Seen], expected: Seen | None, refused: str | None) -> list[str]:
     """How what ranks have seen differs from what was expected; nothing where it does not."""
-    if scenario.refused is not None:
-        pattern = re.escape(scenario.refused)
+    if refused is not None:
+        pattern = re.escape(refused)
         return [
             f"rank {rank} is not refused: {list(seen)}, {seen.get(REFUSED)}"
             for rank, seen in enumerate(ranks)

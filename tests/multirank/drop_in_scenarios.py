@@ -39,18 +39,20 @@ class Scenario:
         run: builds trainers, uses them and returns what it has seen; of `Make` and a folder that
             all ranks share.
         refused: what Merak's error says where it refuses the script; None where it runs it.
+        axes: of the layouts in which it is refused; it runs in the others.
     """
 
     run: Callable[[Make, Path], Seen]
     refused: str | None = None
+    axes: tuple[str, ...] = ("dp", "tp", "pp")
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(refused: str | None = None) -> Callable[[Any], Any]:
+def scenario(**refusal: Any) -> Callable[[Any], Any]:
     def add(run: Any) -> Any:
-        SCENARIOS[run.__name__] = Scenario(run, refused)
+        SCENARIOS[run.__name__] = Scenario(run, **refusal)
         return run
 
     return add
@@ -577,7 +579,7 @@ def accelerate_is_configured(make: Make, folder: Path) -> Seen:
     return trained(make(arguments={"accelerator_config": config}))
 
 
-@scenario(refused="split_batches=True cannot be honoured")
+@scenario(refused="split_batches=True cannot be honoured", axes=("dp",))
 def accelerate_splits_batches(make: Make, folder: Path) -> Seen:
     return trained(make(arguments={"accelerator_config": {"split_batches": True}}))
 

@@ -112,9 +112,11 @@ def sent(zero: int, value: str) -> int:
     places = [(dist, "all_reduce")]
     places += [(replica_levels, name) for name in ("reduce_scatter", "all_gather")]
     parallel.step(batches[0])
+    _ = parallel.engine.parameters  # waits for what the step has left under way
     for where, name in places:
         mock.patch.object(where, name, counted(getattr(where, name))).start()
     parallel.step(batches[1])
+    _ = parallel.engine.parameters
     mock.patch.stopall()
     return sum(total)
 

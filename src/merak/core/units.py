@@ -32,6 +32,11 @@ def seconds(duration_s: float) -> str:
     return f"{duration_s * 1e3:.3f} ms" if duration_s >= 1e-3 else f"{duration_s * 1e6:.1f} µs"
 
 
+def step_time(seconds: float) -> str:
+    """Format the time of a step: 0.473 s, 12.4 s, 85 ms."""
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
 def ranges(numbers: range | list[int]) -> str:
     """Format whole numbers as ranges: 0–3, 6."""
     parts: list[list[int]] = []

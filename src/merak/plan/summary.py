@@ -10,8 +10,7 @@ import torch
 from merak.core.errors import MerakError
 from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature
-from merak.core.units import count, ranges, size
-from merak.core.units import seconds as duration
+from merak.core.units import count, ranges, size, step_time
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.expected.times import expected_times
@@ -73,7 +72,7 @@ _HEAD = ("ranks", "stages", "segments", "", "parameters", "memory")
 def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
     """What a rank is expected to hold, and to compute where the device's speeds are known."""
     times = expected_times(forecast, profile)
-    seconds = "" if times is None else f", {duration(times.pipeline_s)} of computation a step"
+    seconds = "" if times is None else f", {step_time(times.pipeline_s)} of computation a step"
     return f"  forecast of a rank: peak memory as below{seconds}"
 
 

@@ -71,6 +71,21 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
          "num_dense_layers": 1, "sliding_window": 4, "global_attn_every_n_layers": 2},
     ),
+    "switch": (
+        hf.SwitchTransformersForConditionalGeneration,
+        hf.SwitchTransformersConfig,
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_layers": 1,
+         "num_decoder_layers": 1, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 0,
+         "num_experts": 4, "decoder_start_token_id": 0},
+    ),
+    "dbrx": (
+        hf.DbrxForCausalLM,
+        hf.DbrxConfig,
+        {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 16,
+         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2,
+                        "hidden_size": 32},
+         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    ),
     "exaone_moe": (
         hf.ExaoneMoeForCausalLM,
         hf.ExaoneMoeConfig,

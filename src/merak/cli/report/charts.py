@@ -79,7 +79,8 @@ def _drawn(points: Sequence[tuple[int, float]], form: Callable[[float], str]) ->
             f'<text class="faint" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">'
             f"{escape(form(value))}</text>"
         )
-    for step, anchor in ((first, "start"), (last, "end")):
+    ends = ((first, "start"), (last, "end")) if last > first else ((first, "middle"),)
+    for step, anchor in ends:
         x, _ = place(step, low)
         parts.append(
             f'<text class="faint" x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">'
@@ -149,7 +150,7 @@ def _rank_bars(
     parts = "" if forecast is None else _forecast_parts(forecast, whole)
     texts = [] if forecast is None else [f"forecast {size(forecast.peak_bytes)}"]
     measured = ""
-    if used is not None:
+    if used:  # a process may even have shrunk
         measured = f'<i style="width:{100 * used / whole:.2f}%;background:{_USED}"></i>'
         texts.append(f"measured {size(used)}")
         if job.on_gpu and forecast is not None and forecast.peak_bytes:

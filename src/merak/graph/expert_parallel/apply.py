@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.context_parallel.apply import ContextParallel
@@ -30,6 +29,7 @@ from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
 from merak.graph.tensor_parallel.search.expert_weights import check_experts, expert_stacks
+from merak.graph.tensor_parallel.search.no_experts import no_experts
 from merak.ops.expert_dispatch import (
     batch_counts,
     batches_from_experts,
@@ -115,11 +115,7 @@ def expert_parallel(
     for name, placed in found.items():
         check_experts(name, placed.parts[0], degree)
     if not found:
-        raise ShardError(
-            f"ep={degree} finds no experts to share out: no stack of weights is read by grouped "
-            "products; use ep=1, or model.set_experts_implementation('grouped_mm') where the model "
-            "loops over its experts."
-        )
+        raise no_experts(model, degree)
     return ExpertParallel(degree, context)
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from merak.core.units import step_time
+
 _HIDDEN = (
     "epoch",
     "total_flos",
@@ -45,11 +47,6 @@ def duration(seconds: float) -> str:
         if whole >= unit_s:
             return f"{whole // unit_s} {unit} {whole % unit_s // part_s} {part}"
     return f"{whole} s"
-
-
-def step_time(seconds: float) -> str:
-    """Format the time of a step: 0.473 s, 12.4 s, 85 ms."""
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 FORMATS: Mapping[str, tuple[str, Callable[[float], str]]] = {

@@ -15,6 +15,7 @@ from torch import nn
 
 from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
+from merak.graph.expert_parallel.apply import expert_parallel
 from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.search.cost import FORWARD
@@ -137,8 +138,52 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ShardError, match=r"which is 1; the only one that fits is 1\.$"):
         tensor_parallel(cases.traced(Layered(1), {"x": torch.randn(12, 16)}), None, 2, ep=2)
     dense = cases.traced(build_dense(), cases.batch(padded=False))
-    with pytest.raises(ShardError, match=r"^ep=2 finds no experts to split: no stack of weights"):
+    with pytest.raises(ShardError) as caught:
         tensor_parallel(dense, None, 2, ep=2)
+    assert str(caught.value) == (
+        "ep=2 finds no experts to split: no stack of weights is read by grouped or batched "
+        "products; use ep=1."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "dbrx",
+            "those of transformer.blocks.0.ffn.experts.mlp are rows of one matrix, which tp "
+            "splits, but not ep; use ep=1, with tp, pp or zero=3 where memory is short.",
+        ),
+        (
+            "switch",
+            "those of encoder.block.0.layer.1.mlp.experts are modules with weights of their own, "
+            "which a loop calls one by one; use ep=1, with pp or zero=2 where memory is short "
+            "(tp leaves them whole).",
+        ),
+        (
+            "mixtral",
+            "the weights of model.layers.0.mlp.experts are picked anew for every token; use ep=1, "
+            "or model.set_experts_implementation('grouped_mm') where the model is of transformers.",
+        ),
+    ],
+)
+def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
+    model: Any = build(name)
+    if name == "mixtral":
+        model.set_experts_implementation("batched_mm")
+    graph = cases.traced(model, cases.batch(padded=False))
+    sentence = f"ep=2 finds no experts to split: {why}"
+    with pytest.raises(ShardError) as caught:
+        tensor_parallel(graph, None, 2, ep=2)
+    assert str(caught.value) == sentence
+    with pytest.raises(ShardError) as caught:
+        expert_parallel(graph, None, 2)
+    assert str(caught.value) == sentence
+    split = [
+        n in tensor_parallel(graph, None, 2).weights for n in graph.parameters if "expert" in n
+    ]
+    assert split
+    assert all(split) if name == "dbrx" else not any(split)
 
 
 def build_dense() -> nn.Module:

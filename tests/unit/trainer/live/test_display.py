@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, TrainerState
 
+from merak.core.units import step_time
 from merak.engine.health.figures import Figures
 from merak.schedule.registry import build
 from merak.trainer.live import display
@@ -22,7 +23,7 @@ from merak.trainer.live.display import (
     StepClock,
     display_for,
 )
-from merak.trainer.live.lines import duration, line, percent, step_time
+from merak.trainer.live.lines import duration, line, percent
 from merak.trainer.live.panel import JobPanel, Progress
 from merak.trainer.live.streams import handlers_moved
 from tests.unit.record.runs import GB, job_of

@@ -19,6 +19,7 @@ from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.rules.experts import offsets_of
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
+from merak.graph.tensor_parallel.search.no_experts import no_experts
 from merak.graph.tensor_parallel.search.search import Search
 
 
@@ -46,11 +47,7 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
             closed = search.close(own)
             found |= {n: p for n, p in closed.items() if isinstance(p, Shard)}
     if not found:
-        raise ShardError(
-            f"ep={ep} finds no experts to split: no stack of weights is read by grouped or batched "
-            "products; use ep=1, or model.set_experts_implementation('grouped_mm') where the model "
-            "loops over its experts."
-        )
+        raise no_experts(model, ep)
     return found
 
 

@@ -1,0 +1,92 @@
+"""Refusals of expert parallelism where a model has no experts that it can split, with what fits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.operators import GROUPED_GEMMS, RESHAPES, SAME_VALUES, TRANSPOSES, family
+from merak.graph.tensor_parallel.placement import shape_of
+from merak.graph.tensor_parallel.search.cost import parameter_nodes
+from merak.graph.trace.opaque.operator import opaque_nodes
+
+
+def no_experts(model: ModelGraph, ep: int) -> ShardError:
+    """Sentence that says why a model has no experts to split, and what to use in place of `ep`.
+
+    Args:
+        model: the traced model, without stacks of expert weights.
+        ep: the expert parallel degree that is refused.
+    """
+    why = next(_reasons(model), "no stack of weights is read by grouped or batched products")
+    what, _, fix = why.partition("; ")
+    return ShardError(f"ep={ep} finds no experts to split: {what}; use {fix or 'ep=1'}.")
+
+
+def _reasons(model: ModelGraph) -> Iterator[str]:
+    nodes = [item for s in model.segments for item in parameter_nodes(s.graph).items()]
+    for name, node in nodes:
+        if _is_flat_stack(node):
+            yield (
+                f"those of {_parent(name)} are rows of one matrix, which tp splits, but not ep; "
+                "ep=1, with tp, pp or zero=3 where memory is short"
+            )
+    for call in opaque_nodes(model):
+        weights = [n.meta["name"] for n in call.all_input_nodes if _is_parameter(n)]
+        if (path := numbered_modules(weights)) is not None:
+            yield (
+                f"those of {path} are modules with weights of their own, which a loop calls one by "
+                "one; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
+            )
+    for name, node in nodes:
+        if len(shape_of(node)) > 2 and any(family(user.target) == "index" for user in node.users):
+            yield (
+                f"the weights of {_parent(name)} are picked anew for every token; ep=1, or "
+                "model.set_experts_implementation('grouped_mm') where the model is of transformers"
+            )
+
+
+def numbered_modules(weights: Collection[str]) -> str | None:
+    """The path of modules that differ in a number alone, such as experts in a list.
+
+    Args:
+        weights: names of parameters.
+
+    Returns:
+        The path of what holds them, the outermost there is; None if there are none.
+    """
+    counts: Counter[tuple[int, str, str, str]] = Counter()
+    for name in weights:
+        steps = name.split(".")
+        for i, step in enumerate(steps[:-1]):
+            if kind := re.fullmatch(r"(.*?)\d+", step):
+                holder, inside = ".".join(steps[:i]), ".".join(steps[i + 1 :])
+                counts[i, holder, kind[1], inside] += 1
+    found = sorted(key for key, count in counts.items() if count > 1)
+    return found[0][1] or "the model" if found else None
+
+
+def _is_flat_stack(node: fx.Node, is_reshaped: bool = False) -> bool:
+    """Whether grouped products multiply by a parameter that becomes a stack in a view of it."""
+    for user in node.users:
+        name = family(user.target)
+        if name in GROUPED_GEMMS and is_reshaped and user.args[1] is node:
+            return True
+        if name in RESHAPES | TRANSPOSES | SAME_VALUES and _is_flat_stack(
+            user, is_reshaped or name in RESHAPES
+        ):
+            return True
+    return False
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and "name" in node.meta
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0] or name
