@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.holders import Holder, attributes, find_holders
-from merak.graph.trace.state.kept import FUNCTIONS, differs
+from merak.graph.trace.state.kept import FUNCTIONS, differs, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
@@ -37,16 +38,23 @@ class StateReads:
         loss_fn: its loss function; None for none.
 
     Attributes:
+        loss_fn: as given.
         found: the reads, once forward has run.
         counted: numbers of the model that forward reads and sets, as it has left them.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self._model = model
+        self._model, self.loss_fn = model, loss_fn
         holders = find_holders(model, loss_fn)
         # A module may run under another object, which torch.export makes, with the same attributes.
         self._holders = {id(attributes(holder.value)): holder for holder in holders}
         self._before = {key: _copied(holder) for key, holder in self._holders.items()}
+        self._versions = {
+            (key, name): version(value)
+            for key, values in self._before.items()
+            for name, value in values.items()
+            if type(value) is torch.Tensor
+        }
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
@@ -70,6 +78,7 @@ class StateReads:
             self._find_written()  # of the loss function, too
             self.found = tuple(self._reads())
             self.counted = dict(self._counters())
+            self._refuse_first_calls()
         finally:
             handle.remove()
             for cls, own in reversed(patched):
@@ -147,7 +156,10 @@ class StateReads:
         for key, name in (*self._sources, *self._absent):
             before = self._before[key].get(name, MISSING)
             now = attributes(self._holders[key].value).get(name, MISSING)
-            if differs(before, now):
+            is_mutated = type(now) is torch.Tensor and version(now) != self._versions.get(
+                (key, name)
+            )
+            if is_mutated or differs(before, now):
                 self._written.setdefault((key, name), now)
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
@@ -156,6 +168,20 @@ class StateReads:
             if type(now) in (int, float) and type(before) in (int, float) and holder.root == MODEL:
                 steps, source = (*holder.steps, name), self._sources[key, name]
                 yield StateRead(holder.root, holder.path, steps, source), now
+
+    def _refuse_first_calls(self) -> None:
+        """Refuse writes into a tensor that a flag of the same module allows in some calls alone."""
+        for (key, name), now in self._written.items():
+            before, holder = self._before[key].get(name), self._holders[key]
+            tensors = (n for k, n in self._written if (k, n) in self._versions and k == key)
+            is_flag = type(now) is bool and type(before) is bool
+            if is_flag and (tensor := next(tensors, None)) and before is not now:
+                raise TraceError(
+                    f"forward writes into the plain tensor {tensor} of {holder.path or 'the model'}"
+                    f" and sets {name} from {before} to {now}, which it reads at "
+                    f"{self._sources[key, name]}, so that its first call is another than those "
+                    "after it; run one forward before training, or write in __init__."
+                )
 
     def _reads(self) -> Iterator[StateRead]:
         for (key, name), source in self._sources.items():
