@@ -233,7 +233,7 @@ class Stepping(Saving):
 
     def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
-        # Before transformers 5.23 it is always left to the model and the loss function.
+        # An older transformers always leaves it to the model and the loss function.
         is_scaled: bool | None = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             # transformers leaves it to a loss function to scale what it sums over microbatches.
