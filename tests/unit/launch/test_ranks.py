@@ -12,8 +12,16 @@ import torch.distributed as dist
 
 import merak
 from merak.core.errors import MerakError, ShardError, TrainingError
+from merak.launch import ranks
 from merak.launch.errors import RunError, TerminatedError
+from merak.launch.forkserver import FROM_NOTHING
 from merak.launch.ranks import Work, run_ranks
+
+
+@pytest.fixture(autouse=True)
+def ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks forked from a server that another test has started write to that test's stderr."""
+    monkeypatch.setattr(ranks, "start_method", lambda: FROM_NOTHING)
 
 
 def add_ranks(offset: int) -> int:
