@@ -170,10 +170,15 @@ def refuse_local_steps(schedule: Schedule, options: ParallelOptions, mesh: Mesh)
         mesh: the degrees.
 
     Raises:
-        ScheduleError: the schedule updates inside a step, ZeRO shards the update, or replicas
-            have the experts of a layer between them.
+        ScheduleError: the schedule updates inside a step, ZeRO shards the update, replicas have
+            the experts of a layer between them, or there is an outer optimizer without local steps.
     """
     steps = options.local_steps
+    if not steps and options.outer_optimizer != "average":
+        raise ScheduleError(
+            f"outer_optimizer={options.outer_optimizer!r} steps after every local_steps steps, but "
+            "local_steps=0; give local_steps, such as 100, or outer_optimizer='average'."
+        )
     if steps and not schedule.is_synchronous:
         raise ScheduleError(
             f"local_steps={steps} counts optimizer steps, but schedule={schedule.name!r} updates "
