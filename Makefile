@@ -93,7 +93,7 @@ compat: ## run a subset of the tests with the oldest and the newest torch and tr
 		environment="$(COMPAT)/$$(echo "$$pair" | tr -c '[:alnum:].\n' _)"; \
 		echo "=== $$versions"; \
 		test -x "$$environment/bin/python" || $(PYTHON) -m venv "$$environment" || exit 1; \
-		$$environment/bin/python -m pip install --quiet --upgrade $$(echo "$$versions" | tr , ' ') 'pytest>=9.0' pytest-xdist hypothesis 'peft>=0.18' . || exit 1; \
+		$$environment/bin/python -m pip install --quiet --upgrade $$(echo "$$versions" | tr , ' ') 'pytest>=9.0' pytest-xdist hypothesis 'peft>=0.18' '.[tensorboard]' || exit 1; \
 		$$environment/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'; \
 		$$environment/bin/python -m pytest -q --numprocesses $(TEST_PROCESSES) -m 'not slow' $(COMPAT_TESTS) || exit 1; \
 	done

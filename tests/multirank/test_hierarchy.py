@@ -15,9 +15,11 @@ from merak.core import mesh as meshes
 from merak.core.errors import ScheduleError
 from merak.engine.comm import replica_levels
 from tests.multirank.ranks import RankPool
+from tests.multirank.test_expert_dispatch import trained
 from tests.multirank.test_parallelize import Classifier, adamw, batch_of
 from tests.multirank.training import Layout
 from tests.tiers import slow
+from tests.unit.graph import tensor_parallel_cases as cases
 
 STEPS = 3
 FEATURES = {
@@ -91,6 +93,37 @@ def test_training_is_that_of_reductions_at_once(
         assert losses == pytest.approx(plain, rel=1e-5)
         for name, tensor in before.items() if rank == 0 else ():
             torch.testing.assert_close(after[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def train_experts(degrees: dict[str, int], hosts: str, options: dict[str, Any]) -> Any:
+    """A mixture of experts at once and by hierarchy, and how many collectives had two levels."""
+    found = []
+    started = mock.Mock(wraps=replica_levels.Levels.start)
+    with (
+        mock.patch.object(meshes, "host_names", lambda *_: tuple(hosts)),
+        mock.patch.object(replica_levels.Levels, "start", lambda *own: started(*own)),
+    ):
+        for value in ("off", "on"):
+            found.append(trained("mixtral", degrees, {"hierarchical_reductions": value, **options}))
+            merak.core.mesh.reset()
+            assert bool(started.call_count) is (value == "on")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "hosts", "options"),
+    [
+        ({"dp": 2, "cp": 2, "ep": 2}, "aabb", {}),
+        slow({"dp": 4, "ep": 2}, "abab", {"zero": 2}),
+        slow({"dp": 2, "cp": 2}, "abab", {}),
+    ],
+)
+def test_replicas_with_shared_tokens_and_experts_of_their_own(
+    pool: RankPool, degrees: dict[str, int], hosts: str, options: dict[str, Any]
+) -> None:
+    for (plain, before), (losses, after) in pool.run(train_experts, 4, degrees, hosts, options):
+        assert losses == pytest.approx(plain, rel=1e-5)
+        cases.assert_gradients_equal(after, before)
 
 
 def sent(zero: int, value: str) -> int:

@@ -20,6 +20,7 @@ from tests.multirank.test_dropped_layers import (
     build,
     run_parallel,
 )
+from tests.multirank.test_expert_dispatch import trained
 from tests.multirank.training import Layout, Outcome
 from tests.tiers import slow
 from tests.unit.graph.dropped_layers import DEPTH, Stack, same_draws
@@ -121,6 +122,23 @@ def test_as_one_process(
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
     assert_gradients_close(whole(ranks, "final"), expected.final)
+
+
+def experts(degrees: dict[str, int]) -> list[float]:
+    return trained("mixtral", degrees, {**OPTIONS, "seed": SEED})[0]
+
+
+def test_experts_of_replicas_that_draw_otherwise_are_refused(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="ep=2, but each drops layers by draws of its own; use"):
+        pool.run(experts, 2, {"dp": 2, "ep": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"cp": 2, "ep": 2}, {"tp": 2, "ep": 2}])
+def test_ranks_of_one_replica_drop_the_same(pool: RankPool, degrees: dict[str, int]) -> None:
+    alone = pool.run(experts, 1, {})[0]
+    for losses in pool.run(experts, 2, degrees):
+        assert losses == pytest.approx(alone, rel=1e-5)
 
 
 def test_sharded_parameters_are_refused(pool: RankPool) -> None:

@@ -44,6 +44,7 @@ class Weighted(nn.Module):
         self.weights = {"head": 1.0}
         self.takes_skip = True
         self.num_calls = 0
+        self.scales = torch.ones(VOCABULARY)
         self.embed = nn.Embedding(VOCABULARY, 32)
         self.blocks = nn.ModuleList(Block(width) for width in (8, 64, 32))
         self.head = nn.Linear(32, VOCABULARY)
@@ -54,7 +55,7 @@ class Weighted(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = x + first if self.takes_skip else x
-        logits = self.head(x) * self.weights["head"] / TEMPERATURE
+        logits = self.head(x) * self.scales * self.weights["head"] / TEMPERATURE
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss * self.weight + self.config.scale * logits.square().mean()}
 
@@ -80,13 +81,20 @@ def set_dropout(model: Any, step: int) -> None:
     model.config.scale = {0: 1.0, 2: 0.5}.get(step, model.config.scale)
 
 
+def set_tensor(model: Any, step: int) -> None:
+    if step == 1:
+        model.scales = torch.linspace(0.5, 2.0, VOCABULARY)
+    elif step == 3:
+        model.scales.mul_(3.0)
+
+
 def freeze(model: Any, step: int) -> None:
     if step == 2:
         for parameter in model.blocks.parameters():
             parameter.requires_grad_(False)
 
 
-CHANGES = [set_weight, set_item, set_global, set_flag, set_dropout, freeze]
+CHANGES = [set_weight, set_item, set_global, set_flag, set_dropout, set_tensor, freeze]
 
 
 class Changing(TrainerCallback):
@@ -168,6 +176,21 @@ def test_changes_take_effect(pool: RankPool, cache: str, layout: Layout) -> None
                 torch.testing.assert_close(
                     parameter, expected["parameters"][name], rtol=1e-3, atol=1e-4
                 )
+
+
+def test_a_replaced_tensor_takes_effect_on_replicas_of_two_stages(
+    pool: RankPool, cache: str
+) -> None:
+    number = CHANGES.index(set_tensor)
+    expected = reference(number)
+    assert len({round(loss, 2) for loss in expected["losses"]}) == len(expected["losses"])
+    for (found,) in pool.run(train, 4, (2, 1, 2), [number], cache):
+        for kind in ("losses", "norms"):
+            torch.testing.assert_close(found[kind], expected[kind], rtol=1e-4, atol=1e-5)
+        for name, parameter in found["parameters"].items():
+            torch.testing.assert_close(
+                parameter, expected["parameters"][name], rtol=1e-3, atol=1e-4
+            )
 
 
 def set_on_rank_0(model: Any, step: int) -> None:

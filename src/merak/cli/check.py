@@ -54,6 +54,7 @@ def check(request: CheckRequest) -> None:
     """
     with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
+        from merak.cli.model import recipe_model
         from merak.core.elastic import Degrees, check_expert_degree
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
@@ -61,16 +62,18 @@ def check(request: CheckRequest) -> None:
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
 
+        name, config = recipe_model(request.model)
         degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail is the one that reports
         report = check_named(
             Request(
-                request.model,
+                name,
                 parse_overrides(request.config),
                 request.sequence,
                 request.trust_remote_code,
                 request.widths is Widths.REAL,
+                config,
             ),
             Layout(*degrees, check_expert_degree(request.ep, degrees)),
             CheckOptions(

@@ -6,6 +6,7 @@ The options of two commands may differ in what they leave open; what is made of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +54,21 @@ class TypedModel(NamedModel, Protocol):
         """As `--autocast`."""
 
 
+def recipe_model(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's name and changes of its config, as a recipe has them if the name is one's.
+
+    Args:
+        name: as `--model`: a recipe or one that comes with Merak; anything else names a model.
+
+    Raises:
+        CommandError: the recipe is wrong.
+    """
+    from merak.cli.recipe.recipe import model_of_recipe
+
+    recipe = model_of_recipe(name)
+    return (name, {}) if recipe is None else (recipe.name, recipe.config)
+
+
 def model_source(request: NamedModel) -> ModelSource:
     """Find the model of a request; a sequence that it has no use for is warned of.
 
@@ -62,15 +78,12 @@ def model_source(request: NamedModel) -> ModelSource:
     Raises:
         CommandError: there is no such model, or no such field of its config.
     """
-    from merak.cli.recipe.recipe import model_of_recipe
     from merak.zoo.configs.fields import merged
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
     from merak.zoo.workload import reads_sequence
 
-    name, changes = request.model, parse_overrides(request.config)
-    recipe = model_of_recipe(name)
-    if recipe is not None:
-        name, changes = recipe.name, merged(recipe.config, changes)
+    name, config = recipe_model(request.model)
+    changes = merged(config, parse_overrides(request.config))
     source = resolve_model(name, changes, trust_remote_code=request.trust_remote_code)
     check_inner_fields(source.config, changes)
     if request.sequence is not None and not reads_sequence(source):

@@ -30,13 +30,10 @@ from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
     refuse_compressed_sparse,
-    refuse_compression,
     refuse_gradient_hooks,
-    refuse_hierarchy,
-    refuse_local_steps,
     refuse_optional_layers,
+    refuse_reductions,
     refuse_tied_stages,
-    refuse_zero,
 )
 from merak.plan.engine_options import EngineOptions
 from merak.plan.expected.speed import known_profile
@@ -114,7 +111,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     check_programs(programs.base, layout, mesh)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
-    refuse_optional_layers(layout, options.zero)
+    refuse_optional_layers(layout, options.zero, mesh)
     refuse_compressed_sparse(options.gradient_compression, find_sparse(layout.graph))
     refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
@@ -191,10 +188,7 @@ def _forecast(
     chosen = options.schedule_options or {}
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
-        refuse_zero(plans.base.schedule, options.zero)
-        refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
-        refuse_local_steps(plans.base.schedule, options, mesh)
-        refuse_hierarchy(plans.base.schedule, options, mesh)
+        refuse_reductions(plans.base.schedule, options, mesh)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features
@@ -210,9 +204,6 @@ def _forecast(
     times = partial(segment_times, graph, options, mesh, source.cache_dir)
     if plans.takes_costs:
         plans = plans_from_costs(forecast, times)
-        refuse_zero(plans.base.schedule, options.zero)
-        refuse_compression(options.gradient_compression, plans.base.schedule, options.zero, mesh)
-        refuse_local_steps(plans.base.schedule, options, mesh)
-        refuse_hierarchy(plans.base.schedule, options, mesh)
+        refuse_reductions(plans.base.schedule, options, mesh)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
     return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

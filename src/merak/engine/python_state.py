@@ -21,13 +21,18 @@ from merak.core.tensor_meta import Signature, TensorMeta
 from merak.graph.ir.state_read import StateRead
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.state.functions import function_reads
-from merak.graph.trace.state.slots import Slot, is_plain
+from merak.graph.trace.state.kept import shown
+from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.state.watch import StateChange, StateWatch
+from merak.graph.weights.laid_out import methods_allowed
 
 logger = logging.getLogger(__name__)
 
 MANY = 5
 """After so many traces for one value's changes, people are told of them."""
+
+_VALUE = "the code asks for its value: compute with it in torch operators alone"
+_TENSOR = "it is no buffer: register it with register_buffer, and write into it in place (copy_)"
 
 
 class PythonState:
@@ -86,12 +91,9 @@ class PythonState:
 
     def described(self) -> dict[str, str]:
         """What has changed since the model was traced, as text, for ranks to compare."""
-        changed = self._changed | {c.slot.label: c.new for c in self._watch.changes()}
+        changed = self._changed | {c.slot.label: c.new for c in self._watched()}
         changed |= {name: slot.get() for name, slot in self._numbers().items()}
-        found = {
-            name: repr(value) if is_plain(value) else type(value).__name__
-            for name, value in changed.items()
-        }
+        found = {name: shown(value) for name, value in changed.items()}
         return found | {f"{name}.requires_grad": "False" for name in self.frozen()}
 
     @property
@@ -112,13 +114,17 @@ class PythonState:
 
     def changes(self) -> list[StateChange]:
         """What has changed since it was traced with, but for numbers that are inputs."""
-        found = self._watch.changes()
+        found = self._watched()
         for name, slot in list(self._numbers().items()):
             if type(slot.get()) not in (float, int):
                 del self._source.numbers[name]
                 found.append(StateChange(slot, self._last.get(name), slot.get()))
                 self._watch.add([slot.read])
         return found
+
+    def _watched(self) -> list[StateChange]:
+        with methods_allowed(self._source.model):  # refusals are no code of the user
+            return self._watch.changes()
 
     def adopt(self, changes: Sequence[StateChange], trace: Callable[[], object]) -> None:
         """Trace the model with what has changed.
@@ -131,6 +137,12 @@ class PythonState:
             TraceError: the model cannot be traced as it is now.
         """
         started = time.perf_counter()
+        for change in changes:
+            if change.has_weights:
+                raise TraceError(
+                    f"{change}, with parameters or buffers that training has not begun with; set "
+                    "it before training, or write into them in place."
+                )
         self._watch.accept(changes)
         self._changed |= {change.slot.label: change.new for change in changes}
         inputs = self._make_inputs([c.slot for c in changes if c.is_number], trace)
@@ -197,11 +209,11 @@ class PythonState:
     def _warn(self, change: StateChange, seconds: float) -> None:
         warn_once(
             logger,
-            "%s has changed %d times, and each time the model is traced anew (%.1f s), since the "
-            "code asks for its value; it is read at %s. Compute with it in torch operators alone, "
-            "or change it less often.",
+            "%s has changed %d times, and each time the model is traced anew (%.1f s), since %s, "
+            "or change it less often; it is read at %s.",
             change.slot.label,
             MANY,
             seconds,
+            _TENSOR if change.is_tensor else _VALUE,
             change.line(),
         )

@@ -8,13 +8,31 @@ from torch import nn
 
 from merak.core.errors import ScheduleError
 from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
-from merak.graph.trace.branches.flags import optional_parameters
+from merak.graph.expert_parallel.apply import spread_weights
+from merak.graph.trace.branches.flags import is_condition, optional_parameters
 from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.options import ParallelOptions
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Kind, Schedule
+
+
+def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
+    """Refuse ways in which replicas cannot reduce gradients, or bring parameters together.
+
+    Args:
+        schedule: that of a step.
+        options: how the job is laid out.
+        mesh: the degrees, and the hosts.
+
+    Raises:
+        ScheduleError: the schedule or the degrees do not allow them, or they exclude each other.
+    """
+    refuse_zero(schedule, options.zero)
+    refuse_compression(options.gradient_compression, schedule, options.zero, mesh)
+    refuse_local_steps(schedule, options, mesh)
+    refuse_hierarchy(schedule, options, mesh)
 
 
 def refuse_zero(schedule: Schedule, zero: int) -> None:
@@ -69,9 +87,9 @@ def refuse_compression(kind: str, schedule: Schedule, zero: int, mesh: Mesh) -> 
         )
     if not schedule.is_synchronous:
         raise ScheduleError(
-            f"gradient_compression={kind!r} carries over from step to step what it has left out of "
-            f"a step's gradients, but schedule={schedule.name!r} updates weights inside a step; "
-            "use a synchronous schedule such as '1f1b', or gradient_compression='off'."
+            f"gradient_compression={kind!r} compresses gradients that replicas reduce once a step, "
+            f"but schedule={schedule.name!r} updates weights inside a step; use a synchronous "
+            "schedule such as '1f1b', or gradient_compression='off'."
         )
 
 
@@ -152,10 +170,15 @@ def refuse_local_steps(schedule: Schedule, options: ParallelOptions, mesh: Mesh)
         mesh: the degrees.
 
     Raises:
-        ScheduleError: the schedule updates inside a step, ZeRO shards the update, or replicas
-            have the experts of a layer between them.
+        ScheduleError: the schedule updates inside a step, ZeRO shards the update, replicas have
+            the experts of a layer between them, or there is an outer optimizer without local steps.
     """
     steps = options.local_steps
+    if not steps and options.outer_optimizer != "average":
+        raise ScheduleError(
+            f"outer_optimizer={options.outer_optimizer!r} steps after every local_steps steps, but "
+            "local_steps=0; give local_steps, such as 100, or outer_optimizer='average'."
+        )
     if steps and not schedule.is_synchronous:
         raise ScheduleError(
             f"local_steps={steps} counts optimizer steps, but schedule={schedule.name!r} updates "
@@ -245,16 +268,18 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     return ""
 
 
-def refuse_optional_layers(layout: Layout, zero: int) -> None:
+def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     """Refuse optional layers, which a step may skip, where every gradient is expected.
 
     Args:
         layout: the model, laid out.
         zero: the ZeRO stage.
+        mesh: the degrees.
 
     Raises:
         ScheduleError: the layout does not allow them.
     """
+    _refuse_dropped_experts(layout, mesh)
     optional = {s.index: frozenset(optional_parameters(s)) for s in layout.graph.segments}
     if not any(optional.values()):
         return
@@ -277,3 +302,18 @@ def refuse_optional_layers(layout: Layout, zero: int) -> None:
                     "may leave out, by chance or by the values of a batch; use pp=1, or switch the "
                     "dropping off in the model's config."
                 )
+
+
+def _refuse_dropped_experts(layout: Layout, mesh: Mesh) -> None:
+    """Refuse layers that chance drops where replicas that draw otherwise exchange tokens."""
+    if not mesh.spreads_experts or mesh.cp % mesh.ep == 0:  # whose ranks draw the same
+        return
+    experts = spread_weights(layout.graph)
+    for segment in layout.graph.segments:
+        drops = any(is_condition(node) for node in segment.graph.nodes)
+        if drops and experts.intersection(segment.parameters):
+            raise ScheduleError(
+                f"replicas exchange tokens in {segment.name} with ep={mesh.ep}, but each drops "
+                "layers by draws of its own; use experts over tp, an ep that divides cp, or switch "
+                "the dropping off: layer_keep=1, or the model's config."
+            )

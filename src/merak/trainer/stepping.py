@@ -233,7 +233,8 @@ class Stepping(Saving):
 
     def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""
-        is_scaled: bool | None = self.loss_is_scaled_for_ga
+        # An older transformers always leaves it to the model and the loss function.
+        is_scaled: bool | None = getattr(self, "loss_is_scaled_for_ga", None)
         if is_scaled is None:
             # transformers leaves it to a loss function to scale what it sums over microbatches.
             is_scaled = counted or self.compute_loss_func is not None

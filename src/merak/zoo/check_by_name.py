@@ -57,6 +57,7 @@ class Request:
         sequence: tokens of a sequence; None takes a short one.
         trust_remote_code: whether code in the model's folder may run.
         real_widths: whether the model keeps its widths, experts and vocabulary, of a few layers.
+        config: fields that a recipe changes in the model's config, and the check may make smaller.
     """
 
     model: str
@@ -64,10 +65,11 @@ class Request:
     sequence: int | None = None
     trust_remote_code: bool = False
     real_widths: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def source(self, changes: Mapping[str, Any]) -> ModelSource:
         """Resolve the model's class and config, with changes of fields the user has not set."""
-        fields = merged(changes, self.given)
+        fields = merged(merged(self.config, changes), self.given)
         # What a model lacks in its config, and was found for it, its config does not know.
         source = resolve_model(
             self.model,

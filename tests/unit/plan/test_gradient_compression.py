@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -109,3 +112,15 @@ def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:
         assert own <= sent(kind) < own + 0.01 * whole
     signs = 8 * sum(compressed_bytes("1bit", shape, 4) for shape in shapes)
     assert signs <= sent("1bit") < signs + 0.01 * whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"zero": 1}, "use zero=0, or gradient_compression='off'"),
+        ({"dp": 4, "pp": 2, "schedule": "pipedream_2bw"}, "use a synchronous schedule such as"),
+    ],
+)
+def test_a_plan_that_the_engine_refuses_has_no_price(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        price(workload("bf16"), cluster(), replace(REPLICAS, **changes))

@@ -94,7 +94,7 @@ def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, 
         if id(constant) in replaced:
             raise TraceError(
                 f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
-                "a plain attribute, which a trace would freeze; register it with register_buffer."
+                "no buffer, which a trace would freeze; register it with register_buffer."
             )
 
 

@@ -26,7 +26,6 @@ from merak.graph.trace.modes.ctc_loss import CtcLosses
 from merak.graph.trace.modes.fakes import (
     eager_masks,
     fake_weights,
-    find_replaced_attributes,
     modules_stay_in_place,
     refuse_host_random,
     restored_attributes,
@@ -42,6 +41,7 @@ from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.record import StateReads
+from merak.graph.trace.state.written import plain_tensors_stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "no function mode: compares the host generators' states before and after the run",
     ),
     (
-        lambda s: find_replaced_attributes(s.model, s.replaced),
+        lambda s: plain_tensors_stay(s.model, s.reads.loss_fn, s.replaced),
         "no function mode: a hook that looks at what forward leaves behind",
     ),
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),

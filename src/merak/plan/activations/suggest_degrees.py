@@ -11,7 +11,12 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import refuse_local_steps, refuse_zero
+from merak.plan.constraints import (
+    refuse_compression,
+    refuse_local_steps,
+    refuse_optional_layers,
+    refuse_zero,
+)
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""
@@ -55,13 +60,14 @@ def _larger_tp(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
 
 def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     """The job with higher ZeRO stages."""
-    options = forecast.options
+    options, layout, mesh = forecast.options, forecast.layout, forecast.mesh
     low = any(is_low_precision(p) and p.requires_grad for p in forecast.model.parameters())
-    for zero in range(options.zero + 1, 4 if forecast.mesh.replicas > 1 else 0):
+    for zero in range(options.zero + 1, 4 if mesh.replicas > 1 else 0):
         try:
-            refuse_zero(forecast.layout.schedule, zero)
-            own = replace(options, zero=zero)
-            refuse_local_steps(forecast.layout.schedule, own, forecast.mesh)
+            refuse_zero(layout.schedule, zero)
+            refuse_compression(options.gradient_compression, layout.schedule, zero, mesh)
+            refuse_local_steps(layout.schedule, replace(options, zero=zero), mesh)
+            refuse_optional_layers(layout, zero, mesh)
         except MerakError:
             return
         if zero == 3 and low and not options.master_weights:

@@ -21,7 +21,7 @@ from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.hierarchy import on_nodes
-from merak.plan.constraints import refuse_hierarchy, refuse_local_steps, refuse_zero
+from merak.plan.constraints import refuse_optional_layers, refuse_reductions
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
@@ -203,11 +203,11 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     if plans.takes_costs:
         plans = plans_from_costs(forecast, lambda: segments[0])
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-    refuse_zero(forecast.layout.schedule, candidate.zero)
-    refuse_local_steps(forecast.layout.schedule, forecast.options, forecast.mesh)
-    if forecast.options.hierarchical_reductions != "off":
-        placed = on_nodes(forecast.mesh, cluster)
-        refuse_hierarchy(forecast.layout.schedule, forecast.options, placed)
+    levels = forecast.options.hierarchical_reductions != "off"
+    placed = on_nodes(forecast.mesh, cluster) if levels else forecast.mesh
+    refuse_reductions(forecast.layout.schedule, forecast.options, placed)
+    if workload.drops_layers(candidate.microbatch):
+        refuse_optional_layers(forecast.layout, candidate.zero, forecast.mesh)
     return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 

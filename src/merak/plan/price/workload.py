@@ -20,6 +20,7 @@ from merak.graph.segment.repeated import RepeatedGraphs
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
@@ -80,6 +81,7 @@ class Workload:
     _models: dict[Form, LocalModel] = field(init=False, default_factory=dict)
     _optimizers: OptimizerMemories | None = field(init=False, default=None)
     _unique: dict[Form, tuple[int, ...]] = field(init=False, default_factory=dict)
+    _drops: dict[int, bool] = field(init=False, default_factory=dict)
     _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
 
     @property
@@ -134,6 +136,17 @@ class Workload:
                 self._traced = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
             self._graphs[microbatch] = self._traced(microbatch)
         return self._graphs[microbatch]
+
+    def drops_layers(self, microbatch: int) -> bool:
+        """Whether a step may leave out layers, and with them gradients of their parameters.
+
+        Args:
+            microbatch: samples of one microbatch.
+        """
+        if microbatch not in self._drops:
+            segments = self.graph(microbatch).segments
+            self._drops[microbatch] = any(map(optional_parameters, segments))
+        return self._drops[microbatch]
 
     def local_graph(self, form: Form) -> ModelGraph:
         """Graph of the whole model as one rank runs it.

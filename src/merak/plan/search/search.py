@@ -121,6 +121,8 @@ def job_of(
         cps=cps,
         low_sums=workload.low_sums,
         compresses=workload.gradient_compression != "off",
+        drops_layers=workload.drops_layers(base),
+        steps_alone=workload.local_steps > 0,
     )
 
 

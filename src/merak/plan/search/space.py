@@ -8,7 +8,8 @@ The rules, each of which is printed where it leaves something out:
 - A pipeline has a stage per pp rank at least, each with a segment at least.
 - Schedules are synchronous: others train with weights of several versions. Pin one to have it.
 - Sequence parallelism and sub-pipelining need tp > 1, sub-pipelining also two samples or more.
-- ZeRO needs dp > 1; ZeRO 3 no split backward.
+- ZeRO needs dp > 1; ZeRO 3 no split backward, and no layers that a step may leave out. Compressed
+  gradients and local steps have none.
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it; it has no sequence parallelism
   where tp > 1, and no sub-pipelining. Experts are tried whole at the best layout.
@@ -68,6 +69,8 @@ class Job:
         most_microbatch: the largest that is searched.
         compresses: whether gradients are compressed, which needs zero=0.
         low_sums: whether gradients are reduced in another type than ZeRO 3 can.
+        drops_layers: whether a step may leave parameters without a gradient, which ZeRO 3 cannot.
+        steps_alone: whether replicas take local steps, which needs zero=0.
     """
 
     num_devices: int
@@ -79,6 +82,8 @@ class Job:
     most_microbatch: int = MOST_MICROBATCH
     low_sums: bool = False
     compresses: bool = False
+    drops_layers: bool = False
+    steps_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -222,17 +227,9 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
                 space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
                 continue
-            if zero == 3 and (name in SPLIT or sub == "on"):
-                what = "sub-pipelining" if sub == "on" else "split backwards"
-                space.reject(f"zero=3 with {what}", "gathers one segment's parameters at a time")
-                continue
-            if job.compresses and (zero or base.form.spreads_experts):
-                space.reject(
-                    "zero, or experts over replicas", "gradient_compression reduces whole gradients"
-                )
-                continue
-            if zero == 3 and job.low_sums:
-                space.reject("zero=3", "needs float32 masters, and float32 sums of gradients")
+            problem = _zero_problem(job, base, zero, name, sub)
+            if problem is not None:
+                space.reject(*problem)
                 continue
             yield Candidate(
                 dp=base.dp,
@@ -251,6 +248,25 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 sequence_parallel=sequence,
                 sub_pipelining=sub,
             )
+
+
+def _zero_problem(
+    job: Job, base: Candidate, zero: int, schedule: str, sub: str
+) -> tuple[str, str] | None:
+    """What is left out of the ZeRO stages, and of experts over replicas, and why."""
+    whole = "zero, or experts over replicas"
+    if zero == 3 and (schedule in SPLIT or sub == "on"):
+        what = "sub-pipelining" if sub == "on" else "split backwards"
+        return f"zero=3 with {what}", "gathers one segment's parameters at a time"
+    if job.compresses and (zero or base.form.spreads_experts):
+        return whole, "gradient_compression reduces whole gradients"
+    if job.steps_alone and (zero or base.form.spreads_experts):
+        return whole, "local_steps has every replica step all parameters on its own"
+    if zero == 3 and job.drops_layers:
+        return "zero=3", "reduces every gradient, but a step may leave layers out"
+    if zero == 3 and job.low_sums:
+        return "zero=3", "needs float32 masters, and float32 sums of gradients"
+    return None
 
 
 def _choices(pinned: Any, searched: Sequence[Any]) -> Sequence[Any]:

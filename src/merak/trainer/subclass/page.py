@@ -23,9 +23,9 @@ IN_JOBS = {
         "out. Ranks of one replica that read different samples end the job before its first step"
     ),
     "the model's forward": (
-        "traced once for each shape. A number that a callback changes (a loss weight, a "
-        "temperature) is followed; what cannot be followed ends the job with the line that read "
-        "it"
+        "traced once for each shape. What a callback changes is followed (a number such as "
+        "a loss weight, a plain tensor, a method, a hook, an attribute that comes later); what "
+        "cannot be followed ends the job with the line that read it"
     ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
     "the trainer's `model`": (

@@ -13,6 +13,7 @@ from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.ready import ready_names, ready_text, ready_title
 from merak.cli.recipe.recipe import model_of_recipe, read_recipe
 from merak.launch.errors import CommandError
+from merak.zoo import check_by_name
 
 ROOT = Path(__file__).parents[4]
 NEEDS_MODEL, NEEDS_DATA = ("sft", "lora"), ("vit", "swin", "sft", "lora")
@@ -41,6 +42,22 @@ def test_the_model_of_a_recipe(tmp_path: Path) -> None:
     assert model_of_recipe("GPT2LMHeadModel") is None and model_of_recipe(str(tmp_path)) is None
     with pytest.raises(CommandError, match="cannot be read"):
         model_of_recipe(str(tmp_path / "nowhere.yaml"))
+
+
+def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[check_by_name.Request] = []
+
+    def note(request: check_by_name.Request, *others: object) -> None:
+        requests.append(request)
+        raise CommandError("noted")
+
+    monkeypatch.setattr(check_by_name, "check_named", note)
+    assert main(["check", "--model", "gpt2", "--config", '{"n_head": 6}', "--pp", "2"]) == 2
+    (request,) = requests
+    config = request.source({}).config
+    assert (request.model, config.n_layer, config.n_head) == ("GPT2LMHeadModel", 12, 6)
+    small = request.source({"n_layer": 2, "n_head": 2}).config
+    assert (small.n_layer, small.n_head) == (2, 6)  # the command line's stays, the recipe's not
 
 
 @pytest.mark.parametrize("name", NEEDS_DATA)

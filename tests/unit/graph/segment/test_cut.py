@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from merak import empty_weights
@@ -349,6 +351,9 @@ def gpt2_listing() -> str:
     return listing(build_graph(GraphSource(model), columns, training=True))
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="recorded with a newer transformers"
+)
 def test_gpt2_is_cut_as_recorded() -> None:
     """Record anew with `python -m tests.unit.graph.segment.test_cut`, and read the difference."""
     recorded = (GOLDEN / "gpt2_2_layers.txt").read_text(encoding="utf-8")

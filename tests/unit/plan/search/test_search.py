@@ -192,9 +192,18 @@ def test_every_searched_schedule_is_in_the_space():
         assert not (own.sequence_parallel and own.sub_pipelining == "on")
 
 
-def test_zero_3_is_left_out_where_its_sums_would_be_of_another_type():
+@pytest.mark.parametrize(
+    ("changes", "stages", "what"),
+    [
+        ({"low_sums": True}, {0, 1, 2}, "zero=3"),
+        ({"drops_layers": True}, {0, 1, 2}, "zero=3"),
+        ({"compresses": True}, {0}, "zero, or experts over replicas"),
+        ({"steps_alone": True}, {0}, "zero, or experts over replicas"),
+    ],
+)
+def test_stages_of_zero_that_the_engine_refuses_are_left_out(changes, stages, what):
     job = job_of(4, 64, 16)
-    assert any(own.zero == 3 for own in space_of(job, Pinned()).candidates)
-    space = space_of(replace(job, low_sums=True), Pinned())
-    assert {own.zero for own in space.candidates} == {0, 1, 2}
-    assert any(own.what == "zero=3" for own in space.rejected.values())
+    assert {own.zero for own in space_of(job, Pinned()).candidates} == {0, 1, 2, 3}
+    space = space_of(replace(job, **changes), Pinned())
+    assert {own.zero for own in space.candidates} == stages
+    assert [own.why for own in space.rejected.values() if own.what == what] != []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -185,33 +184,3 @@ def _refill(value: Any, items: Any) -> None:
     if items is not None:
         value.clear()
         value.extend(items) if isinstance(items, list) else value.update(items)
-
-
-@contextmanager
-def find_replaced_attributes(model: nn.Module, replaced: dict[int, str]) -> Iterator[None]:
-    """Find tensors that forward replaces in plain attributes of modules.
-
-    Args:
-        model: the model.
-        replaced: names of the old tensors' attributes, by identity; filled when forward has run. If
-            the graph reads one of these, the model keeps a state in a plain attribute from step to
-            step, which a trace would freeze.
-    """
-    before = [
-        (f"{path}.{name}".removeprefix("."), module, name, value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    ]
-
-    def note(*_: Any) -> None:
-        now = ((label, vars(m).get(name), old) for label, m, name, old in before)
-        replaced.update({id(old): label for label, value, old in now if value is not old})
-
-    handle = model.register_forward_hook(note)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assigned during export")
-        try:
-            yield
-        finally:
-            handle.remove()

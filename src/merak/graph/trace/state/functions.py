@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from merak.core.source_lines import is_installed
@@ -22,7 +23,9 @@ from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
 
 def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[StateRead, ...]:
-    """Plain values in globals and closures that forward and the loss function may read.
+    """Plain values and tensors in globals and closures that forward and the loss function read.
+
+    What a method asks for with `getattr` or `hasattr`, and is not there, is among them.
 
     Args:
         model: the model.
@@ -43,6 +46,8 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
         if function.__code__ in seen:
             continue
         seen.add(function.__code__)
+        for read in _late_reads(model, function):
+            found.setdefault((read.root, read.path, read.steps), read)
         for name, _ in _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD"):
             waiting += [f for f in (_own_function(cls.__dict__.get(name)) for cls in classes) if f]
         for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
@@ -76,7 +81,7 @@ def _closure_reads(
     """Reads of the plain values in a function's closure."""
     line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     for name, value in closure(function).items():
-        if is_plain(value):
+        if _is_constant(value):
             yield StateRead(root, path, (*steps, f"({name})"), line)
 
 
@@ -122,7 +127,7 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     if vars(sys.modules.get(module, sys)) is not function.__globals__:
         return  # not reached by its module's name
     value = function.__globals__.get(name)
-    if is_plain(value) and name in function.__globals__ and not name.startswith("__"):
+    if _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
         yield StateRead(GLOBALS, module, (f"[{name}]",), line)
     elif is_plain_dict(value):
         for key in value:
@@ -148,6 +153,44 @@ def _is_installed_class(value: Any) -> bool:
 
 
 def _attributes_read(function: types.FunctionType, value: Any) -> list[str]:
-    own = vars(value)
-    names = function.__code__.co_names
-    return [n for n in dict.fromkeys(names) if n in own and is_plain(own[n]) and n[:2] != "__"]
+    own, requested = vars(value), _requested(function)
+    names = dict.fromkeys(n for n in (*function.__code__.co_names, *requested) if n[:2] != "__")
+    return [
+        n
+        for n in names
+        if (_is_constant(own[n]) if n in own else n in requested and _lacks(value, n))
+    ]
+
+
+def _late_reads(model: nn.Module, function: types.FunctionType) -> Iterator[StateRead]:
+    """Reads of what modules and their classes do not have, but a method of theirs asks for."""
+    names = _requested(function)
+    line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    known: set[type] = set()
+    for path, module in model.named_modules() if names else ():
+        if type(module) in known or getattr(type(module), function.__name__, None) is not function:
+            continue
+        known.add(type(module))
+        for name in names:
+            if _lacks(module, name):
+                yield StateRead(MODEL, path, (name,), line)
+
+
+def _requested(function: types.FunctionType) -> tuple[str, ...]:
+    """Names that a function may give to `getattr` or `hasattr`."""
+    code = function.__code__
+    if not {"getattr", "hasattr"}.intersection(code.co_names):
+        return ()
+    texts = (c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    return tuple(text for text in texts if text[:2] != "__")
+
+
+def _lacks(value: Any, name: str) -> bool:
+    try:
+        return not hasattr(value, name)
+    except Exception:  # whatever the user's own attributes raise
+        return False
+
+
+def _is_constant(value: Any) -> bool:
+    return is_plain(value) or type(value) is torch.Tensor

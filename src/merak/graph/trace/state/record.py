@@ -5,44 +5,58 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
-from merak.core.source_lines import model_line
+from merak.core.errors import TraceError
+from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.holders import Holder, attributes, find_holders
+from merak.graph.trace.state.kept import FUNCTIONS, differs, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
-_RECORDED = frozenset((*PLAIN, list, tuple, dict))
+_CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
+_RECORDED = frozenset((*PLAIN, list, tuple, dict)) | _CONSTANTS
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
 
 
 class StateReads:
-    """The plain attributes of modules and configs that a trace reads.
+    """The attributes of modules and configs that a trace reads: values, plain tensors, functions.
 
-    Attributes that forward itself sets, such as counters and the lengths of tables, are left out.
+    Those that it asks for and that are not there are among them; attributes that forward itself
+    sets, such as counters and the lengths of tables, are not.
 
     Args:
         model: the model.
         loss_fn: its loss function; None for none.
 
     Attributes:
+        loss_fn: as given.
         found: the reads, once forward has run.
         counted: numbers of the model that forward reads and sets, as it has left them.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
-        self._model = model
+        self._model, self.loss_fn = model, loss_fn
         holders = find_holders(model, loss_fn)
         # A module may run under another object, which torch.export makes, with the same attributes.
         self._holders = {id(attributes(holder.value)): holder for holder in holders}
         self._before = {key: _copied(holder) for key, holder in self._holders.items()}
+        self._versions = {
+            (key, name): version(value)
+            for key, values in self._before.items()
+            for name, value in values.items()
+            if type(value) is torch.Tensor
+        }
         self._sources: dict[tuple[int, str], str] = {}
+        self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
         self._written: dict[tuple[int, str], Any] = {}
         self.found: tuple[StateRead, ...] = ()
@@ -64,6 +78,7 @@ class StateReads:
             self._find_written()  # of the loss function, too
             self.found = tuple(self._reads())
             self.counted = dict(self._counters())
+            self._refuse_first_calls()
         finally:
             handle.remove()
             for cls, own in reversed(patched):
@@ -75,11 +90,15 @@ class StateReads:
     def _recording(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         whole = {type(holder.value) for holder in self._holders.values()}
         recorded = _RECORDED | {cls for cls in whole if not _can_patch(cls)}
-        seen, note = self._seen, self._note
+        seen, note, note_absent = self._seen, self._note, self._note_absent
         dict_of = object.__getattribute__
 
         def recording(holder: Any, name: str) -> Any:
-            value = original(holder, name)
+            try:
+                value = original(holder, name)
+            except AttributeError:
+                note_absent(holder, name)
+                raise
             if type(value) in recorded and name[:2] != "__":
                 key = (id(dict_of(holder, "__dict__")), name)
                 if key not in seen:
@@ -98,12 +117,27 @@ class StateReads:
             inner = id(attributes(value))
             known = self._before.get(inner, {})
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
+            self._sources[inner, "__dict__"] = line  # for names that come later
             return
-        if not (is_plain(value) or is_plain_dict(value)):
+        if not (type(value) in _CONSTANTS or is_plain(value) or is_plain_dict(value)):
             return
+        if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
+            return  # of torch's modules, by their own code
         name = getattr(type(holder), "attribute_map", {}).get(name, name)
         if name in attributes(holder) or _is_of_class(type(holder), name):
             self._sources[key[0], name] = model_line(sys._getframe(2))
+
+    def _note_absent(self, holder: Any, name: str) -> None:
+        own = attributes(holder)
+        key = (id(own), name)
+        if key in self._seen or key[0] not in self._holders or name[:2] == "__":
+            return
+        parts = (own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        if name in _OF_TORCH or any(name in part for part in parts):
+            self._seen.add(key)
+        elif not is_library(sys._getframe(2).f_code.co_filename):
+            self._seen.add(key)
+            self._absent[key] = model_line(sys._getframe(2))
 
     def outside(self, modules: Collection[str]) -> tuple[StateRead, ...]:
         """The reads of other places than some modules.
@@ -119,10 +153,13 @@ class StateReads:
         )
 
     def _find_written(self) -> None:
-        for key, name in self._sources:
+        for key, name in (*self._sources, *self._absent):
             before = self._before[key].get(name, MISSING)
             now = attributes(self._holders[key].value).get(name, MISSING)
-            if type(before) is not type(now) or before != now:
+            is_mutated = type(now) is torch.Tensor and version(now) != self._versions.get(
+                (key, name)
+            )
+            if is_mutated or differs(before, now):
                 self._written.setdefault((key, name), now)
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
@@ -132,6 +169,20 @@ class StateReads:
                 steps, source = (*holder.steps, name), self._sources[key, name]
                 yield StateRead(holder.root, holder.path, steps, source), now
 
+    def _refuse_first_calls(self) -> None:
+        """Refuse writes into a tensor that a flag of the same module allows in some calls alone."""
+        for (key, name), now in self._written.items():
+            before, holder = self._before[key].get(name), self._holders[key]
+            tensors = (n for k, n in self._written if (k, n) in self._versions and k == key)
+            is_flag = type(now) is bool and type(before) is bool
+            if is_flag and (tensor := next(tensors, None)) and before is not now:
+                raise TraceError(
+                    f"forward writes into the plain tensor {tensor} of {holder.path or 'the model'}"
+                    f" and sets {name} from {before} to {now}, which it reads at "
+                    f"{self._sources[key, name]}, so that its first call is another than those "
+                    "after it; run one forward before training, or write in __init__."
+                )
+
     def _reads(self) -> Iterator[StateRead]:
         for (key, name), source in self._sources.items():
             if (key, name) in self._written:
@@ -140,8 +191,20 @@ class StateReads:
             steps = (*holder.steps, name)
             value = self._before[key].get(name)
             keys = [f"[{item}]" for item in value] if type(value) is dict else []
-            for end in [(*steps, item) for item in keys] or [steps]:
+            for end in (steps, *((*steps, item) for item in keys)):
                 yield StateRead(holder.root, holder.path, end, source)
+        for (key, name), source in self._absent.items():
+            holder = self._holders[key]
+            if (key, name) not in self._written and not _has(holder.value, name):
+                yield StateRead(holder.root, holder.path, (*holder.steps, name), source)
+
+
+def _has(value: Any, name: str) -> bool:
+    """Whether a value has an attribute after all, by its class's own `__getattr__`."""
+    try:
+        return hasattr(value, name)
+    except Exception:  # whatever the user's own attributes raise
+        return True
 
 
 def _is_module(holder: Holder) -> bool:

@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from merak.core.source_lines import with_text
-from merak.graph.ir.state_read import StateRead
-from merak.graph.trace.state.slots import MISSING, Slot
+from merak.graph.ir.state_read import MODEL, StateRead
+from merak.graph.trace.state.kept import KeptTensor, is_same, kept, shown
+from merak.graph.trace.state.modules import ModuleWatch
+from merak.graph.trace.state.slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class StateChange:
 
     Args:
         slot: its place.
-        old: the value that the trace had.
+        old: the value that the trace had, as of `kept`.
         new: the value now.
     """
 
@@ -28,13 +31,30 @@ class StateChange:
     new: Any
 
     def __str__(self) -> str:
-        new = "nothing" if self.new is MISSING else repr(self.new)
-        return f"{self.slot.label} has changed from {self.old!r} to {new}"
+        old, new = shown(self.old), shown(self.new)
+        if old == new:
+            return f"{self.slot.label} is another now than when the model was traced ({new})"
+        return f"{self.slot.label} has changed from {old} to {new}"
 
     @property
     def is_number(self) -> bool:
         """Whether a number with a fraction has become another number."""
         return type(self.old) is float and type(self.new) in (float, int)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether a plain tensor has become another one."""
+        return isinstance(self.old, KeptTensor) and type(self.new) is torch.Tensor
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it is a parameter, or a module with parameters or buffers, or was one."""
+        return any(
+            isinstance(value, nn.Parameter)
+            or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
+            or (isinstance(value, nn.Module) and any(True for _ in value.buffers()))
+            for value in (self.old, self.new)
+        )
 
     def line(self) -> str:
         """The line that read it, with its text."""
@@ -53,6 +73,7 @@ class StateWatch:
         self._model = model
         self._loss_fn = loss_fn
         self._known: dict[str, tuple[Slot, Any]] = {}
+        self._modules = ModuleWatch(model)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -66,9 +87,7 @@ class StateWatch:
                 slot = Slot(read, self._model, self._loss_fn)
             except LookupError:
                 continue
-            value = slot.get()
-            if value is not MISSING:
-                self._known[slot.label] = slot, _kept(value)
+            self._known[slot.label] = slot, kept(slot.get())
 
     def remove(self, label: str) -> None:
         """Watch a value no more, which has become an input of the graph."""
@@ -79,25 +98,26 @@ class StateWatch:
         found = []
         for slot, old in self._known.values():
             new = slot.get()
-            if new is not old and not _equal(old, new):
+            if new is not old and not is_same(old, new):
                 found.append(StateChange(slot, old, new))
+        for read, old, new in self._modules.changes():
+            found.append(StateChange(Slot(read, self._model, self._loss_fn), old, new))
         return found
 
     def accept(self, changes: Iterable[StateChange]) -> None:
         """Know the values that some places have now."""
+        self._modules = ModuleWatch(self._model)
         for change in changes:
-            self._known[change.slot.label] = change.slot, _kept(change.new)
+            if change.slot.label in self._known:
+                self._known[change.slot.label] = change.slot, kept(change.new)
+            elif isinstance(change.old, nn.Module):
+                self._forget(change.slot.read)
 
-
-def _kept(value: Any) -> Any:
-    """The value as it is now: of a list, a copy."""
-    return list(value) if type(value) is list else value
-
-
-def _equal(old: Any, new: Any) -> bool:
-    if type(old) is not type(new):
-        return False
-    try:
-        return bool(old == new) or (old != old and new != new)
-    except Exception:  # of an object that cannot be compared
-        return False
+    def _forget(self, child: StateRead) -> None:
+        """Know no more what a module has read whose place another one has taken."""
+        path = f"{child.path}.{child.steps[0]}.".lstrip(".")
+        self._known = {
+            label: (slot, value)
+            for label, (slot, value) in self._known.items()
+            if slot.read.root != MODEL or not f"{slot.read.path}.".startswith(path)
+        }

@@ -78,11 +78,13 @@ def test_what_forward_reads_is_recorded_with_its_line() -> None:
         "model.drop.inplace",
         "model.drop.p",
         "model.weight",
+        "model.weights",
         "model.weights['a']",
         "model.weights['b']",
         "model.names",
         "model.config.inner.power",
         "model.options.bias",
+        "model.options.__dict__",
         "model.shift",
     }
     file, _, number = found["model.weight"].source.rpartition(":")
@@ -191,6 +193,7 @@ def test_only_what_has_changed_is_said() -> None:
     model.shift = math.nan
     changes = {str(change) for change in watch.changes()}
     assert changes == {
+        "model.weights has changed from the keys ['a', 'b'] to the keys ['a']",
         "model.weights['b'] has changed from 4.0 to nothing",
         "model.shift has changed from 0.0 to nan",
     }

@@ -1,0 +1,91 @@
+"""Plain tensors that forward replaces or writes into, in attributes, globals and closures."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from merak.graph.trace.state.functions import function_reads
+from merak.graph.trace.state.kept import version
+from merak.graph.trace.state.slots import Slot
+
+
+@contextmanager
+def plain_tensors_stay(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, replaced: dict[int, str]
+) -> Iterator[None]:
+    """Leave plain tensors of modules as they were before a trace, and find replaced ones.
+
+    What forward writes into a tensor of a module is an operator of the graph; the trace itself may
+    have written it once, which is undone at the end.
+
+    Args:
+        model: the model.
+        loss_fn: its loss function; None for none.
+        replaced: names of the old tensors' attributes, by identity; filled when forward has run. If
+            the graph reads one as a constant, the model changes a plain attribute from step to
+            step, which a trace would freeze. Globals and closures that are written are among them.
+    """
+    own = [
+        _Own(f"{path}.{name}".removeprefix("."), module, name, value, version(value), _copy(value))
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    shared = [(slot.label, value, version(value)) for slot, value in _shared(model, loss_fn)]
+
+    def note(*_: Any) -> None:
+        for place in own:
+            if vars(place.module).get(place.name) is not place.tensor:
+                replaced[id(place.tensor)] = place.label
+        replaced.update((id(t), label) for label, t, known in shared if version(t) != known)
+
+    handle = model.register_forward_hook(note)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assigned during export")
+        try:
+            yield
+        finally:
+            handle.remove()
+            for place in own:
+                place.restore()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Own:
+    """A plain tensor of a module before a trace."""
+
+    label: str
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    values: torch.Tensor | None
+
+    def restore(self) -> None:
+        if self.values is not None and version(self.tensor) != self.version:
+            with torch.no_grad():
+                self.tensor.copy_(self.values)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    return None if tensor.is_meta or tensor.is_inference() else tensor.detach().clone()
+
+
+def _shared(
+    model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Iterator[tuple[Slot, torch.Tensor]]:
+    for read in function_reads(model, loss_fn):
+        try:
+            slot = Slot(read, model, loss_fn)
+        except LookupError:
+            continue
+        value = slot.get()
+        if type(value) is torch.Tensor:
+            yield slot, value
