@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.page.html import document, svg, table, write_document
-from merak.core.units import size
+from merak.core.units import seconds, size
 
 if TYPE_CHECKING:
     from merak.cli.plan.planned import Planned
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 _WIDTH, _LEFT, _ROW = 900, 90, 26
 _HEIGHT = 360
+_TICKS = 4
+_STYLE = "svg .on{fill:var(--paper);font-weight:600}.scroll .fit{min-width:600px}"
 
 
 def write_page(path: Path, planned: Planned, request: PlanRequest) -> None:
@@ -43,16 +46,20 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     best = plans[0]
     simulation = simulated_pipeline(planned.workload, planned.cluster, best.candidate)
     title = f"{request.model} on {planned.cluster_name}"
+    priced = (*plans, *planned.ranking.behind, *planned.ranking.fits_nowhere)
     pipeline = render_svg([simulated_timeline(simulation)], themed=True)
     parts = [
         f"<h1>{escape(title)}: {escape(describe(best.candidate))}</h1>",
-        f"<p>A step takes {best.step_s:.4g} s (± {best.uncertainty:.0%}).</p>",
+        f"<p>A step takes {seconds(best.step_s)} (± {best.uncertainty:.0%}).</p>",
         _table(plans),
         f'<h2>Pipeline</h2><div class="scroll">{pipeline}</div>',
-        f"<h2>Memory by pp rank</h2>{memory_svg(best)}",
-        f"<h2>Time and memory</h2>{frontier_svg((*plans, *planned.ranking.fits_nowhere))}",
+        f'<h2>Memory by pp rank</h2><div class="scroll">{memory_svg(best)}</div>',
+        "<h2>Time and memory</h2>",
+        "<p>Every plan that was priced; the line joins those that no other beats in both. "
+        "Red plans do not fit.</p>",
+        f'<div class="scroll">{frontier_svg(priced)}</div>',
     ]
-    return document(title, parts)
+    return document(title, parts, _STYLE)
 
 
 def _table(plans: Sequence[Price]) -> str:
@@ -62,11 +69,11 @@ def _table(plans: Sequence[Price]) -> str:
     rows = [
         (
             describe(own.candidate),
-            f"{own.step_s:.4g} s",
-            f"{own.compute_s:.4g}",
-            f"{own.bubble_s:.4g}",
-            f"{own.exposed_communication_s:.4g}",
-            f"{own.optimizer_s:.4g}",
+            seconds(own.step_s),
+            seconds(own.compute_s),
+            seconds(own.bubble_s),
+            seconds(own.exposed_communication_s),
+            seconds(own.optimizer_s),
             size(max(own.peak_memory_bytes)),
         )
         for own in plans
@@ -82,7 +89,7 @@ def memory_svg(price: Price) -> str:
     """
     known = [most for most in price.device_bytes if most < float("inf")]
     whole = max((*price.peak_memory_bytes, *known))
-    scale = (_WIDTH - _LEFT - 100) / whole
+    scale = (_WIDTH - _LEFT - 10) / whole
     parts = []
     for rank, (peak, most) in enumerate(
         zip(price.peak_memory_bytes, price.device_bytes, strict=True)
@@ -93,7 +100,8 @@ def memory_svg(price: Price) -> str:
         parts.append(
             f'<rect x="{_LEFT}" y="{y + 3}" width="{peak * scale:.1f}" height="18" fill="{fill}"/>'
         )
-        parts.append(f'<text x="{_LEFT + peak * scale + 5:.1f}" y="{y + 16}">{size(peak)}</text>')
+        told = f"{size(peak)} of {size(int(most))}" if most < float("inf") else size(peak)
+        parts.append(f'<text x="{_LEFT + 8}" y="{y + 16}" class="on">{told}</text>')
         if most < float("inf"):
             x = f"{_LEFT + most * scale:.1f}"
             parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
@@ -110,29 +118,63 @@ def frontier_svg(prices: Sequence[Price]) -> str:
     from merak.plan.search.explain import describe
 
     points = [(own.step_s, max(own.peak_memory_bytes), own) for own in prices]
-    slowest, most = max(p[0] for p in points), max(p[1] for p in points)
-
-    def place(step_s: float, peak: float) -> tuple[float, float]:
-        width, height = _WIDTH - _LEFT - 40, _HEIGHT - 50
-        return _LEFT + step_s / slowest * width, 10 + (1 - peak / most) * height
-
-    joined: list[tuple[float, float, Price]] = []
-    parts = []
+    across = _Axis.over([point[0] for point in points], _LEFT, _WIDTH - 40)
+    up = _Axis.over([float(point[1]) for point in points], _HEIGHT - 50, 16)
+    joined: list[str] = []
+    least = float("inf")
+    parts = [*_grid(across, up)]
     for step_s, peak, own in sorted(points, key=lambda p: p[:2]):
-        x, y = place(step_s, peak)
-        if all(peak < other for _, other, _ in joined):
-            joined.append((step_s, peak, own))
+        x, y = across.place(step_s), up.place(peak)
+        if own.fits and peak < least:
+            least = peak
+            joined.append(f"{x:.1f},{y:.1f}")
         fill = "var(--blue)" if own.fits else "var(--bad)"
-        label = escape(f"{describe(own.candidate)}: {step_s:.4g} s, {size(peak)}")
+        label = escape(f"{describe(own.candidate)}: {seconds(step_s)}, {size(peak)}")
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}"><title>{label}</title></circle>'
         )
-    line = " ".join("{:.1f},{:.1f}".format(*place(*point[:2])) for point in joined)
-    bottom = _HEIGHT - 12
-    parts += [
-        f'<polyline points="{line}" fill="none" stroke="var(--blue)"/>',
-        f'<text x="0" y="16">{size(most)}</text><text x="0" y="{_HEIGHT - 42}">0</text>',
-        f'<text x="{_LEFT}" y="{bottom}">0 s</text>',
-        f'<text x="{_WIDTH - 90}" y="{bottom}">{slowest:.4g} s a step</text>',
-    ]
+    parts.append(f'<polyline points="{" ".join(joined)}" fill="none" stroke="var(--blue)"/>')
     return svg(parts, _WIDTH, _HEIGHT, "plans by time and memory")
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of a picture, from the least value to the greatest, with some room beside them."""
+
+    least: float
+    most: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], start: float, end: float) -> _Axis:
+        """The axis of some values, between two coordinates."""
+        room = 0.05 * (max(values) - min(values)) or 0.05 * max(values)
+        return cls(max(0.0, min(values) - room), max(values) + room, start, end)
+
+    def place(self, value: float) -> float:
+        """The coordinate of a value."""
+        return self.start + (value - self.least) / (self.most - self.least) * self._length
+
+    def ticks(self) -> Iterator[tuple[float, float]]:
+        """Evenly spaced values, and their coordinates."""
+        for part in range(_TICKS + 1):
+            share = part / _TICKS
+            value = self.least + share * (self.most - self.least)
+            yield value, self.start + share * self._length
+
+    @property
+    def _length(self) -> float:
+        return self.end - self.start
+
+
+def _grid(across: _Axis, up: _Axis) -> Iterator[str]:
+    """Lines and labels of both axes."""
+    for value, y in up.ticks():
+        ends = f'x1="{across.start}" x2="{across.end}" y1="{y:.1f}" y2="{y:.1f}"'
+        yield f'<line {ends} class="axis"/>'
+        yield f'<text x="0" y="{y + 4:.1f}">{size(round(value))}</text>'
+    for value, x in across.ticks():
+        yield f'<text x="{x:.1f}" y="{up.start + 20}" text-anchor="middle">{seconds(value)}</text>'
+    middle = (across.start + across.end) / 2
+    yield f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">time of a step</text>'

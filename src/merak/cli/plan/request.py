@@ -40,7 +40,12 @@ class PlanRequest:
     dp: int | None = option(None, "--dp", "D", f"Data parallel degree.{_PINNED}")
     tp: int | None = option(None, "--tp", "T", f"Tensor parallel degree.{_PINNED}")
     pp: int | None = option(None, "--pp", "P", f"Pipeline parallel degree.{_PINNED}")
-    ep: int | None = option(None, "--ep", "E", f"Expert parallel degree, 1 or tp.{_PINNED}")
+    ep: int | None = option(
+        None,
+        "--ep",
+        "E",
+        f"Expert parallel degree: tp or, with tp=1, a divisor of dp · cp.{_PINNED}",
+    )
     cp: int | None = option(None, "--cp", "C", f"Context parallel degree.{_PINNED}")
     microbatch: int | None = option(
         None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"

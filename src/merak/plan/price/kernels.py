@@ -206,7 +206,7 @@ def _kernels(
 
 def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list[Kernel]]:
     """A collective, and the copies that torch's interface makes of its tensors."""
-    whole = max(
+    own = whole = max(
         (meta.num_bytes for n in (node, *node.all_input_nodes) for meta in outputs(n)), default=0
     )
     needs_gradient = any(meta.requires_grad for meta in outputs(node))
@@ -214,14 +214,14 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
     if node.target is exchange_shards:  # of a tensor that all ranks hold shards of
         side: Any = node.args[1]
         dim, parts = side
-        whole = whole * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
+        whole = own * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
     if node.target in _OF_EXPERTS:  # of rows that every rank has others of
-        whole *= outputs(node.all_input_nodes[1])[0].shape[0]
+        whole = own * outputs(node.all_input_nodes[1])[0].shape[0]
     elif node.target in (expert_counts, batch_counts):
-        whole = outputs(node)[0].num_bytes
+        own = whole = outputs(node)[0].num_bytes
     passes = []
     for kind in _COLLECTIVES[node.target]:
-        copies = [] if choice.fused else [Kernel(Work(2 * whole))]
+        copies = [] if choice.fused else [Kernel(Work(2 * own))]
         passes.append([*copies, Kernel(collective=(kind, whole, axis))] if kind else [])
     if node.target is collectives.gather_with_partial_grad:
         # Only the shard is saved, and gathered again for the weight's gradient.

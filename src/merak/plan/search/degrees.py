@@ -48,6 +48,11 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
         raise PlanError(
             f"{named} does not divide the cluster's {num_devices} devices; use {what}{fitting}."
         )
+    if pinned.ep is not None and (pinned.ep < 1 or num_devices % pinned.ep):
+        raise PlanError(
+            f"ep={pinned.ep} does not divide the cluster's {num_devices} devices; use "
+            f"{_nearest(divisors(num_devices), max(pinned.ep, 1))}."
+        )
     if pinned.ep is not None and pinned.tp is not None:
         check_expert_degree(pinned.ep, Degrees(pinned.dp or num_devices, pinned.tp, 1))
     _check_batch(num_devices, global_batch, pinned)

@@ -135,6 +135,8 @@ def _smaller(own: Candidate, pinned: Pinned) -> Iterator[Candidate]:
         if axis == "tp" and own.ep > 1:
             continue
         half = replace(own, **{axis: degree // 2}, partition=pinned.partition)
+        if half.tp == 1 and half.replicas % half.ep:
+            continue  # fewer replicas than have the experts between them
         if axis != "dp":
             yield without_idle(half)
             continue

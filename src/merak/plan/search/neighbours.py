@@ -34,17 +34,27 @@ class Neighbours:
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._known = {_key(own): own for own in candidates}
         self._variants: dict[Any, list[Candidate]] = {}
+        self._degrees: dict[Any, list[Candidate]] = {}
         for own in self._known.values():
+            self._degrees.setdefault(_key(own, ("ep",)), []).append(own)
             self._variants.setdefault(_key(own, _FREE), []).append(own)
 
     def of(self, candidate: Candidate) -> Iterator[Candidate]:
         """Those of one candidate: other microbatches and degrees first, then other options."""
-        for own in (*_microbatches(candidate), *_degrees(candidate), *_recomputes(candidate)):
-            if _key(own) in self._known:
-                yield self._known[_key(own)]
+        for own in _microbatches(candidate):
+            yield from self._same(own)
+        for own in (candidate, *_degrees(candidate)):  # of which each has its own expert degrees
+            found = self._degrees.get(_key(own, ("ep",)), ())
+            yield from (other for other in found if _key(other) != _key(candidate))
+        for own in _recomputes(candidate):
+            yield from self._same(own)
         for own in self._variants.get(_key(candidate, _FREE), ()):
             if _distance(own, candidate) == 1:
                 yield own
+
+    def _same(self, own: Candidate) -> Iterator[Candidate]:
+        if _key(own) in self._known:
+            yield self._known[_key(own)]
 
 
 def _microbatches(own: Candidate) -> Iterator[Candidate]:

@@ -47,11 +47,6 @@ class Pinned:
     sub_pipelining: str | None = None
     partition: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        """An ep above 1 is tp, unless tp is pinned to 1."""
-        if self.tp is None and self.ep is not None and self.ep > 1:
-            object.__setattr__(self, "tp", self.ep)
-
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
         named = {own.name: getattr(self, own.name) for own in fields(self)}

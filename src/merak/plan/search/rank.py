@@ -39,6 +39,7 @@ class Ranked:
 
     Args:
         plans: that fit, fastest first.
+        behind: those that fit as well, and are slower than the plans that are wanted.
         rejections: of all other candidates.
         misfits: those that were priced and do not fit.
         num_priced: candidates that were priced.
@@ -46,6 +47,7 @@ class Ranked:
     """
 
     plans: list[Price] = field(default_factory=list)
+    behind: list[Price] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     misfits: list[Price | Misfit] = field(default_factory=list)
     num_priced: int = 0
@@ -135,7 +137,8 @@ class _Run:
             unpriced = _until_one_fits(unpriced, pricing, found, self._misfits)
         for candidate in unpriced:
             _leave_out(candidate, pricing, found)
-        found.rejections += [_behind(own) for own in found.plans[self.top :]]
+        found.behind = found.plans[self.top :]
+        found.rejections += [_behind(own) for own in found.behind]
         del found.plans[self.top :]
 
     def _consider(self, candidate: Candidate) -> None:

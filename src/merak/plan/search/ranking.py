@@ -63,6 +63,7 @@ class Ranking:
     Args:
         plans: those that fit, fastest first.
         rejected: regions of the space, each with a reason.
+        behind: the others that were priced and fit.
         fits_nowhere: those priced that do not fit, the nearest to its devices' memory first.
         num_candidates: size of the space.
         num_priced: candidates that were priced.
@@ -73,6 +74,7 @@ class Ranking:
 
     plans: tuple[Price, ...]
     rejected: tuple[Rejected, ...]
+    behind: tuple[Price, ...] = ()
     fits_nowhere: tuple[Price, ...] = ()
     num_candidates: int = 0
     num_priced: int = 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 from merak.core.errors import MerakError
 from merak.core.garbage import paused_collector
 from merak.graph.tensor_parallel.report import undivided_weights
+from merak.graph.tensor_parallel.search.expert_weights import num_experts
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
@@ -58,7 +60,12 @@ def search(
     check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
     workload.rewrite(  # refuses pinned degrees that the model cannot have, whatever the rest
-        Form(pricing.base, pinned.tp or 1 if pinned.ep else 1, cp=pinned.cp or 1, ep=pinned.ep or 1)
+        Form(
+            pricing.base,
+            pinned.tp if pinned.ep and pinned.tp else 1,
+            cp=pinned.cp or 1,
+            ep=pinned.ep or 1,
+        )
     )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
@@ -119,6 +126,7 @@ def job_of(
         num_segments=len(workload.graph(base).segments),
         problem=_problem(workload, base),
         cps=cps,
+        experts=num_experts(workload.graph(base)),
         low_sums=workload.low_sums,
         compresses=workload.gradient_compression != "off",
         drops_layers=workload.drops_layers(base),
@@ -155,6 +163,7 @@ def search_job(
     return Ranking(
         plans=tuple(found.plans),
         rejected=tuple(merge(found.rejections, space.rejected.values())),
+        behind=tuple(found.behind),
         fits_nowhere=tuple(_nearest(found, pricing)),
         num_candidates=len(space.candidates),
         num_priced=found.num_priced,
@@ -195,6 +204,7 @@ def _expert_degree(pinned: Pinned, tp: int) -> int:
 
 
 def _problem(workload: Workload, microbatch: int) -> Callable[[int, int, int], str | None]:
+    @cache
     def problem(tp: int, cp: int, ep: int) -> str | None:
         try:
             workload.rewrite(Form(microbatch, tp, cp=cp, ep=ep))

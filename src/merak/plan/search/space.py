@@ -12,12 +12,15 @@ The rules, each of which is printed where it leaves something out:
   gradients and local steps have none.
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it; it has no sequence parallelism
-  where tp > 1, and no sub-pipelining. Experts are tried whole at the best layout.
+  where tp > 1, and no sub-pipelining.
+- Where tp is 1, as many replicas as divide a layer's experts may have them between them. With
+  tp > 1, whole experts on its ranks are tried at the best layout.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -66,6 +69,7 @@ class Job:
         num_segments: of the model.
         problem: why a tp, cp and ep do not fit the model; None where they do.
         cps: context parallel degrees that are searched.
+        experts: of every layer, that ranks can have between them; 0 for none.
         most_microbatch: the largest that is searched.
         compresses: whether gradients are compressed, which needs zero=0.
         low_sums: whether gradients are reduced in another type than ZeRO 3 can.
@@ -79,6 +83,7 @@ class Job:
     num_segments: int
     problem: Callable[[int, int, int], str | None]
     cps: tuple[int, ...] = (1,)
+    experts: int = 0
     most_microbatch: int = MOST_MICROBATCH
     low_sums: bool = False
     compresses: bool = False
@@ -115,12 +120,12 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     """
     check_degrees(job.num_devices, job.global_batch, pinned)
     space = Space()
-    for tp, cp, ep in _within_stages(job, pinned, space):
+    for tp, cp in _within_stages(job, pinned, space):
         for pp, dp in _pipelines(job, pinned, tp * cp, space):
-            if tp == 1 and dp * cp % ep:
-                space.reject(f"dp={dp}", f"ep={ep} does not divide the {dp * cp} replicas")
-                continue
-            for microbatch in _microbatches(job, pinned, dp, space):
+            for ep, microbatch in itertools.product(
+                _expert_degrees(job, pinned, tp, cp, dp * cp, space),
+                list(_microbatches(job, pinned, dp, space)),
+            ):
                 whole = job.global_batch // dp // microbatch
                 base = Candidate(
                     dp=dp,
@@ -140,25 +145,27 @@ def space_of(job: Job, pinned: Pinned) -> Space:
 def searched_tp(job: Job, pinned: Pinned) -> list[int]:
     """Tensor parallel degrees that are searched: the pinned one, or all that a node can hold.
 
+    A pinned ep above 1 leaves two: its own, whose ranks have the experts, and 1.
+
     Args:
         job: the devices.
         pinned: choices that are made.
     """
     if pinned.tp is not None:
         return [pinned.tp]
-    return [tp for tp in divisors(job.num_devices) if tp <= job.devices_per_node]
+    degrees = [tp for tp in divisors(job.num_devices) if tp <= job.devices_per_node]
+    return degrees if pinned.ep in (None, 1) else [tp for tp in degrees if tp in (1, pinned.ep)]
 
 
-def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int, int, int]]:
-    """The tp, cp and ep that fit the model."""
-    ep = pinned.ep or 1
+def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int, int]]:
+    """The tp and cp that fit the model."""
     cps = job.cps if pinned.cp is None else (pinned.cp,)
     for tp, cp in itertools.product(searched_tp(job, pinned), cps):
         if pinned.tp is None and cp > 1 and job.num_devices % (tp * cp):
             continue
-        problem = job.problem(tp, cp, ep)
+        problem = job.problem(tp, cp, pinned.ep or 1)
         if problem is None:
-            yield tp, cp, ep
+            yield tp, cp
         elif not problem.startswith("cp=") or tp == 1:
             space.reject(f"cp={cp}" if problem.startswith("cp=") else f"tp={tp}", problem)
     if pinned.cp is None and job.cps == (1,):
@@ -167,6 +174,27 @@ def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int
     if pinned.tp is None and beyond:
         where = f"the {counted(job.devices_per_node, 'device')} of a node"
         space.reject(f"tp≥{beyond[0]}", f"a tensor parallel group would span more than {where}")
+
+
+def _expert_degrees(
+    job: Job, pinned: Pinned, tp: int, cp: int, replicas: int, space: Space
+) -> Iterator[int]:
+    """The expert parallel degrees of so many replicas: 1, and the largest that fits."""
+    if pinned.ep is not None:
+        if tp > 1 or replicas % pinned.ep == 0:
+            yield pinned.ep
+        else:
+            what = f"dp={replicas // cp}, tp=1"
+            space.reject(what, f"ep={pinned.ep} does not divide the {counted(replicas, 'replica')}")
+        return
+    yield 1
+    ep = math.gcd(job.experts, replicas) if tp == 1 and job.experts else 1
+    if ep > 1:
+        problem = job.problem(tp, cp, ep)
+        if problem is None:
+            yield ep
+        else:
+            space.reject(f"ep={ep}, tp=1", problem)
 
 
 def _pipelines(job: Job, pinned: Pinned, ranks: int, space: Space) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,6 @@ and recomputation that fills the memory weighs every segment of every pp rank.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from merak.core.errors import MerakError
@@ -32,7 +31,8 @@ def with_variants(
 ) -> Ranking:
     """The ranking with variants of its fastest layout.
 
-    These are larger microbatches, where it has the largest that is searched; whole experts; and
+    These are larger microbatches, where it has the largest that is searched; whole experts, where
+    tensor parallelism splits them (over replicas they are searched with all the rest); and
     `recompute="auto"`, of which a plan that recomputes nothing has nothing to gain.
 
     Args:
@@ -47,9 +47,8 @@ def with_variants(
         found = _with_larger_microbatches(found, pricing, top, refusal)
     if found.plans and pinned.ep is None:
         best = found.plans[0].candidate
-        ep = _whole_experts(best, workload)
-        if ep > 1:
-            variant = replace(best, ep=ep, partition=None)
+        if best.tp > 1 and num_experts(workload.graph(best.microbatch)):
+            variant = replace(best, ep=best.tp, partition=None)
             found = _with_variant(found, variant, "ep", pricing, top, refusal)
     if found.plans and pinned.recompute is None:
         best = found.plans[0].candidate
@@ -116,11 +115,3 @@ def _with_variant(
         num_priced=found.num_priced + (price is not None),
         num_candidates=found.num_candidates + 1,
     )
-
-
-def _whole_experts(candidate: Candidate, workload: Workload) -> int:
-    """Ranks that can have a layer's experts between them: those of tp, or replicas."""
-    experts = num_experts(workload.graph(candidate.microbatch))
-    if not experts:
-        return 1
-    return candidate.tp if candidate.tp > 1 else math.gcd(candidate.replicas, experts)

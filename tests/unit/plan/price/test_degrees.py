@@ -79,6 +79,31 @@ def test_the_search_tries_whole_experts(mixtral: Workload) -> None:
     assert tried or left_out
 
 
+def test_the_search_has_experts_over_replicas(mixtral: Workload) -> None:
+    pinned = Pinned(tp=1, pp=1, microbatch=1, zero=0, recompute="off")
+    found = search(mixtral, CLUSTER, pinned, top=2)
+    assert {own.candidate.ep for own in found.plans} == {1, 8}
+    seconds = {
+        ep: price(mixtral, CLUSTER, Candidate(dp=8, ep=ep, num_microbatches=1)).step_s
+        for ep in (1, 8)
+    }
+    assert [own.step_s for own in found.plans] == pytest.approx(sorted(seconds.values()))
+
+
+def test_a_model_that_fits_with_experts_over_replicas_alone_has_a_plan(mixtral: Workload) -> None:
+    whole, spread = (
+        memory_of(mixtral, CLUSTER, Candidate(dp=8, ep=ep, num_microbatches=1))[0].peak.total_bytes
+        for ep in (1, 8)
+    )
+    assert spread < whole
+    (nodes,) = CLUSTER.nodes
+    device = replace(nodes.device, memory_bytes=whole + spread)  # half of it is usable
+    small = replace(CLUSTER, nodes=(replace(nodes, device=device),))
+    pinned = Pinned(tp=1, pp=1, microbatch=1, zero=0, recompute="off")
+    found = search(mixtral, small, pinned, top=2)
+    assert [own.candidate.ep for own in found.plans] == [8]
+
+
 def test_cp_is_searched_where_nothing_fits_without(llama: Workload) -> None:
     (nodes,) = CLUSTER.nodes
     device = replace(nodes.device, memory_bytes=30 * 2**20)

@@ -101,6 +101,43 @@ def test_neighbours_are_one_step_away():
     assert {c.schedule for c in others} >= {"1f1b", "interleaved_1f1b", "zero_bubble_v"}
 
 
+EXPERTS = replace(job_of(8, 64, 9), experts=4)
+
+
+def test_experts_are_spread_over_as_many_replicas_as_divide_them():
+    space = space_of(EXPERTS, Pinned()).candidates
+    found = {(own.tp, own.replicas, own.ep) for own in space}
+    spread = {(tp, replicas, ep) for tp, replicas, ep in found if ep > 1}
+    assert spread == {(1, 8, 4), (1, 4, 4), (1, 2, 2)}
+    assert {(tp, replicas, 1) for tp, replicas, _ in found} <= found
+    assert not any(own.ep > 1 for own in space_of(EXPERTS, Pinned(ep=1)).candidates)
+
+
+def test_a_pinned_ep_leaves_tensor_parallel_ranks_or_replicas_with_the_experts():
+    space = space_of(EXPERTS, Pinned(ep=4))
+    assert {own.ep for own in space.candidates} == {4}
+    assert {(own.tp, own.replicas) for own in space.candidates} >= {(4, 2), (4, 1), (1, 8), (1, 4)}
+    assert all(own.tp == 4 or own.replicas % 4 == 0 for own in space.candidates)
+    left_out = {own.what: own.why for own in space.rejected.values()}
+    assert left_out["dp=2, tp=1"] == "ep=4 does not divide the 2 replicas"
+    with pytest.raises(PlanError, match="ep=3 does not divide the cluster's 8 devices; use 1, 2"):
+        space_of(EXPERTS, Pinned(ep=3))
+
+
+def test_experts_that_do_not_fit_are_left_out_by_name():
+    refusing = replace(EXPERTS, problem=lambda tp, cp, ep: "no stack" if ep > 1 else None)
+    space = space_of(refusing, Pinned())
+    assert {own.ep for own in space.candidates} == {1}
+    assert {own.what for own in space.rejected.values()} >= {"ep=4, tp=1"}
+
+
+def test_neighbours_spread_experts_over_the_replicas_that_they_have():
+    space = space_of(EXPERTS, Pinned()).candidates
+    own = next(c for c in space if (c.dp, c.tp, c.pp, c.ep, c.zero) == (8, 1, 1, 4, 1))
+    found = {(c.dp, c.tp, c.pp, c.ep) for c in Neighbours(space).of(own)}
+    assert {(8, 1, 1, 1), (4, 1, 2, 4), (4, 1, 2, 1), (4, 2, 1, 1)} <= found
+
+
 def test_neighbours_step_over_context_parallelism():
     space = space_of(replace(job_of(8, 64, 9), cps=(2, 4)), Pinned()).candidates
     own = next(c for c in space if (c.dp, c.tp, c.pp, c.cp, c.zero) == (2, 2, 1, 2, 1))
