@@ -100,8 +100,8 @@ def memory_svg(price: Price) -> str:
         parts.append(
             f'<rect x="{_LEFT}" y="{y + 3}" width="{peak * scale:.1f}" height="18" fill="{fill}"/>'
         )
-        told = f"{size(peak)} of {size(int(most))}" if most < float("inf") else size(peak)
-        parts.append(f'<text x="{_LEFT + 8}" y="{y + 16}" class="on">{told}</text>')
+        label = f"{size(peak)} of {size(int(most))}" if most < float("inf") else size(peak)
+        parts.append(f'<text x="{_LEFT + 8}" y="{y + 16}" class="on">{label}</text>')
         if most < float("inf"):
             x = f"{_LEFT + most * scale:.1f}"
             parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" class="mark"/>')

@@ -13,8 +13,8 @@ The rules, each of which is printed where it leaves something out:
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it; it has no sequence parallelism
   where tp > 1, and no sub-pipelining.
-- Where tp is 1, as many replicas as divide a layer's experts may have them between them. With
-  tp > 1, whole experts on its ranks are tried at the best layout.
+- Where tp is 1, as many replicas as divide a layer's experts may have them between them, all or
+  those of a node. With tp > 1, whole experts on its ranks are tried at the best layout.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int
 def _expert_degrees(
     job: Job, pinned: Pinned, tp: int, cp: int, replicas: int, space: Space
 ) -> Iterator[int]:
-    """The expert parallel degrees of so many replicas: 1, and the largest that fits."""
+    """The expert parallel degrees of so many replicas: 1, a node's largest, and the largest."""
     if pinned.ep is not None:
         if tp > 1 or replicas % pinned.ep == 0:
             yield pinned.ep
@@ -188,8 +188,8 @@ def _expert_degrees(
             space.reject(what, f"ep={pinned.ep} does not divide the {counted(replicas, 'replica')}")
         return
     yield 1
-    ep = math.gcd(job.experts, replicas) if tp == 1 and job.experts else 1
-    if ep > 1:
+    most = math.gcd(job.experts, replicas) if tp == 1 and job.experts else 1
+    for ep in sorted({most, math.gcd(most, job.devices_per_node)} - {1}):
         problem = job.problem(tp, cp, ep)
         if problem is None:
             yield ep

@@ -110,6 +110,8 @@ def test_experts_are_spread_over_as_many_replicas_as_divide_them():
     spread = {(tp, replicas, ep) for tp, replicas, ep in found if ep > 1}
     assert spread == {(1, 8, 4), (1, 4, 4), (1, 2, 2)}
     assert {(tp, replicas, 1) for tp, replicas, _ in found} <= found
+    small_nodes = space_of(replace(EXPERTS, devices_per_node=2), Pinned()).candidates
+    assert {own.ep for own in small_nodes if own.dp == 8} == {1, 2, 4}  # a node's, and the largest
     assert not any(own.ep > 1 for own in space_of(EXPERTS, Pinned(ep=1)).candidates)
 
 
