@@ -41,7 +41,11 @@ IN_JOBS = {
         "called on every rank. What one asks for on some rank (to stop, save, evaluate or log: by "
         "the clock, or on the main process alone), all ranks do"
     ),
-    "`hyperparameter_search`, `predict_with_generate`": "in a job of one rank; refused in others",
+    "`Seq2SeqTrainer`, `predict_with_generate`": (
+        "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
+        "has a copy of the whole model, and the ranks share out the batches"
+    ),
+    "`hyperparameter_search`": "in a job of one rank; refused in others",
     "`training_step`, `prediction_step` called by hand": "in a job of one rank; refused in others",
     "`get_train_dataloader()` called by hand": "the loader of one process",
     "`loss_is_scaled_for_ga`": "as in transformers",
