@@ -27,6 +27,11 @@ IN_JOBS = {
         "a loss weight, a plain tensor, a method, a hook, an attribute that comes later); what "
         "cannot be followed ends the job with the line that read it"
     ),
+    "tensors that forward writes": (
+        "as in eager code: in buffers, plain attributes, and in lists and dicts of modules. "
+        "Refused is a plain tensor that forward replaces by another one from step to step; what it "
+        "adds to lists and dicts is warned of"
+    ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
     "the trainer's `model`": (
         "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
