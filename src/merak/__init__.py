@@ -4,18 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from merak.arguments import MerakArguments
+    from merak.arguments import MerakArguments, MerakSeq2SeqArguments
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh, init
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
     from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
-    from merak.trainer import MerakTrainer
+    from merak.trainer import MerakSeq2SeqTrainer, MerakTrainer
 
 _HOMES = {
     "Column": "merak.graph.tensor_parallel.features",
     "MerakArguments": "merak.arguments",
     "MerakError": "merak.core.errors",
+    "MerakSeq2SeqArguments": "merak.arguments",
+    "MerakSeq2SeqTrainer": "merak.trainer",
     "MerakTrainer": "merak.trainer",
     "ParallelModel": "merak.parallel",
     "Replicate": "merak.graph.tensor_parallel.features",
@@ -31,6 +33,8 @@ __all__ = [
     "Column",
     "MerakArguments",
     "MerakError",
+    "MerakSeq2SeqArguments",
+    "MerakSeq2SeqTrainer",
     "MerakTrainer",
     "ParallelModel",
     "Replicate",

@@ -21,6 +21,7 @@ from transformers.training_args import OptimizerNames, ParallelMode
 
 from merak.arguments import (
     MerakArguments,
+    MerakSeq2SeqArguments,
     check_arguments,
     rules,
     single_process_accelerate,
@@ -83,17 +84,15 @@ def test_every_optimizer_and_accelerator_option_is_decided() -> None:
 
 
 def test_arguments_of_sequence_to_sequence_are_decided_too(job: Callable[..., None]) -> None:
-    @dataclasses.dataclass
-    class Both(MerakArguments, Seq2SeqTrainingArguments):
-        pass
-
     added = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
     assert added - {field.name for field in dataclasses.fields(TrainingArguments)} == set(SEQ2SEQ)
-    assert Both(output_dir="unused", sortish_sampler=True).sortish_sampler
-    assert Both(output_dir="unused", predict_with_generate=True).predict_with_generate
     job(pp=2)
-    with pytest.raises(ArgumentsError, match=r"predict_with_generate=True .* call generate on it"):
-        Both(output_dir="unused", predict_with_generate=True)
+    made = MerakSeq2SeqArguments(
+        output_dir="unused", predict_with_generate=True, generation_num_beams=2
+    )
+    assert made.predict_with_generate
+    with pytest.raises(ArgumentsError, match="torch_compile=True cannot be honoured"):
+        MerakSeq2SeqArguments(output_dir="unused", torch_compile=True)
 
 
 def test_documentation_is_current() -> None:

@@ -3,6 +3,7 @@
 from merak.arguments.single_process import single_process_accelerate
 from merak.arguments.training import (
     MerakArguments,
+    MerakSeq2SeqArguments,
     argument_problem,
     check_arguments,
     default_trace_cache,
@@ -10,6 +11,7 @@ from merak.arguments.training import (
 
 __all__ = [
     "MerakArguments",
+    "MerakSeq2SeqArguments",
     "argument_problem",
     "check_arguments",
     "default_trace_cache",

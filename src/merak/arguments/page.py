@@ -57,7 +57,7 @@ def _lines() -> Iterator[str]:
         yield f"### {title}\n"
         yield from _table("argument", rules)
     yield "### Arguments of `Seq2SeqTrainingArguments`\n"
-    yield "In a class that inherits from both kinds of arguments.\n"
+    yield "In `merak.MerakSeq2SeqArguments`, for `merak.MerakSeq2SeqTrainer`.\n"
     yield from _table("argument", SEQ2SEQ)
     yield "### Options of `accelerator_config`\n"
     yield from _table("option", ACCELERATOR)

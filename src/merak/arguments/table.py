@@ -14,8 +14,7 @@ _CHECKPOINT = "Merak recomputes segments of the traced model, not modules by tor
 _COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
 _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
-_GENERATES = "evaluation runs the model once a batch, on its labels, and generates no words; save "
-_GENERATES += "the model, and call generate on it in one process"
+_GENERATES = honoured("given to `generate`")
 _HUB = honoured("rank 0 pushes what `save_model` and checkpoints wrote")
 _LOGGER = honoured("given to the logger, on rank 0")
 _SCRIPT = honoured("read by scripts, not by the trainer")
@@ -251,13 +250,16 @@ ACCELERATOR = {
 """The decisions for the options of `accelerator_config`."""
 
 SEQ2SEQ = {
-    "predict_with_generate": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
-    "generation_max_length": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
-    "generation_num_beams": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
-    "generation_config": refused(_GENERATES, layout=Layout.SEVERAL_RANKS),
+    "predict_with_generate": honoured(
+        "while an evaluation lasts, every rank has a copy of the whole model, and ranks share out "
+        "the batches"
+    ),
+    "generation_max_length": _GENERATES,
+    "generation_num_beams": _GENERATES,
+    "generation_config": _GENERATES,
     "sortish_sampler": no_effect("transformers no longer reads it"),
 }
-"""The decisions for what `Seq2SeqTrainingArguments` adds, in a class that has both."""
+"""The decisions for what `Seq2SeqTrainingArguments` adds, in `MerakSeq2SeqArguments`."""
 
 SECTIONS: dict[str, dict[str, Rule]] = {
     "Output and scripts": OUTPUT,

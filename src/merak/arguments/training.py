@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from transformers import Seq2SeqTrainingArguments
 
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
@@ -187,6 +188,16 @@ class MerakArguments(TrainingFields):
             if first:
                 with waiting_for_all(f"{desc} to be seen by"):
                     dist.barrier()
+
+
+@dataclass(repr=False)
+class MerakSeq2SeqArguments(MerakArguments, Seq2SeqTrainingArguments):
+    """The arguments of `transformers.Seq2SeqTrainer`, for `merak.MerakSeq2SeqTrainer`.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        ArgumentsError: an argument cannot be honoured.
+    """
 
 
 def check_arguments(arguments: TrainingFields) -> None:

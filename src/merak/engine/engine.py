@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from merak.core.errors import TrainingError
 from merak.core.mesh import REPLICAS
@@ -37,8 +38,8 @@ from merak.engine.step.training_step import TrainingStep, Update
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
-from merak.graph.weights.gather_weights import gather_state_dict
-from merak.graph.weights.laid_out import Part, methods_allowed
+from merak.graph.weights.gather_weights import gather_state_dict, whole_copy
+from merak.graph.weights.laid_out import Part, is_in_parts, methods_allowed
 from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
@@ -107,6 +108,17 @@ class Engine:
         """
         with self.whole_model():
             return gather_state_dict(self._state.model, self.part)
+
+    def whole_copy(self) -> nn.Module:
+        """A copy of the model with all weights on every rank; all ranks call it together.
+
+        A model of which every rank has everything is not copied.
+        """
+        with self.whole_model():
+            model, part = self._state.model, self.part
+            if not is_in_parts(part):
+                return model
+            return whole_copy(model, part, part.mesh.device)
 
     def end_round(self) -> None:
         """Give all replicas the same parameters, if Local SGD has let them part.

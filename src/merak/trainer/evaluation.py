@@ -114,6 +114,29 @@ class _PlainLoader(DataLoaderStateMixin):  # type: ignore[misc]
         self.reset()
 
 
+@contextmanager
+def seen_by_accelerate(
+    loader: Any, is_last: bool, num_samples: int | None = None
+) -> Iterator[None]:
+    """Let accelerate see the loader of a single process at one of its batches.
+
+    Args:
+        loader: the loader.
+        is_last: whether the batch is the last one.
+        num_samples: to which accelerate is to cut what it gathers; None for what the loader says.
+    """
+    if not isinstance(loader, DataLoaderStateMixin):
+        loader = _PlainLoader()  # a user's own: the training's loader must not cut its results
+    loader.begin()  # the last to begin is the one that counts
+    loader.end_of_dataloader = is_last
+    if num_samples is not None:
+        loader.remainder = num_samples
+    try:
+        yield
+    finally:
+        loader.end()
+
+
 class Evaluation:
     """A loader that runs its batches through the model, several at a time in the pipeline.
 
@@ -166,23 +189,12 @@ class Evaluation:
         for computed, is_last in self._computed():
             self._current = computed
             finite.add(computed["outputs"].get(LOSS), is_last)
-            with self._seen_by_accelerate(is_last):
+            counts_last = is_last and self._options.counts_last
+            with seen_by_accelerate(
+                self._loader, is_last, computed["samples"] if counts_last else None
+            ):
                 self._inputs = self._given_back(computed)
                 yield self._inputs
-
-    @contextmanager
-    def _seen_by_accelerate(self, is_last: bool) -> Iterator[None]:
-        loader: Any = self._loader
-        if not isinstance(loader, DataLoaderStateMixin):
-            loader = _PlainLoader()  # a user's own: the training's loader must not cut its results
-        loader.begin()  # the last to begin is the one that counts
-        loader.end_of_dataloader = is_last
-        if is_last and self._options.counts_last:
-            loader.remainder = self._current["samples"]
-        try:
-            yield
-        finally:
-            loader.end()
 
     def _given_back(self, computed: Mapping[str, Any]) -> dict[str, Any]:
         if not computed["inputs"]:  # a stand-in, for the loop to count the samples of

@@ -1,8 +1,11 @@
-"""Optimizers like a trainer's own, for other parameters: they tell the size of its state."""
+"""Optimizers of a trainer: for this rank's parameters, and others like its own.
+
+Those tell the size of its state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,3 +31,22 @@ def similar_optimizer(
     cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     made: torch.optim.Optimizer = cls(parameters, **kwargs)
     return made
+
+
+class LocalParameters(nn.Module):
+    """A view of a model with this rank's parameters alone, under their own names.
+
+    Args:
+        parameters: by name, as the engine has them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._local = dict(parameters)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters; arguments as of torch's, without effect on a flat view."""
+        for name, parameter in self._local.items():
+            yield prefix + name, parameter

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
@@ -47,13 +47,13 @@ from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_what_follows
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
+from merak.trainer.generation import GeneratedBatches, with_whole_model
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
 from merak.trainer.logs import Logging, Throughput, announced_level
-from merak.trainer.optimizer_like import similar_optimizer
-from merak.trainer.optimizer_view import LocalParameters
+from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
 from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
@@ -104,7 +104,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._connected: torch.optim.Optimizer | None = None
         self._batch_exchange = None
         self._counter = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Evaluation | GeneratedBatches | None = None
         self.throughput = Throughput()
         self._measured = None
         self._recorder = None
@@ -380,13 +380,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
-        if getattr(self.args, "predict_with_generate", False):  # in one process, by the model
-            self._evaluation = None
-            return super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
+        rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        generates = isinstance(self, Seq2SeqTrainer)
+        if generates and getattr(self.args, "predict_with_generate", False):
+            return self._generation_loop(dataloader, *rest)
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.
             self.build_engine(self._train_loader(), self.train_dataset)
@@ -403,11 +402,21 @@ class MerakTrainer(Stepping, Logging, Trainer):
             self._prepare_inputs,
         )
         self._evaluation = evaluation
-        self.gather_function = self.accelerator.gather_for_metrics
+        if not isinstance(self, Seq2SeqTrainer):  # which has its own, that drops no sample
+            self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
-        return super().evaluation_loop(
-            batches, description, prediction_loss_only, ignore_keys, metric_key_prefix
-        )
+        return super().evaluation_loop(batches, *rest)
+
+    def _generation_loop(self, dataloader: DataLoader[Any], *rest: Any) -> EvalLoopOutput:
+        if self.engine is None and any(p.is_meta for p in self.model.parameters()):
+            self.build_engine(dataloader, trains=False)  # which has its weights
+        generated = GeneratedBatches(dataloader, self.mesh, self.args.autocast)
+        self._evaluation = generated
+        try:
+            with with_whole_model(self, self.engine, self.mesh.device):
+                return super().evaluation_loop(cast("DataLoader[Any]", generated), *rest)
+        finally:
+            self._evaluation = None
 
     def prediction_step(
         self,
@@ -415,11 +424,19 @@ class MerakTrainer(Stepping, Logging, Trainer):
         inputs: dict[str, torch.Tensor | Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
+        **of_generation: Any,
     ) -> tuple[Any, Any, Any]:
         """The loss, logits and labels that the evaluation has computed for this batch."""
+        of_transformers = super().prediction_step
+
+        def evaluate(batch: Any) -> tuple[Any, Any, Any]:
+            return of_transformers(model, batch, prediction_loss_only, ignore_keys, **of_generation)
+
         if self._evaluation is None:
             self._refuse_by_hand("prediction_step", "evaluate() or predict()")
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return evaluate(inputs)
+        if isinstance(self._evaluation, GeneratedBatches):
+            return self._evaluation.result(inputs, evaluate)
         if ignore_keys is None:
             ignore_keys = []
             if hasattr(self.model, "config"):

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
-from merak.arguments import MerakArguments
+from merak.arguments import MerakArguments, MerakSeq2SeqArguments
 from merak.core.errors import ArgumentsError, MerakError, caused_by
 
 _THEIRS = tuple(
@@ -125,12 +125,15 @@ def refuse_what_ranks_cannot_share(
     Raises:
         ArgumentsError: they do.
     """
-    if issubclass(cls, Seq2SeqTrainer) or isinstance(args, Seq2SeqTrainingArguments):
-        _refuse_generation(cls, args, world_size)
-    if args is not None and not isinstance(args, MerakArguments):
+    generates = issubclass(cls, Seq2SeqTrainer)
+    is_seq2seq = isinstance(args, Seq2SeqTrainingArguments)
+    is_ours = isinstance(args, MerakArguments) or (args is None and not generates)
+    if not is_ours or (generates and not is_seq2seq):
+        kind = "nothing" if args is None else f"a {type(args).__name__}"
+        takes = MerakSeq2SeqArguments if generates or is_seq2seq else MerakArguments
         raise ArgumentsError(
-            f"args is a {type(args).__name__}; MerakTrainer takes merak.MerakArguments, which has "
-            "the same fields."
+            f"args is {kind}; {cls.__name__} takes merak.{takes.__name__}, which has the same "
+            "fields."
         )
     if kwargs.get("optimizers", (None, None))[0] is not None and world_size > 1:
         raise ArgumentsError(
@@ -168,16 +171,3 @@ def by_name(further: Sequence[object]) -> dict[str, object]:
     if len(further) > len(names):
         raise TypeError(f"MerakTrainer takes at most {len(names) + 2} arguments by position.")
     return dict(zip(names, further))
-
-
-def _refuse_generation(cls: type, args: object, world_size: int) -> None:
-    """Refuse trainers and arguments that generate text in evaluation on several ranks."""
-    is_ours = isinstance(args, MerakArguments)
-    if is_ours and (world_size == 1 or not issubclass(cls, Seq2SeqTrainer)):
-        return  # the arguments have refused what they cannot honour
-    name = cls.__name__ if issubclass(cls, Seq2SeqTrainer) else type(args).__name__
-    raise ArgumentsError(
-        f"{name} is for evaluations that generate words (predict_with_generate=True), but "
-        "MerakTrainer runs the model once for each batch, on its labels; use MerakTrainer with "
-        "merak.MerakArguments, save the model, and call generate on it in one process."
-    )

@@ -17,7 +17,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
-from merak.trainer.optimizer_view import LocalParameters
+from merak.trainer.optimizer_like import LocalParameters
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 
 

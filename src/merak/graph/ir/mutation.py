@@ -193,6 +193,7 @@ def _move_up(writes: Mutations, memory: int, order: dict[fx.Node, int]) -> None:
     """Mutate a buffer as soon as nothing reads its old value any more.
 
     What the model assigns to a buffer is written at the end of the trace, far from its readers.
+    A write that something reads behind it stays where it is.
     """
     last = writes.writers[memory][-1]
     if last.target is not aten.copy_.default or last.users or not isinstance(last.args[1], fx.Node):
@@ -204,7 +205,7 @@ def _move_up(writes: Mutations, memory: int, order: dict[fx.Node, int]) -> None:
     readers = {n for m in members for n in (m, *m.users)} - {last}
     after = max((*readers, *moved[0].all_input_nodes), key=lambda node: order.get(node, -1))
     source = moved[0].all_input_nodes[-1].meta.get("storage")
-    if source in writes.writers or after.op == "output":
+    if source in writes.writers or order[after] > order[last]:
         return
     for node in reversed(moved):
         after.append(node)

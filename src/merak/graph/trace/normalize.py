@@ -169,7 +169,11 @@ class _Memory:
         storage = storage_of(value)
         if storage is None:
             return None
-        number = self._numbers.setdefault(storage, len(self._numbers))
+        known = _written_into(node)
+        if known is not None:  # torch gives what is written into a constant a storage of its own
+            number = self._numbers[storage] = known
+        else:
+            number = self._numbers.setdefault(storage, len(self._numbers))
         self._members.setdefault(number, []).append(node)
         return number
 
@@ -186,6 +190,17 @@ class _Memory:
             meta = node.meta["tensor"]
             if meta.dtype.is_floating_point or meta.dtype.is_complex:
                 node.meta["tensor"] = replace(meta, requires_grad=True)
+
+
+def _written_into(node: fx.Node) -> int | None:
+    """The storage of the one argument that an operator writes and returns; None for no such one."""
+    written = mutated_arguments(node)
+    if len(written) != 1:
+        return None
+    returned: Any = node.target._schema.returns  # type: ignore[union-attr]
+    alias = returned[0].alias_info if len(returned) == 1 else None
+    number = written[0].meta["storage"] if alias is not None and alias.is_write else None
+    return number if isinstance(number, int) else None
 
 
 def is_random(node: fx.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -35,6 +36,22 @@ def gather_state_dict(model: nn.Module, part: Part) -> dict[str, torch.Tensor]:
         if part.mesh.rank == 0:
             whole[name] = value.cpu()
     return {name: whole[first] for name, first in firsts.items() if first in whole}
+
+
+@during("gathering the weights")
+def whole_copy(model: nn.Module, part: Part, device: torch.device) -> nn.Module:
+    """A copy of a laid out model with all of its weights, on every rank; collective of all ranks.
+
+    Args:
+        model: the user's, unsharded over replicas, with methods of its own.
+        part: what this rank has of it.
+        device: where the copy is.
+    """
+    named = named_tensors(model)
+    new: dict[int, Any] = {}  # a tensor's id → what the copy has in its place, also where tied
+    for name, value in _whole_tensors(model, part):
+        new[id(named[name])] = _like(named[name], value.to(device))
+    return copy.deepcopy(model, new).to(device)
 
 
 @during("gathering the weights")

@@ -82,6 +82,11 @@ class Refusal:
         )
 
 
+def is_in_parts(part: Part) -> bool:
+    """Whether ranks have different parts of the model; else each has everything."""
+    return part.mesh.pp > 1 or bool(part.shards) or part.is_sharded
+
+
 def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
     """Refuse methods of a model that need more than this rank's part of it.
 
@@ -90,7 +95,7 @@ def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
         part: what this rank has of it; nothing is refused where that is everything on all ranks.
         runs_whole: whether the engine calls its forward as a whole.
     """
-    if part.mesh.pp == 1 and not part.shards and not part.is_sharded:
+    if not is_in_parts(part):
         return
     for name in _INSTEAD:
         method = getattr(type(model), name, None)

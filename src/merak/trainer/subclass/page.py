@@ -27,6 +27,11 @@ IN_JOBS = {
         "a loss weight, a plain tensor, a method, a hook, an attribute that comes later); what "
         "cannot be followed ends the job with the line that read it"
     ),
+    "tensors that forward writes": (
+        "as in eager code: in buffers, plain attributes, and in lists and dicts of modules. "
+        "Refused is a plain tensor that forward replaces by another one from step to step; what it "
+        "adds to lists and dicts is warned of"
+    ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
     "the trainer's `model`": (
         "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
@@ -41,7 +46,11 @@ IN_JOBS = {
         "called on every rank. What one asks for on some rank (to stop, save, evaluate or log: by "
         "the clock, or on the main process alone), all ranks do"
     ),
-    "`hyperparameter_search`, `predict_with_generate`": "in a job of one rank; refused in others",
+    "`Seq2SeqTrainer`, `predict_with_generate`": (
+        "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
+        "has a copy of the whole model, and the ranks share out the batches"
+    ),
+    "`hyperparameter_search`": "in a job of one rank; refused in others",
     "`training_step`, `prediction_step` called by hand": "in a job of one rank; refused in others",
     "`get_train_dataloader()` called by hand": "the loader of one process",
     "`loss_is_scaled_for_ga`": "as in transformers",

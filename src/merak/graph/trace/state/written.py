@@ -1,4 +1,7 @@
-"""Plain tensors that forward replaces or writes into, in attributes, globals and closures."""
+"""Plain tensors that forward replaces or writes into.
+
+They are in attributes of modules, in lists and dicts there, in globals and in closures.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.graph.trace.state.containers import containers_of, warn_of_kept
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.slots import Slot
@@ -33,17 +37,23 @@ def plain_tensors_stay(
             step, which a trace would freeze. Globals and closures that are written are among them.
     """
     own = [
-        _Own(f"{path}.{name}".removeprefix("."), module, name, value, version(value), _copy(value))
+        (f"{path}.{name}".removeprefix("."), module, name, value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     ]
+    containers = containers_of(model)
+    written = [_Before(value, version(value), _copy(value)) for _, _, _, value in own]
+    written += [_Before(t, version(t), _copy(t)) for one in containers for _, t in one.tensors]
     shared = [(slot.label, value, version(value)) for slot, value in _shared(model, loss_fn)]
 
     def note(*_: Any) -> None:
-        for place in own:
-            if vars(place.module).get(place.name) is not place.tensor:
-                replaced[id(place.tensor)] = place.label
+        for label, module, name, value in own:
+            if vars(module).get(name) is not value:
+                replaced[id(value)] = label
+        for one in containers:
+            replaced.update((id(tensor), label) for label, tensor in one.replaced())
+        warn_of_kept(containers)
         replaced.update((id(t), label) for label, t, known in shared if version(t) != known)
 
     handle = model.register_forward_hook(note)
@@ -53,17 +63,16 @@ def plain_tensors_stay(
             yield
         finally:
             handle.remove()
-            for place in own:
-                place.restore()
+            for container in containers:
+                container.restore()
+            for tensor in written:
+                tensor.restore()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Own:
+class _Before:
     """A plain tensor of a module before a trace."""
 
-    label: str
-    module: nn.Module
-    name: str
     tensor: torch.Tensor
     version: int
     values: torch.Tensor | None

@@ -1,0 +1,112 @@
+"""Evaluation by generation (`predict_with_generate`): ranks share out the batches.
+
+A pipeline that is laid out for training generates nothing, so every rank has a copy of the whole
+model while the evaluation lasts, and transformers' own step runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from merak.core.health.status import phase
+from merak.core.mesh import Mesh
+from merak.engine import Engine
+from merak.graph.weights.rank_agreement import gather_objects
+from merak.trainer.evaluation import seen_by_accelerate
+
+Results = tuple[Any, Any, Any]
+"""Loss, logits or tokens, and labels of a batch."""
+
+
+@contextmanager
+def with_whole_model(
+    trainer: Trainer, engine: Engine | None, device: torch.device
+) -> Iterator[None]:
+    """Inside, the trainer's model has all weights on every rank; a collective of all ranks.
+
+    Args:
+        trainer: about to evaluate.
+        engine: that trains the model; None where none does yet.
+        device: of this rank.
+    """
+    model, wrapped = trainer.model, trainer.model_wrapped
+    assert model is not None
+    trainer.model = model.to(device) if engine is None else engine.whole_copy()
+    trainer.model_wrapped = trainer.model
+    try:
+        yield
+    finally:
+        trainer.model, trainer.model_wrapped = model, wrapped
+
+
+class GeneratedBatches:
+    """A loader of a single process that has every rank's results of its batches.
+
+    Args:
+        loader: the loader of a single process, the same on every rank.
+        mesh: the grid of ranks; each evaluates every n-th batch, n being the number of ranks.
+        autocast: the type of the model's autocast; None for its own precision.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], mesh: Mesh, autocast: torch.dtype | None = None
+    ) -> None:
+        self.dataset = loader.dataset
+        self.batch_size = loader.batch_size
+        self._loader = loader
+        self._mesh = mesh
+        self._autocast = autocast
+        self._current: Any = None
+        self._round: list[Any] = []  # a batch for each rank, in order
+        self._results: list[Results] = []  # of those batches of the round that are still to come
+
+    def __len__(self) -> int:
+        """The number of batches of a single process."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches, in the order of one process; `result` has the results of each."""
+        batches, num_ranks = iter(self._loader), self._mesh.world_size
+        following = list(islice(batches, num_ranks))
+        while following:
+            self._round, self._results = following, []
+            following = list(islice(batches, num_ranks))
+            for number, batch in enumerate(self._round, 1):
+                self._current = batch
+                is_last = not following and number == len(self._round)
+                with seen_by_accelerate(self._loader, is_last):
+                    yield batch
+
+    def result(self, inputs: object, evaluate: Callable[[Any], Results]) -> Results:
+        """Results of the loop's current batch; all ranks call it together.
+
+        Args:
+            inputs: of the batch. Where they are others than the loop has, as a subclass may make
+                them, every rank evaluates them itself.
+            evaluate: evaluates a batch on this rank.
+        """
+        if inputs is not self._current:
+            return self._evaluated(evaluate, inputs)
+        if not self._results:
+            rank, own = self._mesh.rank, None
+            if rank < len(self._round):
+                with phase("generating"):
+                    own = self._evaluated(evaluate, self._round[rank])
+            self._results = gather_objects(own, "what they generate on")
+        number = next(n for n, batch in enumerate(self._round) if batch is inputs)
+        return self._results[number]
+
+    def _evaluated(self, evaluate: Callable[[Any], Results], batch: object) -> Results:
+        """Results of a batch on this rank, on the CPU."""
+        enabled = self._autocast is not None
+        with torch.autocast(self._mesh.device.type, self._autocast, enabled=enabled):
+            found: Results = send_to_device(evaluate(batch), torch.device("cpu"))
+        return found
