@@ -233,8 +233,8 @@ class JobDraft:
                 )
 
 
-def _pairs(options: Mapping[str, Any]) -> list[str] | None:
-    return [f"{name}={json.dumps(value)}" for name, value in options.items()] or None
+def _pairs(options: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in options.items()]
 
 
 def _sizes(partition: tuple[int, ...] | None) -> str | None:

@@ -162,6 +162,24 @@ def test_what_cannot_be_priced_is_one_sentence(
     assert said in captured.err and not captured.out
 
 
+def test_a_rehearsal_has_the_layout_of_the_recipe(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[Any, Any]] = []
+
+    def note(workload: Any, cluster: Any, candidate: Any, *_: Any, **__: Any) -> Any:
+        found.append((workload, candidate))
+        raise PlanError("noted")
+
+    monkeypatch.setattr("merak.rehearse.rehearsal.rehearse", note)
+    local = ["--set", "parallel.dp=2", "--set", "arguments.local_steps=3"]
+    words = ["--cluster", "h100:4", "--rank", "1", "--device", "cpu"]
+    assert main(["rehearse", "--model", recipe, *local, *words]) == 2
+    ((workload, candidate),) = found
+    assert (candidate.dp, candidate.pp, candidate.microbatch) == (2, 2, 2)
+    assert candidate.num_microbatches == 4 and workload.local_steps == 3
+
+
 def test_a_plan_without_a_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "GPT2LMHeadModel", "--cluster", "h100:2"]) == 2
     assert "Missing option '--global-batch'" in capsys.readouterr().err
