@@ -98,7 +98,11 @@ def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["init", str(tmp_path / "new"), "--recipe", "llama"]) == 0
     assert (tmp_path / "new" / "recipe.yaml").read_text("utf-8") == ready_text("llama")
     compile((tmp_path / "new" / "train.py").read_text("utf-8"), "train.py", "exec")
-    capsys.readouterr()
+    assert "must be given" not in capsys.readouterr().out
+    assert main(["init", str(tmp_path / "tuned"), "--recipe", "sft"]) == 0
+    said = capsys.readouterr().out
+    assert "\nmerak train recipe.yaml model.name=… data.source=…\n" in said
+    assert "model.name and data.source must be given: in these commands, or once in" in said
     for words in (["recipes", "lama"], ["init", str(tmp_path / "other"), "--recipe", "lama"]):
         assert main(words) == 2
         assert "is called 'lama'; did you mean llama?" in capsys.readouterr().err
