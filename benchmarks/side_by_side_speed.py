@@ -204,7 +204,10 @@ def measured(table: str, options: Any) -> list[dict[str, Any]]:
             answer = run(case, python, options)
             if not isinstance(answer, str):
                 found.setdefault(case.name, []).append(answer)
-                answer = f"{row(case, [answer], None)['tokens/s']:.0f} tokens/s"
+                own = row(case, [answer], None)
+                answer = (
+                    f"{own['tokens/s']:.0f} tokens/s, {own['peak MB a rank']} MB, {own['loss']}"
+                )
             print(f"round {number}, {case.name}: {answer}", file=sys.stderr, flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:
