@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,17 @@ def mixed() -> nn.Module:
 
 
 Storages = dict[int, torch.UntypedStorage]
+
+
+@contextmanager
+def beside_what_there_is() -> Iterator[Storages]:
+    """The storages of before; what Python knows by then is not looked through again."""
+    before = storages()
+    gc.freeze()
+    try:
+        yield before
+    finally:
+        gc.unfreeze()
 
 
 def held(before: Storages) -> int:
@@ -90,10 +102,16 @@ def count(
     zero: int, float32_gradients: bool, make: Callable[[], nn.Module] = Square
 ) -> tuple[list[float], float]:
     """Bytes per parameter: at the start of microbatches of the second step, and after it."""
-    before = storages()
+    with beside_what_there_is() as before:
+        return count_beside(before, zero, float32_gradients, make())
+
+
+def count_beside(
+    before: Storages, zero: int, float32_gradients: bool, model: nn.Module
+) -> tuple[list[float], float]:
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.bfloat16)}
     parallel = merak.parallelize(
-        make().to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
+        model.to(torch.bfloat16), batch, num_microbatches=2, master_weights=True, zero=zero,
         gradient_sums="float32" if float32_gradients else "own", bucket_bytes=WIDTH * WIDTH,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     )  # fmt: skip
