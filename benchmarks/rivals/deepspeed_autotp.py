@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import deepspeed
 import deepspeed.comm.torch
@@ -12,7 +13,6 @@ from tools.families import MICROBATCHES, SAMPLES, Family, microbatches
 from rivals import ranks
 
 CONFIG = {
-    "train_batch_size": SAMPLES,
     "train_micro_batch_size_per_gpu": SAMPLES // MICROBATCHES,
     "gradient_accumulation_steps": MICROBATCHES,
     "zero_optimization": {"stage": 0},
@@ -23,7 +23,8 @@ CONFIG = {
 
 def start() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    deepspeed.comm.torch.build_shm_op = lambda: None  # gloo instead, which needs no compiler
+    # Gloo instead, which needs no compiler.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
 
 

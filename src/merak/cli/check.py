@@ -54,15 +54,20 @@ def check(request: CheckRequest) -> None:
     """
     with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
-        from merak.cli.model import recipe_model
+        from merak.cli.model import recipe_job
         from merak.core.elastic import Degrees, check_expert_degree
         from merak.core.health import failure
+        from merak.core.health.stderr import write_line
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
 
-        name, config = recipe_model(request.model)
+        name, config, trusted = request.model, {}, request.trust_remote_code
+        job = recipe_job(request)
+        if job is not None:
+            own = job.model
+            name, config, trusted = own.name, own.config, trusted or own.trust_remote_code
         degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail is the one that reports
@@ -71,7 +76,7 @@ def check(request: CheckRequest) -> None:
                 name,
                 parse_overrides(request.config),
                 request.sequence,
-                request.trust_remote_code,
+                trusted,
                 request.widths is Widths.REAL,
                 config,
             ),
@@ -87,6 +92,11 @@ def check(request: CheckRequest) -> None:
                 evaluate=request.evaluate,
             ),
         )
+        if job is not None and is_rank0():
+            write_line(
+                f"merak: {job.name}: no data is read; a small version of its model has trained on "
+                "random samples."
+            )
     if is_rank0():
         show(report, _page, request.as_json)
     if not report.ok:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from merak.cli.memory_report import MemoryReport, page, report_on
-from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
+from merak.cli.model import (
+    filled,
+    model_source,
+    model_workload,
+    recipe_job,
+    request_optimizer,
+    take_draft,
+    types_of,
+    with_sample,
+)
 from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.launch.devices import planned_device, planning_device
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
-from merak.plan.options import RANGES, range_problem
+from merak.plan.options import PARALLEL_OPTIONS, RANGES, range_problem
 
 if TYPE_CHECKING:
     import torch
 
+    from merak.cli.recipe.planned_job import JobDraft
     from merak.core.mesh import Mesh
     from merak.plan.cost.device import DeviceProfile
     from merak.plan.engine_options import EngineOptions
@@ -76,16 +86,24 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
         MerakError: the layout does not fit the model, or the job not its budget.
     """
     # Heavy imports wait until a command is known to be well formed.
+    import torch
+
     from merak.engine import forecast_of
 
+    job = recipe_job(request)
+    draft = None if job is None else job.draft(torch.device("cpu"))
+    if draft is not None:
+        request = filled(request, draft.laid_out())
     device, sheet, usable = _devices(request)
     mesh = _mesh(request, device)
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
-    engine_options = _engine_options(request, sheet)
-    source = model_source(request)
-    job = model_workload(request, source, global_batch=request.batch, device=mesh.device)
-    forecast = forecast_of(job.source, job.columns(request.batch), mesh, engine_options)
-    return report_on(source.name, forecast, job.source.cache_dir, usable)
+    engine_options = _engine_options(request, sheet, draft)
+    source = model_source(request, job)
+    request = with_sample(request, source, job)
+    workload = model_workload(request, source, global_batch=request.batch, device=mesh.device)
+    traced = take_draft(workload, draft).source
+    forecast = forecast_of(traced, workload.columns(request.batch), mesh, engine_options)
+    return report_on(source.name, forecast, traced.cache_dir, usable)
 
 
 def _devices(
@@ -112,7 +130,9 @@ def _devices(
     return planning_device(smallest), smallest, usable
 
 
-def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> EngineOptions:
+def _engine_options(
+    request: MemoryRequest, sheet: DeviceProfile | None, draft: JobDraft | None
+) -> EngineOptions:
     """The engine's options; a job that fits no device is shown all the same."""
     from merak.plan.engine_options import EngineOptions
 
@@ -121,17 +141,16 @@ def _engine_options(request: MemoryRequest, sheet: DeviceProfile | None) -> Engi
     budget = request.memory_budget
     if "auto" not in (request.recompute, request.offload_activations):
         budget = _NO_LIMIT if budget is None else budget
+    chosen = {} if draft is None else draft.options()
+    if "schedule" in request.given:
+        chosen.pop("schedule_options", None)  # of another schedule
+    for name in PARALLEL_OPTIONS:
+        if name in {one.name for one in fields(request)}:
+            chosen[name] = getattr(request, name)
     return EngineOptions(
-        schedule=request.schedule,
+        **chosen | {"memory_budget": budget},
         num_microbatches=request.microbatches,
-        recompute=request.recompute,
-        offload_activations=request.offload_activations,
-        host_bytes_per_s=request.host_bytes_per_s,
-        memory_budget=budget,
-        optimizer=optimizer_factory(request.optimizer),
-        zero=request.zero,
-        master_weights=request.master_weights,
-        sequence_parallel=request.sequence_parallel,
+        optimizer=request_optimizer(request, draft),
         device_profile=sheet,
     )
 

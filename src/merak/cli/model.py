@@ -6,20 +6,25 @@ The options of two commands may differ in what they leave open; what is made of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from merak.core.health.stderr import write_line
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch
 
+    from merak.cli.recipe.planned_job import JobDraft, PlannedJob
     from merak.plan.cost.optimizer_memory import OptimizerFactory
     from merak.plan.price.workload import Workload
     from merak.zoo.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=Any)
 
 
 class NamedModel(Protocol):
@@ -28,6 +33,10 @@ class NamedModel(Protocol):
     @property
     def model(self) -> Any:
         """As `--model`."""
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """As `--set`."""
 
     @property
     def config(self) -> str | None:
@@ -54,26 +63,104 @@ class TypedModel(NamedModel, Protocol):
         """As `--autocast`."""
 
 
-def recipe_model(name: str) -> tuple[str, Mapping[str, Any]]:
-    """Return a model's name and changes of its config, as a recipe has them if the name is one's.
+def recipe_job(request: NamedModel) -> PlannedJob | None:
+    """Return the job of the recipe that a request names as its model; None where it is none.
 
     Args:
-        name: as `--model`: a recipe or one that comes with Merak; anything else names a model.
+        request: with the model, and changes of the recipe.
 
     Raises:
         CommandError: the recipe is wrong.
     """
-    from merak.cli.recipe.recipe import model_of_recipe
+    from merak.cli.recipe.recipe import names_recipe
 
-    recipe = model_of_recipe(name)
-    return (name, {}) if recipe is None else (recipe.name, recipe.config)
+    if not names_recipe(request.model) and not request.settings:
+        return None
+    from merak.cli.recipe.planned_job import planned_job
+
+    return planned_job(request.model, request.settings)
 
 
-def model_source(request: NamedModel) -> ModelSource:
+def filled(request: Request, values: Mapping[str, Any]) -> Request:
+    """Return a request with the values of a recipe, where the command line gives none.
+
+    Args:
+        request: whose options these are.
+        values: by the names of its fields; others are left out.
+    """
+    own = {one.name for one in fields(request)} - request.given
+    if "schedule" in request.given:
+        own -= {"options", "schedule_options"}  # of another schedule
+    return replace(
+        request, **{name: own_value for name, own_value in values.items() if name in own}
+    )
+
+
+def with_sample(request: Request, source: ModelSource, job: PlannedJob | None) -> Request:
+    """Return a request with the samples of its recipe, and say on standard error what they are.
+
+    Args:
+        request: that may name a recipe.
+        source: its model.
+        job: of the recipe; None where it names none.
+    """
+    if job is None:
+        return request
+    from merak.cli.recipe.schema import COLUMNS
+    from merak.zoo.workload import reads_sequence
+
+    data = job.recipe.data
+    values: dict[str, Any] = {}
+    if reads_sequence(source) and data.format != COLUMNS:
+        values["sequence"] = data.sequence
+    if source.weights is not None and source.config.dtype is not None:
+        values["dtype"] = str(source.config.dtype).removeprefix("torch.")  # of the stored weights
+    taken = filled(request, values)
+    write_line(f"merak: {job.sample(source, taken.sequence)}.")
+    return taken
+
+
+def take_draft(workload: Workload, draft: JobDraft | None) -> Workload:
+    """Return a workload with the options of a recipe's job, and its adapters.
+
+    Args:
+        workload: of the recipe's model; options that the command line has are set.
+        draft: of the job; None where there is no recipe.
+
+    Raises:
+        TraceError: the model has no blocks to drop.
+    """
+    if draft is None:
+        return workload
+    from merak.cli.recipe.parts import model_of, with_adapters
+    from merak.engine.layer_dropping import drop_layers
+    from merak.graph.weights.empty_weights import empty_weights
+    from merak.plan.engine_options import EngineOptions
+
+    options, recipe = EngineOptions(**draft.options()), draft.job.recipe
+    if recipe.lora is not None:
+        with empty_weights():
+            model = with_adapters(workload.model, recipe, model_of(recipe))
+        workload.source = replace(workload.source, model=model)
+    drop_layers(workload.source, options)
+    workload.features = options.features
+    workload.tied_gradients = options.tied_gradients
+    workload.local_steps = options.local_steps
+    workload.outer_optimizer = options.outer_optimizer
+    if options.layer_keep < 1:
+        write_line(
+            f"merak: {draft.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
+            "time and memory are those of steps in which all run."
+        )
+    return workload
+
+
+def model_source(request: NamedModel, job: PlannedJob | None) -> ModelSource:
     """Find the model of a request; a sequence that it has no use for is warned of.
 
     Args:
-        request: with the model and its config; the model may be that of a recipe.
+        request: with the model and its config.
+        job: of the recipe that it names as its model; None where it names none.
 
     Raises:
         CommandError: there is no such model, or no such field of its config.
@@ -82,9 +169,12 @@ def model_source(request: NamedModel) -> ModelSource:
     from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
     from merak.zoo.workload import reads_sequence
 
-    name, config = recipe_model(request.model)
+    name, config, trusted = request.model, {}, request.trust_remote_code
+    if job is not None:
+        own = job.model
+        name, config, trusted = own.name, own.config, trusted or own.trust_remote_code
     changes = merged(config, parse_overrides(request.config))
-    source = resolve_model(name, changes, trust_remote_code=request.trust_remote_code)
+    source = resolve_model(name, changes, trust_remote_code=trusted)
     check_inner_fields(source.config, changes)
     if request.sequence is not None and not reads_sequence(source):
         logger.warning(
@@ -174,3 +264,18 @@ def optimizer_factory(name: str) -> OptimizerFactory:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise CommandError(f"--optimizer {name} is no class of torch.optim; use such as AdamW.")
     return lambda parameters: cls(parameters, lr=1e-3)  # type: ignore[call-arg]
+
+
+def request_optimizer(request: Any, draft: JobDraft | None) -> OptimizerFactory:
+    """Return what makes the optimizer of a request: the recipe's, unless the command line has one.
+
+    Args:
+        request: with `--optimizer`.
+        draft: of the recipe's job; None where there is none.
+
+    Raises:
+        CommandError: torch.optim has no such class.
+    """
+    if draft is None or "optimizer" in request.given:
+        return optimizer_factory(request.optimizer)
+    return draft.optimizer()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +23,7 @@ from merak.plan.gradient_compression import COMPRESSIONS
 Request = TypeVar("Request")
 
 _TYPER = "typer"
+_GIVEN, _CONTEXT = "given", "context"
 
 
 def option(default: Any, flag: str, placeholder: str, help: str, **settings: Any) -> Any:
@@ -77,6 +78,18 @@ def check_reductions(kind: str, hierarchy: str) -> None:
         )
 
 
+def given() -> Any:
+    """Field of a request that is no option: the names of its fields that the command line gives."""
+    return field(default=frozenset())
+
+
+def recipe_settings() -> Any:
+    """Field of a request whose model may be a recipe's: fields of it that are changed."""
+    return option(
+        (), "--set", "FIELD=VALUE", "Change a field of the recipe that --model names; repeatable."
+    )
+
+
 def argument(default: Any, placeholder: str, help: str) -> Any:
     """Field of a request that is a positional argument of a command.
 
@@ -98,18 +111,36 @@ def takes(kind: type[Request]) -> Callable[[Callable[[Request], None]], Callable
     hints = typing.get_type_hints(kind)
 
     def decorated(command: Callable[[Request], None]) -> Callable[..., None]:
-        def called(**given: Any) -> None:
-            command(kind(**given))
+        def called(**values: Any) -> None:
+            context = values.pop(_CONTEXT, None)
+            if context is not None:
+                values[_GIVEN] = _given_names(context, values)
+            command(kind(**values))
 
-        own = fields(kind)  # type: ignore[arg-type]
+        own = [one for one in fields(kind) if _TYPER in one.metadata]  # type: ignore[arg-type]
+        parameters = [_parameter(one, hints[one.name]) for one in own]
+        if _GIVEN in hints:
+            parameters.append(_context_parameter())
         called.__doc__, called.__name__ = command.__doc__, command.__name__
         called.__annotations__ = {}
         called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [_parameter(one, hints[one.name]) for one in own]
+            parameters
         )
         return called
 
     return decorated
+
+
+def _given_names(context: typer.Context, values: Iterable[str]) -> frozenset[str]:
+    sources = {name: context.get_parameter_source(name) for name in values}
+    return frozenset(
+        name for name, source in sources.items() if source and source.name == "COMMANDLINE"
+    )
+
+
+def _context_parameter() -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(_CONTEXT, kind, annotation=typer.Context)
 
 
 def _parameter(own: Field[Any], hint: Any) -> inspect.Parameter:
@@ -144,8 +175,9 @@ class ModelRequest:
         MISSING,
         "--model",
         "M",
-        "transformers class name, or a folder or file with a config.json.",
+        "transformers class name, a folder or file with a config.json, or a recipe.",
     )
+    settings: list[str] = recipe_settings()
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )
@@ -158,6 +190,7 @@ class ModelRequest:
         False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
     as_json: bool = json_output()
+    given: frozenset[str] = given()
 
 
 @dataclass(frozen=True, kw_only=True)

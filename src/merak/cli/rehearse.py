@@ -7,8 +7,26 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
-from merak.cli.options import check_reductions, device, json_output, option, shared, takes
+from merak.cli.model import (
+    filled,
+    model_source,
+    model_workload,
+    recipe_job,
+    request_optimizer,
+    take_draft,
+    types_of,
+    with_sample,
+)
+from merak.cli.options import (
+    check_reductions,
+    device,
+    given,
+    json_output,
+    option,
+    recipe_settings,
+    shared,
+    takes,
+)
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
 from merak.launch.devices import device_of
@@ -32,6 +50,7 @@ class RehearseRequest:
         MISSING, "--cluster", "C", "What the job is planned for: such as h100:8x128, or a file."
     )
     rank: int = option(MISSING, "--rank", "R", "The rank to run, 0 to dp × cp × tp × pp − 1.")
+    settings: list[str] = recipe_settings()
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )
@@ -78,6 +97,7 @@ class RehearseRequest:
         False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
     as_json: bool = json_output()
+    given: frozenset[str] = given()
 
 
 @takes(RehearseRequest)
@@ -106,8 +126,12 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     from merak.zoo.batches.batch import example_columns
     from merak.zoo.batches.columns import draw_batch
 
+    job, here = recipe_job(request), device_of(request.device)
+    draft = None if job is None else job.draft(here)
+    if draft is not None:
+        draft.refuse_unpriced("merak rehearse")
+        request = filled(request, draft.laid_out())
     candidate = _candidate(request)
-    here = device_of(request.device)
     cluster = parse_cluster(request.cluster)
     mesh = candidate.mesh(request.rank, here)
     refuse_rank(mesh, request.steps)
@@ -115,15 +139,17 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         cluster, mesh.replicas, mesh.tp, mesh.pp
     )  # refuses a cluster that is too small
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
-    source = model_source(request)
+    source = model_source(request, job)
+    request = with_sample(request, source, job)
     workload = model_workload(
         request,
         source,
         global_batch=candidate.dp * candidate.microbatch * candidate.num_microbatches,
         device=here,
-        optimizer=optimizer_factory(request.optimizer),
+        optimizer=request_optimizer(request, draft),
         master_weights=request.master_weights,
     )
+    take_draft(workload, draft)
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
     samples = candidate.microbatch * candidate.num_microbatches

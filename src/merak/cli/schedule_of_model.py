@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
-from merak.cli.model import model_source, model_workload
-from merak.cli.options import option
+from merak.cli.model import model_source, model_workload, recipe_job, with_sample
+from merak.cli.options import given, option, recipe_settings
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -20,8 +20,12 @@ class StagesRequest:
     """Request for the stages of a model on devices that need not be here."""
 
     model: str | None = option(
-        None, "--model", "M", "Take the stages of this model instead: transformers class or config."
+        None,
+        "--model",
+        "M",
+        "Take the stages of this model instead: transformers class, config or recipe.",
     )
+    settings: list[str] = recipe_settings()
     config: str | None = option(
         None, "--config", "JSON", "Fields of the model's config to change, as an object."
     )
@@ -39,6 +43,7 @@ class StagesRequest:
     trust_remote_code: bool = option(
         False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
+    given: frozenset[str] = given()
 
 
 def simulate_model(
@@ -72,7 +77,9 @@ def simulate_model(
 
     devices = planned_cluster(request.device, request.cluster, stages * request.cp * request.tp)
     assert devices is not None and request.model is not None
-    source = model_source(request)
+    job = recipe_job(request)
+    source = model_source(request, job)
+    request = with_sample(request, source, job)
     workload = model_workload(request, source, global_batch=request.batch * microbatches)
     candidate = Candidate(
         dp=request.ep if request.tp == 1 else 1,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
-from merak.cli.model import model_source
+from merak.cli.model import model_source, recipe_job, with_sample
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, counted, seconds, size
@@ -141,7 +141,9 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.zoo.batches.batch import example_arguments, example_columns
 
     devices = planned_cluster(request.device, request.cluster, request.tp * request.cp)
-    source = model_source(request)
+    job = recipe_job(request)
+    source = model_source(request, job)
+    request = with_sample(request, source, job)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )

@@ -9,7 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merak.cli.model import model_source, model_workload, optimizer_factory, types_of
+from merak.cli.model import (
+    filled,
+    model_source,
+    model_workload,
+    recipe_job,
+    request_optimizer,
+    take_draft,
+    types_of,
+    with_sample,
+)
 from merak.cli.options import takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.plan.planned import Planned
@@ -22,6 +31,7 @@ from merak.launch.errors import CommandError
 if TYPE_CHECKING:
     import torch
 
+    from merak.cli.recipe.planned_job import JobDraft, PlannedJob
     from merak.plan.cluster.cluster import Cluster, Nodes
     from merak.plan.price.workload import Workload
 
@@ -50,7 +60,9 @@ def plan_report(request: PlanRequest) -> PlanReport:
     from merak.plan.search.plan_file import plan_of, write_plan
 
     began = time.perf_counter()
-    planned = find_plans(request)
+    job = recipe_job(request)
+    request, draft = _with_recipe(request, job)
+    planned = find_plans(request, job, draft)
     best = planned.ranking.plans[0]
     if request.output is not None:
         write_plan(request.output, plan_of(planned.workload, best, planned.cluster_name))
@@ -64,7 +76,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         model=type(workload.model).__name__,
         cluster=planned.cluster_name,
         devices=cluster.num_devices,
-        global_batch=request.global_batch,
+        global_batch=workload.global_batch,
         sequence=workload.sequence,
         counted="samples" if workload.tokens_per_sample == 1 else "tokens",
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
@@ -81,8 +93,28 @@ def plan_report(request: PlanRequest) -> PlanReport:
     )
 
 
-def find_plans(request: PlanRequest) -> Planned:
+def _with_recipe(
+    request: PlanRequest, job: PlannedJob | None
+) -> tuple[PlanRequest, JobDraft | None]:
+    """The request with what the recipe's arguments say of it, and the recipe's job."""
+    if job is None:
+        return request, None
+    import torch
+
+    draft = job.draft(torch.device("cpu"))
+    draft.refuse_unpriced("merak plan")
+    return filled(request, draft.pinned()), draft
+
+
+def find_plans(
+    request: PlanRequest, job: PlannedJob | None = None, draft: JobDraft | None = None
+) -> Planned:
     """Search for the plans of a request.
+
+    Args:
+        request: with what a recipe says of it.
+        job: of the recipe; None without one.
+        draft: its arguments; None without a recipe.
 
     Raises:
         CommandError: an option makes no sense.
@@ -98,8 +130,10 @@ def find_plans(request: PlanRequest) -> Planned:
     from merak.plan.search.smallest import fits_nowhere
 
     cluster = parse_cluster(request.cluster)
+    if request.global_batch is None:
+        raise CommandError("Missing option '--global-batch': the samples of a step of the job.")
     check_degrees(cluster.num_devices, request.global_batch, pinned)
-    workload = _workload(request, cluster)
+    workload = _workload(request, job, draft)
     found = search_orders(workload, cluster, pinned, top=request.top)
     if not found.ranking.num_candidates:
         found = search_some(workload, cluster, pinned, request.top) or found
@@ -114,14 +148,15 @@ def find_plans(request: PlanRequest) -> Planned:
     return Planned(workload, found.cluster, name, pinned, ranking)
 
 
-def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
+def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | None) -> Workload:
     from merak.plan.price.kernels import KernelChoice
     from merak.zoo.batches.batch import DEFAULT_SEQUENCE
     from merak.zoo.configs.fields import most_positions
     from merak.zoo.workload import reads_sequence
 
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
-    source = model_source(request)
+    source = model_source(request, job)
+    request = with_sample(request, source, job)
     if request.sequence is None and reads_sequence(source):
         limit = most_positions(source.config)
         usual = DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
@@ -129,13 +164,15 @@ def _workload(request: PlanRequest, cluster: Cluster) -> Workload:
             f"the time of {source.name} depends on the tokens of a sequence; add --seq, such as "
             f"--seq {usual}."
         )
+    assert request.global_batch is not None
     workload = model_workload(
         request,
         source,
         global_batch=request.global_batch,
-        optimizer=optimizer_factory(request.optimizer),
+        optimizer=request_optimizer(request, draft),
         master_weights=request.master_weights,
     )
+    take_draft(workload, draft)
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")

@@ -8,7 +8,14 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import check_reductions, json_output, option, shared
+from merak.cli.options import (
+    check_reductions,
+    given,
+    json_output,
+    option,
+    recipe_settings,
+    shared,
+)
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -30,10 +37,16 @@ class PlanRequest:
     cluster: str = option(
         MISSING, "--cluster", "C", "Such as h100:8x4 (device, devices a node, nodes), or a file."
     )
-    global_batch: int = option(MISSING, "--global-batch", "N", "Samples of a step of the job.")
-    sequence: int | None = option(
-        None, "--seq", "S", "Tokens of a sequence; needed where the model reads sequences."
+    global_batch: int | None = option(
+        None, "--global-batch", "N", "Samples of a step of the job; those of the recipe."
     )
+    sequence: int | None = option(
+        None,
+        "--seq",
+        "S",
+        "Tokens of a sequence; needed where the model reads sequences and is no recipe's.",
+    )
+    settings: list[str] = recipe_settings()
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )
@@ -99,6 +112,7 @@ class PlanRequest:
         False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
     as_json: bool = json_output()
+    given: frozenset[str] = given()
 
 
 def pinned_of(request: PlanRequest) -> Pinned:

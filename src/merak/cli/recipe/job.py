@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,15 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import merak
-from merak.arguments.draft import DraftArguments
 from merak.arguments.folders import make_output_folder
 from merak.cli.recipe.data.tokenizer import check_tokenizer, tokenizer_name
-from merak.cli.recipe.parts import check_data, make_parts, model_of, settings
+from merak.cli.recipe.draft import draft_of
+from merak.cli.recipe.parts import check_data, make_parts, model_of
 from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.schema import Recipe
 from merak.core.announce import show_announcements
-from merak.core.elastic import AUTO_PLAN, Degrees, GivenDegrees, check_expert_degree
-from merak.core.mesh import Mesh, current_mesh, pretended
+from merak.core.elastic import AUTO_PLAN
+from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
@@ -68,16 +68,7 @@ def _check(job: Job) -> None:
         )
     source = model_of(recipe)
     check_inner_fields(source.config, recipe.model.config)
-    degrees = recipe.parallel.axes()
-    ep = check_expert_degree(recipe.parallel.ep, Degrees(**degrees))
-    axes = degrees["dp"], degrees["tp"], degrees["pp"]
-    mesh = Mesh(*axes, rank=0, device=device, device_mesh=None, cp=degrees["cp"], ep=ep)
-    if recipe.plan == AUTO_PLAN:
-        given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
-        given.check_ranks(ranks)
-        mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
-    with pretended(mesh):
-        args = DraftArguments(**settings(recipe))
+    _, args = draft_of(recipe, device, ranks)
     refuse_no_steps(args)
     checkpoint_to_resume(
         args.resume_from_checkpoint,

@@ -30,6 +30,7 @@ from merak.cli.recipe.data.objective import Objective, data_format, objective_of
 from merak.cli.recipe.data.records import Records, Source, find_source
 from merak.cli.recipe.data.spans import SpanCorruption
 from merak.cli.recipe.data.tokenizer import tokenizer_name
+from merak.cli.recipe.draft import settings
 from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, JOINED, SEPARATE, DataRecipe, Recipe
 from merak.core.announce import announce, announced
 from merak.launch.errors import CommandError
@@ -103,12 +104,6 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         is_mean = collator is not None and not _counts_labels(source, kind, recipe.data)
         loss = mean_over_labels if is_mean else None
         return TrainingParts(_build(source, recipe), args, corpus, collator, loss)
-
-
-def settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the training settings of a recipe as `MerakArguments` takes them."""
-    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
-    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
 
 
 def model_of(recipe: Recipe) -> ModelSource:
@@ -392,13 +387,24 @@ def _build(source: ModelSource, recipe: Recipe) -> Any:
                 source.weights, config=source.config
             )
             model = loaded
-        return model if recipe.lora is None else _with_adapters(model, recipe, source)
+        return with_adapters(model, recipe, source)
 
 
-def _with_adapters(model: PreTrainedModel, recipe: Recipe, source: ModelSource) -> Any:
+def with_adapters(model: Any, recipe: Recipe, source: ModelSource) -> Any:
+    """Return a model with the adapters of a recipe; as it is where the recipe has none.
+
+    Args:
+        model: without weights.
+        recipe: that may have a section `lora`.
+        source: of the model.
+
+    Raises:
+        CommandError: the model has no place for them.
+    """
+    if recipe.lora is None:
+        return model
     from peft import LoraConfig, get_peft_model
 
-    assert recipe.lora is not None
     try:
         return get_peft_model(model, LoraConfig(**recipe.lora))
     except (ValueError, TypeError) as cause:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from merak.cli.recipe.ready import READY, ready_text
-from merak.cli.recipe.schema import TRAIN_TOKENIZER, DataRecipe, Degrees, ModelRecipe, Recipe
+from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
 from merak.core.errors import PackageError, did_you_mean
@@ -24,12 +24,15 @@ SECTIONS = ("model", "data", "parallel", "arguments", "lora", "plan")
 """Sections of a recipe."""
 
 
-def read_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(
+    file: Path | str, overrides: Sequence[str] = (), *, needs_data: bool = True
+) -> Recipe:
     """Read and check a recipe.
 
     Args:
         file: the recipe, or the name of one that comes with Merak.
         overrides: changes of its fields, such as `arguments.learning_rate=1e-4`.
+        needs_data: whether its data is read; else it may lack the source of it.
 
     Raises:
         CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind;
@@ -40,31 +43,35 @@ def read_recipe(file: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     else:
         text = _text(Path(file))
     written = parse_yaml(text, str(file))
-    return _checked(with_overrides(written, overrides) if overrides else written)
+    written = with_overrides(written, overrides) if overrides else written
+    return _checked(written if needs_data else _without_source(written))
 
 
-def model_of_recipe(name: str) -> ModelRecipe | None:
-    """Return the model of a recipe, with the vocabulary of the tokenizer that it trains.
+def names_recipe(name: str) -> bool:
+    """Tell whether a name is of a recipe: a file of YAML, or one that comes with Merak.
 
     Args:
-        name: as `--model`: a recipe (.yaml), or the name of one that comes with Merak.
-
-    Returns:
-        The model; None where the name is of something else.
-
-    Raises:
-        CommandError: the recipe is wrong.
+        name: as `--model`.
     """
     path = Path(name)
-    is_ready = name in READY and not path.exists()
-    if path.suffix not in RECIPES and not is_ready:
-        return None
-    recipe = read_recipe(name)
-    folder = Path(recipe.model.name).expanduser()
-    if folder.exists() or recipe.data.tokenizer != TRAIN_TOKENIZER:
-        return recipe.model
-    config = {"vocab_size": recipe.data.vocabulary, **recipe.model.config}
-    return dataclasses.replace(recipe.model, config=config)
+    return path.suffix in RECIPES or (name in READY and not path.exists())
+
+
+def _without_source(written: Written) -> Written:
+    """The recipe for those who read no data: it may lack the source, but not the model."""
+    sections = written.fields
+    if not isinstance(sections, Mapping):
+        return written
+    model, data = sections.get("model"), sections.get("data")
+    if isinstance(model, Mapping) and "name" in model and model["name"] is None:
+        raise written.origins.error(
+            ("model", "name"),
+            "the recipe leaves its model to you; add --set model.name=FOLDER.",
+        )
+    if isinstance(data, Mapping) and data.get("source") is None:
+        rest = {name: value for name, value in data.items() if name != "source"}
+        return dataclasses.replace(written, fields={**sections, "data": rest})
+    return written
 
 
 def _text(file: Path) -> str:

@@ -6,6 +6,8 @@ from dataclasses import MISSING, dataclass
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
+
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.cli.recipe.ready import ready_text
@@ -58,7 +60,8 @@ def init(request: InitRequest) -> None:
         raise CommandError(
             f"{request.name} cannot be written ({error.strerror}); name another folder."
         ) from error
-    commands = ["merak train recipe.yaml", "torchrun --nproc-per-node 2 train.py"]
+    words = "".join(f" {name}=…" for name in _open_fields(files_to_write[_RECIPE]))
+    commands = [f"merak train recipe.yaml{words}", f"torchrun --nproc-per-node 2 train.py{words}"]
     show(InitReport(str(request.name), list(files_to_write), commands), _page, request.as_json)
 
 
@@ -72,6 +75,25 @@ def _template(name: str) -> str:
     return files("merak.cli.starter").joinpath(name).read_text(encoding="utf-8")
 
 
+def _open_fields(recipe: str) -> list[str]:
+    """Names of the fields that a recipe leaves to its user."""
+    sections = yaml.safe_load(recipe)
+    return [
+        f"{section}.{name}"
+        for section, name in (("model", "name"), ("data", "source"))
+        if name in sections[section] and sections[section][name] is None
+    ]
+
+
 def _page(report: InitReport) -> str:
     lines = [f"{report.folder} has {' and '.join(report.files)}. Go on with:", ""]
-    return "\n".join([*lines, f"cd {report.folder}", *report.commands])
+    return "\n".join([*lines, f"cd {report.folder}", *report.commands, *_hint(report)])
+
+
+def _hint(report: InitReport) -> list[str]:
+    """What is to be done before the commands: some recipes leave fields to their user."""
+    _, _, fields = report.commands[0].partition(f"{_RECIPE} ")
+    if not fields:
+        return []
+    named = " and ".join(word.removesuffix("=…") for word in fields.split())
+    return ["", f"{named} must be given: in these commands, or once in {_RECIPE}."]

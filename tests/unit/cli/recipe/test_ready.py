@@ -10,8 +10,9 @@ import yaml
 from merak.cli.main import main
 from merak.cli.recipe.page import BEGIN, render
 from merak.cli.recipe.parts import model_of
+from merak.cli.recipe.planned_job import planned_job
 from merak.cli.recipe.ready import ready_names, ready_text, ready_title
-from merak.cli.recipe.recipe import model_of_recipe, read_recipe
+from merak.cli.recipe.recipe import read_recipe
 from merak.launch.errors import CommandError
 from merak.zoo import check_by_name
 
@@ -36,12 +37,27 @@ def test_recipes_are_right(name: str) -> None:
 
 
 def test_the_model_of_a_recipe(tmp_path: Path) -> None:
-    found = model_of_recipe("gpt2")
-    assert found is not None and found.name == "GPT2LMHeadModel"
-    assert found.config["vocab_size"] == 50257 and found.config["n_layer"] == 12
-    assert model_of_recipe("GPT2LMHeadModel") is None and model_of_recipe(str(tmp_path)) is None
+    job = planned_job("gpt2")
+    assert job is not None and job.model.name == "GPT2LMHeadModel"
+    assert job.model.config["vocab_size"] == 50257 and job.model.config["n_layer"] == 12
+    assert planned_job("GPT2LMHeadModel") is None and planned_job(str(tmp_path)) is None
     with pytest.raises(CommandError, match="cannot be read"):
-        model_of_recipe(str(tmp_path / "nowhere.yaml"))
+        planned_job(str(tmp_path / "nowhere.yaml"))
+    with pytest.raises(CommandError, match="--set a=1 changes a field of a recipe, but --model B"):
+        planned_job("B", ["a=1"])
+
+
+@pytest.mark.parametrize("name", NEEDS_DATA)
+def test_a_recipe_that_lacks_data_has_a_model(name: str) -> None:
+    words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
+    job = planned_job(name, words)
+    assert job is not None and model_of(job.recipe).name == job.model.name
+    assert ("vocab_size" in job.model.config) == (name in NEEDS_MODEL)  # images have none
+
+
+def test_a_recipe_that_leaves_its_model_open_says_how_to_name_it() -> None:
+    with pytest.raises(CommandError, match=r"sft:9:3: the recipe leaves its model to you; add --s"):
+        planned_job("sft")
 
 
 def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +98,11 @@ def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["init", str(tmp_path / "new"), "--recipe", "llama"]) == 0
     assert (tmp_path / "new" / "recipe.yaml").read_text("utf-8") == ready_text("llama")
     compile((tmp_path / "new" / "train.py").read_text("utf-8"), "train.py", "exec")
-    capsys.readouterr()
+    assert "must be given" not in capsys.readouterr().out
+    assert main(["init", str(tmp_path / "tuned"), "--recipe", "sft"]) == 0
+    said = capsys.readouterr().out
+    assert "\nmerak train recipe.yaml model.name=… data.source=…\n" in said
+    assert "model.name and data.source must be given: in these commands, or once in" in said
     for words in (["recipes", "lama"], ["init", str(tmp_path / "other"), "--recipe", "lama"]):
         assert main(words) == 2
         assert "is called 'lama'; did you mean llama?" in capsys.readouterr().err

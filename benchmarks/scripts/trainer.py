@@ -1,0 +1,24 @@
+"""transformers' Trainer; started on several ranks, it trains replicas."""
+
+from job import MICROBATCHES, OPTIONS, SAMPLES, STEPS, WARMUP, Clock, Samples, build_model
+from transformers import Trainer, TrainingArguments
+
+clock = Clock()
+trainer = Trainer(
+    model=build_model(),
+    args=TrainingArguments(
+        output_dir="runs/side_by_side",
+        max_steps=WARMUP + STEPS,
+        per_device_train_batch_size=SAMPLES // MICROBATCHES,
+        gradient_accumulation_steps=MICROBATCHES // OPTIONS["replicas"],
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    ),
+    train_dataset=Samples(),
+    callbacks=[clock],
+)
+trainer.train()

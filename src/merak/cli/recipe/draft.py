@@ -1,0 +1,42 @@
+"""Arguments of a recipe's job, before its ranks are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from merak.arguments.draft import DraftArguments
+from merak.cli.recipe.schema import Recipe
+from merak.core.elastic import AUTO_PLAN, Degrees, GivenDegrees, check_expert_degree
+from merak.core.mesh import Mesh, pretended
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the training settings of a recipe as `MerakArguments` takes them."""
+    # Throughput is measured in input tokens, so they are counted unless the recipe says no.
+    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
+
+
+def draft_of(recipe: Recipe, device: torch.device, ranks: int) -> tuple[Mesh, DraftArguments]:
+    """Return the mesh of a recipe's job, and its arguments, checked as every rank checks them.
+
+    Args:
+        recipe: of the job.
+        device: that the ranks compute on; it need not be here.
+        ranks: of the job, for `plan: auto`.
+
+    Raises:
+        MerakError: degrees or arguments that cannot be honoured.
+    """
+    degrees = recipe.parallel.axes()
+    ep = check_expert_degree(recipe.parallel.ep, Degrees(**degrees))
+    axes = degrees["dp"], degrees["tp"], degrees["pp"]
+    mesh = Mesh(*axes, rank=0, device=device, device_mesh=None, cp=degrees["cp"], ep=ep)
+    if recipe.plan == AUTO_PLAN:
+        given = GivenDegrees(recipe.parallel.dp, recipe.parallel.tp, recipe.parallel.pp)
+        given.check_ranks(ranks)
+        mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
+    with pretended(mesh):
+        return mesh, DraftArguments(**settings(recipe))
