@@ -1,4 +1,4 @@
-"""Fill the zoo's column of real widths: `python -m tests.zoo.widths docs/zoo.md [--task …] [--empty]`.
+"""Fill the zoo's column of real widths: `python -m tests.zoo.widths docs/zoo.md [--empty]`.
 
 A few layers of every architecture's own widths are traced and sharded without weights, which takes
 seconds each. The column is written into the page as it stands; cells of other tasks stay, and with
