@@ -1,7 +1,8 @@
-"""Fill the zoo's column of real widths: `python -m tests.zoo.widths docs/zoo.md [--task …]`.
+"""Fill the zoo's column of real widths: `python -m tests.zoo.widths docs/zoo.md [--empty]`.
 
 A few layers of every architecture's own widths are traced and sharded without weights, which takes
-seconds each. The column is written into the page as it stands; cells of other tasks stay.
+seconds each. The column is written into the page as it stands; cells of other tasks stay, and with
+`--empty` those that are filled, so that the page may be filled in several runs.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("--task", nargs="*", default=list(LISTS), choices=list(LISTS))
+    parser.add_argument("--empty", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = arguments.page.read_text(encoding="utf-8").splitlines()
@@ -47,7 +49,8 @@ def main() -> None:
         if line.startswith("## "):
             task = line[3:]
         wanted = any(task.lower() == own.lower() for own in arguments.task)
-        lines[number] = _with_cell(line, wanted)
+        is_filled = len(line.split("|")) == 9 and line.split("|")[7].strip() != ""
+        lines[number] = _with_cell(line, wanted and not (arguments.empty and is_filled))
         if lines[number] != line:
             arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -139,8 +139,9 @@ def grouped(op: Operator) -> Decision:
 def convolution(op: Operator) -> Decision:
     """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …)."""
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
-    if op.arg("groups", 1) != 1:
-        raise op.error("convolves in groups, with operands that are split")
+    of_x = op.placement(x)
+    if op.arg("groups", 1) != 1 and not (isinstance(of_x, Shard) and of_x.dim == 0):
+        return _grouped_convolution(op)
     pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
     kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
     operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, ("out", "in", *kernel))]
@@ -150,6 +151,35 @@ def convolution(op: Operator) -> Decision:
     if bias is None:
         return contract(op, operands, result)
     return _with_bias(op, contract(op, [*operands, (bias, ("out",))], result), bias)
+
+
+def _grouped_convolution(op: Operator) -> Decision:
+    """Convolution in groups of channels: every rank convolves its own groups.
+
+    A group's outputs depend on its inputs alone, so that channels stay where they are.
+    """
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    groups = op.arg("groups", 1)
+    inputs, outputs = shape_of(x)[1] // groups, shape_of(weight)[0] // groups
+    dims = {x: (1, inputs), weight: (0, outputs)} | ({bias: (0, outputs)} if bias else {})
+    lead = next(iter(op.sharded().values()))
+    ways = set()
+    for node, placed in op.sharded().items():
+        dim, size = dims[node]
+        if placed.dim != dim or any(n % size for n in placed.parts):
+            raise op.error("convolves in groups, with operands that are split inside a group")
+        ways.add(tuple(n // size for n in placed.parts))
+    if len(ways) > 1:
+        raise op.error("convolves in groups, with operands that are split differently")
+    (parts,) = ways
+    for number in parts:
+        op.local(number)
+    needs: dict[fx.Node, Placement] = {
+        node: Shard(dim, tuple(n * size for n in parts), lead.origin)
+        for node, (dim, size) in dims.items()
+    }
+    after = Shard(1, tuple(n * outputs for n in parts), lead.origin)
+    return Decision(after, needs, **op.replace(groups=op.local(groups)))
 
 
 def baddbmm(op: Operator) -> Decision:

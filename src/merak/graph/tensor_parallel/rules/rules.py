@@ -159,6 +159,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.attention: ATTENTIONS,
     views.view: RESHAPES | SHAPED_LIKE,
     views.transpose: TRANSPOSES | {"unsqueeze"},
+    views.pairs: ("view_as_complex", "view_as_real"),
     views.move_along: ("flip", "roll"),
     views.squeeze: ("squeeze",),
     views.expand: EXPANDS,

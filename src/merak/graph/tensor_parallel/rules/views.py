@@ -125,6 +125,14 @@ def transpose(op: Operator) -> Decision:
     return Decision(Shard(moved.shape.index(2), placed.parts, placed.origin))
 
 
+def pairs(op: Operator) -> Decision:
+    """view_as_complex, view_as_real: the last dim, of two numbers, goes or comes."""
+    placed = next(iter(op.sharded().values()))
+    if placed.dim == len(shape_of(op.node)):
+        raise op.error(f"makes complex numbers of dim {placed.dim}, which is split")
+    return Decision(placed)
+
+
 def move_along(op: Operator) -> Decision:
     """flip, roll: elements move along some dims, none of which may be sharded."""
     (operand, placed), *_ = op.sharded().items()

@@ -89,18 +89,25 @@ def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
     for op in refused:
         operand, operand_shard = next(iter(op.sharded().items()), (None, None))
         if operand is not None and operand_shard is not None:
-            return _refined(placed, sum(operand_shard.parts), _edges(op, operand, operand_shard))
+            return _refined(placed, operand_shard.parts, _edges(op, operand, operand_shard))
     return None
 
 
-def _refined(placed: Shard, size: int, edges: set[int]) -> tuple[int, ...] | None:
-    """Parts of the weight, cut where the operator cuts a dim of `size` that it became."""
-    total = sum(placed.parts)
-    if not edges or total % size:
+def _refined(placed: Shard, parts: tuple[int, ...], edges: set[int]) -> tuple[int, ...] | None:
+    """Parts of the weight, cut where the operator cuts a dim of `parts` that it became.
+
+    That dim is all of the weight's, or some of its parts: all parts like those are cut so.
+    """
+    total, size, count = sum(placed.parts), sum(parts), len(parts)
+    own = [sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)]
+    runs = range(len(placed.parts) - count + 1)
+    starts = [own[i] for i in runs if placed.parts[i : i + count] == parts]
+    found = {start + edge for start in starts for edge in edges}
+    if not starts and total % size == 0:
+        found = {edge * (total // size) for edge in edges}
+    if not found:
         return None
-    own = {sum(placed.parts[:i]) for i in range(len(placed.parts) + 1)}
-    cuts = sorted(own | {edge * (total // size) for edge in edges})
-    return tuple(b - a for a, b in pairwise(cuts))
+    return tuple(b - a for a, b in pairwise(sorted(found.union(own))))
 
 
 _CUTTING = SPLITS | NARROWS | {"select"}

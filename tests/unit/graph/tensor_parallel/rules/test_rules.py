@@ -102,6 +102,12 @@ def per_head_parameters(block: Block, x: torch.Tensor) -> torch.Tensor:
     return merged(scores @ heads(x)) * block.per_channel
 
 
+def rotated_as_complex(block: Block, x: torch.Tensor) -> torch.Tensor:
+    turn = torch.polar(torch.ones(T, SIZE // 2), torch.rand(T, SIZE // 2))
+    numbers = torch.view_as_complex(heads(x).reshape(B, HEADS, T, -1, 2))
+    return merged(torch.view_as_real(numbers * turn).flatten(3))
+
+
 def einsum(block: Block, x: torch.Tensor) -> torch.Tensor:
     q = x.view(B, T, HEADS, SIZE)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, q).log_softmax(-1).exp()
@@ -184,6 +190,7 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
         (batch_and_heads_merged, PLAIN, WIDTH),
         (moved_and_reversed, PLAIN, WIDTH),
         (per_head_parameters, PLAIN, WIDTH),
+        (rotated_as_complex, PLAIN, WIDTH),
         (einsum, PLAIN, WIDTH),
         (norm_over_a_head, PLAIN, WIDTH),
         (norm_over_the_split_dim, PLAIN, WIDTH),
@@ -291,6 +298,11 @@ def different_splits(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x + (square + square.transpose(0, 1))[:T]
 
 
+def complex_channels(block: Block, x: torch.Tensor) -> torch.Tensor:
+    split = x.view(B, T, 2, -1).transpose(-1, -2)
+    return torch.view_as_real(torch.view_as_complex(split.contiguous())).flatten(2)
+
+
 def reversed_channels(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x.flip(-1)
 
@@ -317,6 +329,7 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
         (random_like, r"aten\.rand_like\.default.* it has no rule for operands that are split"),
         (maximum_of_the_split_dim, r"it takes amax over a dim that is split"),
         (different_splits, r"it combines operands that are split along different dims"),
+        (complex_channels, r"view_as_complex\.default.* it makes complex numbers of dim 3, which"),
         (reversed_channels, r"aten\.flip\.default.* it moves elements along dim 2, which is split"),
         (written_in_place, r"it writes split values into a whole one"),
     ],

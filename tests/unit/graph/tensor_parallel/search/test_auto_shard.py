@@ -202,7 +202,7 @@ def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
     vocabulary: int, split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = transformers.Mamba2Config(
-        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=4, num_hidden_layers=1,
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
         vocab_size=vocabulary, chunk_size=8, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
