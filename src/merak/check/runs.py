@@ -49,7 +49,7 @@ class Layout:
         tp: tensor parallel degree.
         pp: pipeline parallel degree.
         cp: context parallel degree.
-        ep: expert parallel degree, 1 or tp.
+        ep: expert parallel degree: 1, tp or, with tp=1, a divisor of dp · cp.
     """
 
     dp: int = 1

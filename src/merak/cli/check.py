@@ -54,7 +54,7 @@ def check(request: CheckRequest) -> None:
     """
     with ranks_prepared(request.dp * request.tp * request.pp * request.cp), stdout_to_stderr():
         from merak.check import CheckOptions, Layout
-        from merak.cli.model import recipe_job
+        from merak.cli.model import named_model, recipe_job
         from merak.core.elastic import Degrees, check_expert_degree
         from merak.core.health import failure
         from merak.core.health.stderr import write_line
@@ -63,11 +63,8 @@ def check(request: CheckRequest) -> None:
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
 
-        name, config, trusted = request.model, {}, request.trust_remote_code
         job = recipe_job(request)
-        if job is not None:
-            own = job.model
-            name, config, trusted = own.name, own.config, trusted or own.trust_remote_code
+        name, config, trusted = named_model(request, job)
         degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
         if under_torchrun():
             failure.install()  # of all ranks, the first to fail is the one that reports

@@ -14,9 +14,7 @@ from merak.cli.model import (
     model_workload,
     recipe_job,
     request_optimizer,
-    take_draft,
     types_of,
-    with_sample,
 )
 from merak.cli.options import JobRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
@@ -98,12 +96,13 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     mesh = _mesh(request, device)
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
     engine_options = _engine_options(request, sheet, draft)
-    source = model_source(request, job)
-    request = with_sample(request, source, job)
-    workload = model_workload(request, source, global_batch=request.batch, device=mesh.device)
-    traced = take_draft(workload, draft).source
-    forecast = forecast_of(traced, workload.columns(request.batch), mesh, engine_options)
-    return report_on(source.name, forecast, traced.cache_dir, usable)
+    request, source = model_source(request, job)
+    workload = model_workload(
+        request, source, global_batch=request.batch, device=mesh.device, draft=draft
+    )
+    columns = workload.columns(request.batch)
+    forecast = forecast_of(workload.source, columns, mesh, engine_options)
+    return report_on(source.name, forecast, workload.source.cache_dir, usable)
 
 
 def _devices(

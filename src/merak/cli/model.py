@@ -96,42 +96,104 @@ def filled(request: Request, values: Mapping[str, Any]) -> Request:
     )
 
 
-def with_sample(request: Request, source: ModelSource, job: PlannedJob | None) -> Request:
-    """Return a request with the samples of its recipe, and say on standard error what they are.
+def named_model(request: NamedModel, job: PlannedJob | None) -> tuple[str, Mapping[str, Any], bool]:
+    """Return a model's name, a recipe's changes of its config, and whether its code may run.
 
     Args:
-        request: that may name a recipe.
-        source: its model.
-        job: of the recipe; None where it names none.
+        request: with the model.
+        job: of the recipe that it names as its model; None where it names none.
     """
     if job is None:
-        return request
-    from merak.cli.recipe.schema import COLUMNS
-    from merak.zoo.workload import reads_sequence
-
-    data = job.recipe.data
-    values: dict[str, Any] = {}
-    if reads_sequence(source) and data.format != COLUMNS:
-        values["sequence"] = data.sequence
-    if source.weights is not None and source.config.dtype is not None:
-        values["dtype"] = str(source.config.dtype).removeprefix("torch.")  # of the stored weights
-    taken = filled(request, values)
-    write_line(f"merak: {job.sample(source, taken.sequence)}.")
-    return taken
+        return request.model, {}, request.trust_remote_code
+    own = job.model
+    return own.name, own.config, request.trust_remote_code or own.trust_remote_code
 
 
-def take_draft(workload: Workload, draft: JobDraft | None) -> Workload:
-    """Return a workload with the options of a recipe's job, and its adapters.
+def model_source(request: Request, job: PlannedJob | None) -> tuple[Request, ModelSource]:
+    """Find the model of a request, and the samples of the recipe that it may name.
+
+    What stands for a recipe's samples is said on standard error; a sequence that the model has no
+    use for is warned of.
 
     Args:
-        workload: of the recipe's model; options that the command line has are set.
-        draft: of the job; None where there is no recipe.
+        request: with the model and its config.
+        job: of the recipe that it names as its model; None where it names none.
+
+    Returns:
+        The request with the samples, and the model.
 
     Raises:
+        CommandError: there is no such model, or no such field of its config.
+    """
+    from merak.zoo.configs.fields import merged
+    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
+    from merak.zoo.workload import reads_sequence
+
+    name, config, trusted = named_model(request, job)
+    changes = merged(config, parse_overrides(request.config))
+    source = resolve_model(name, changes, trust_remote_code=trusted)
+    check_inner_fields(source.config, changes)
+    if request.sequence is not None and not reads_sequence(source):
+        logger.warning(
+            "--seq %d changes nothing: the batches of %s have no sequence of a free length.",
+            request.sequence,
+            source.name,
+        )
+    if job is None:
+        return request, source
+    request = filled(request, job.samples(source))
+    write_line(f"merak: {job.sample(source, request.sequence)}.")
+    return request, source
+
+
+def model_workload(
+    request: TypedModel,
+    source: ModelSource,
+    *,
+    global_batch: int,
+    device: torch.device | None = None,
+    optimizer: OptimizerFactory | None = None,
+    master_weights: bool = False,
+    draft: JobDraft | None = None,
+) -> Workload:
+    """Make the workload of a request: its model on example batches, with its trace in the cache.
+
+    Args:
+        request: with the sequence and the types.
+        source: its model.
+        global_batch: samples of a step of the whole job.
+        device: type of the devices; the CPU where it is None.
+        optimizer: makes the optimizer; None forecasts no state.
+        master_weights: whether parameters of a lower precision have float32 masters.
+        draft: of the recipe's job, which has further options, and adapters; None without a recipe.
+
+    Raises:
+        CommandError: sizes or types that do not fit the model.
         TraceError: the model has no blocks to drop.
     """
-    if draft is None:
-        return workload
+    from merak.arguments import default_trace_cache
+    from merak.zoo.workload import example_workload
+
+    dtype, autocast = types_of(request.dtype, request.autocast)
+    folder = default_trace_cache()
+    workload = example_workload(
+        source,
+        global_batch=global_batch,
+        sequence=request.sequence,
+        dtype=dtype,
+        autocast=autocast,
+        device=device,
+        cache_dir=Path(folder) if folder else None,
+        optimizer=optimizer,
+        master_weights=master_weights,
+    )
+    if draft is not None:
+        _take_draft(workload, draft)
+    return workload
+
+
+def _take_draft(workload: Workload, draft: JobDraft) -> None:
+    """Give a workload the options of a recipe's job, and its adapters."""
     from merak.cli.recipe.parts import model_of, with_adapters
     from merak.engine.layer_dropping import drop_layers
     from merak.graph.weights.empty_weights import empty_weights
@@ -152,77 +214,6 @@ def take_draft(workload: Workload, draft: JobDraft | None) -> Workload:
             f"merak: {draft.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
             "time and memory are those of steps in which all run."
         )
-    return workload
-
-
-def model_source(request: NamedModel, job: PlannedJob | None) -> ModelSource:
-    """Find the model of a request; a sequence that it has no use for is warned of.
-
-    Args:
-        request: with the model and its config.
-        job: of the recipe that it names as its model; None where it names none.
-
-    Raises:
-        CommandError: there is no such model, or no such field of its config.
-    """
-    from merak.zoo.configs.fields import merged
-    from merak.zoo.model_source import check_inner_fields, parse_overrides, resolve_model
-    from merak.zoo.workload import reads_sequence
-
-    name, config, trusted = request.model, {}, request.trust_remote_code
-    if job is not None:
-        own = job.model
-        name, config, trusted = own.name, own.config, trusted or own.trust_remote_code
-    changes = merged(config, parse_overrides(request.config))
-    source = resolve_model(name, changes, trust_remote_code=trusted)
-    check_inner_fields(source.config, changes)
-    if request.sequence is not None and not reads_sequence(source):
-        logger.warning(
-            "--seq %d changes nothing: the batches of %s have no sequence of a free length.",
-            request.sequence,
-            source.name,
-        )
-    return source
-
-
-def model_workload(
-    request: TypedModel,
-    source: ModelSource,
-    *,
-    global_batch: int,
-    device: torch.device | None = None,
-    optimizer: OptimizerFactory | None = None,
-    master_weights: bool = False,
-) -> Workload:
-    """Make the workload of a request: its model on example batches, with its trace in the cache.
-
-    Args:
-        request: with the sequence and the types.
-        source: its model.
-        global_batch: samples of a step of the whole job.
-        device: type of the devices; the CPU where it is None.
-        optimizer: makes the optimizer; None forecasts no state.
-        master_weights: whether parameters of a lower precision have float32 masters.
-
-    Raises:
-        CommandError: sizes or types that do not fit the model.
-    """
-    from merak.arguments import default_trace_cache
-    from merak.zoo.workload import example_workload
-
-    dtype, autocast = types_of(request.dtype, request.autocast)
-    folder = default_trace_cache()
-    return example_workload(
-        source,
-        global_batch=global_batch,
-        sequence=request.sequence,
-        dtype=dtype,
-        autocast=autocast,
-        device=device,
-        cache_dir=Path(folder) if folder else None,
-        optimizer=optimizer,
-        master_weights=master_weights,
-    )
 
 
 def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:

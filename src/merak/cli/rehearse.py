@@ -13,9 +13,7 @@ from merak.cli.model import (
     model_workload,
     recipe_job,
     request_optimizer,
-    take_draft,
     types_of,
-    with_sample,
 )
 from merak.cli.options import (
     check_reductions,
@@ -139,8 +137,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         cluster, mesh.replicas, mesh.tp, mesh.pp
     )  # refuses a cluster that is too small
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
-    source = model_source(request, job)
-    request = with_sample(request, source, job)
+    request, source = model_source(request, job)
     workload = model_workload(
         request,
         source,
@@ -148,8 +145,8 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         device=here,
         optimizer=request_optimizer(request, draft),
         master_weights=request.master_weights,
+        draft=draft,
     )
-    take_draft(workload, draft)
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
     samples = candidate.microbatch * candidate.num_microbatches

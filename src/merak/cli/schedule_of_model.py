@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
-from merak.cli.model import model_source, model_workload, recipe_job, with_sample
+from merak.cli.model import model_source, model_workload, recipe_job
 from merak.cli.options import given, option, recipe_settings
 from merak.launch.errors import CommandError
 
@@ -78,8 +78,7 @@ def simulate_model(
     devices = planned_cluster(request.device, request.cluster, stages * request.cp * request.tp)
     assert devices is not None and request.model is not None
     job = recipe_job(request)
-    source = model_source(request, job)
-    request = with_sample(request, source, job)
+    request, source = model_source(request, job)
     workload = model_workload(request, source, global_batch=request.batch * microbatches)
     candidate = Candidate(
         dp=request.ep if request.tp == 1 else 1,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
-from merak.cli.model import model_source, recipe_job, with_sample
+from merak.cli.model import model_source, recipe_job
 from merak.cli.options import ModelRequest, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, counted, seconds, size
@@ -142,8 +142,7 @@ def trace_report(request: TraceRequest) -> TraceReport:
 
     devices = planned_cluster(request.device, request.cluster, request.tp * request.cp)
     job = recipe_job(request)
-    source = model_source(request, job)
-    request = with_sample(request, source, job)
+    request, source = model_source(request, job)
     columns = example_columns(
         source.model_class, source.config, batch=request.batch, sequence=request.sequence
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from merak.arguments.planned import planned_arguments
 from merak.cli.main import main
+from merak.cli.plan.page import frontier_svg, memory_svg
 from merak.cli.plan.plan import commands
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import read_plan
 
@@ -49,6 +53,36 @@ def test_the_report_has_the_fields_of_the_contract(capsys, tmp_path):
     drawn = page.read_text()
     assert 'name="viewport"' in drawn and "prefers-color-scheme:dark" in drawn
     assert drawn.count("<svg") == 3 and "http" not in drawn.replace("http://www.w3.org/", "")
+
+
+def price_of(step_s: float, peak: int, most: float = 100.0) -> Price:
+    return Price(
+        candidate=Candidate(), step_s=step_s, compute_s=step_s, bubble_s=0.0,
+        exposed_communication_s=0.0, optimizer_s=0.0, peak_memory_bytes=(peak,),
+        device_bytes=(most,), model_flops=1.0, tokens=1, uncertainty=0.1,
+        memory_uncertainty=0.1, bubble_fraction=0.0,
+    )  # fmt: skip
+
+
+def test_the_frontier_joins_the_plans_that_no_other_beats_in_both():
+    """The fastest, and slower ones that take less; one that takes more, or too much, is not."""
+    fast, small, worse, large = (
+        price_of(1.0, 90), price_of(2.0, 40), price_of(3.0, 60), price_of(0.5, 120),
+    )  # fmt: skip
+    drawn = frontier_svg([small, large, worse, fast])
+    places = dict(re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', drawn))
+    assert len(places) == 4 and drawn.count("--bad") == 1
+    (joined,) = re.findall(r'points="([^"]*)"', drawn)
+    across = sorted(map(float, places))  # large, fast, small, worse
+    assert [float(p.split(",")[0]) for p in joined.split()] == across[1:3]
+    assert across[0] > 90 and across[-1] < 900  # within the axes
+    assert frontier_svg([fast]).count("<circle") == 1
+
+
+def test_a_bar_of_memory_says_how_much_of_the_device_it_takes():
+    assert "90 B of 100 B" in memory_svg(price_of(1.0, 90))
+    assert memory_svg(price_of(1.0, 120)).count("--bad") == 1
+    assert ">90 B<" in memory_svg(price_of(1.0, 90, float("inf")))
 
 
 def test_sums_in_the_own_type_take_half_the_memory_and_are_in_the_plan(capsys, tmp_path):

@@ -12,19 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from merak.core import mesh
 from merak.core.errors import TraceError
 from merak.engine.python_state import MANY
 from tests.unit.engine.test_python_state import batch, engine_of, num_programs, step
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    torch.manual_seed(0)
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 OFFSET = torch.zeros(4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,13 +19,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.trainer.optimizer_like import LocalParameters
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def engine_of(model: torch.nn.Module, batch: dict[str, torch.Tensor], **options: object) -> Engine:

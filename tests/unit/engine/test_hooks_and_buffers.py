@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,7 @@ from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def engine_of(model: nn.Module, batch: dict[str, Tensor], **options: object) -> Engine:

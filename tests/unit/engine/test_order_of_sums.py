@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -83,12 +82,7 @@ class LaidOut(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("kind", [ReadOften, UsedOften, LaidOut])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,13 +19,7 @@ from merak.engine.python_state import MANY
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Tempered(nn.Module):

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from merak.core import mesh
 from merak.core.errors import TraceError
 from tests.unit.engine.test_python_state import batch, engine_of, step
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    torch.manual_seed(0)
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Writes(nn.Module):

@@ -15,9 +15,7 @@ from merak.cli.model import (
     model_workload,
     recipe_job,
     request_optimizer,
-    take_draft,
     types_of,
-    with_sample,
 )
 from merak.cli.options import takes
 from merak.cli.output import show, stdout_to_stderr
@@ -155,8 +153,7 @@ def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | No
     from merak.zoo.workload import reads_sequence
 
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
-    source = model_source(request, job)
-    request = with_sample(request, source, job)
+    request, source = model_source(request, job)
     if request.sequence is None and reads_sequence(source):
         limit = most_positions(source.config)
         usual = DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
@@ -171,8 +168,8 @@ def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | No
         global_batch=request.global_batch,
         optimizer=request_optimizer(request, draft),
         master_weights=request.master_weights,
+        draft=draft,
     )
-    take_draft(workload, draft)
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")

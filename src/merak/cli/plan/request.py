@@ -57,7 +57,7 @@ class PlanRequest:
         None,
         "--ep",
         "E",
-        f"Expert parallel degree: tp or, with tp=1, a divisor of dp · cp.{_PINNED}",
+        f"Expert parallel degree: that of tp, or of replicas.{_PINNED}",
     )
     cp: int | None = option(None, "--cp", "C", f"Context parallel degree.{_PINNED}")
     microbatch: int | None = option(

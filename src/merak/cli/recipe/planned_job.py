@@ -77,6 +77,19 @@ class PlannedJob:
             mesh, args = draft_of(self.recipe, device, self.recipe.parallel.num_ranks)
         return JobDraft(self, mesh, args)
 
+    def samples(self, source: ModelSource) -> dict[str, Any]:
+        """Return what fields of a request say of the samples, and of stored weights.
+
+        Args:
+            source: the model.
+        """
+        found: dict[str, Any] = {}
+        if reads_sequence(source) and self.recipe.data.format != COLUMNS:
+            found["sequence"] = self.recipe.data.sequence
+        if source.weights is not None and source.config.dtype is not None:
+            found["dtype"] = str(source.config.dtype).removeprefix("torch.")
+        return found
+
     def sample(self, source: ModelSource, sequence: int | None) -> str:
         """Return a sentence on the samples that stand for those of the data.
 

@@ -1,18 +1,11 @@
 """The kernels of a segment, and its collectives over tp and cp, forward and backward, in order.
 
 By default a device runs what Merak's trace has: every operator is a kernel that reads its inputs
-and writes its outputs. Many published runs had fused kernels, by hand or by a compiler. One rule
-stands for them: operators between matrix products that are pointwise or reductions, and follow one
-another, are one kernel. It reads what comes from outside, writes what is read outside, and a byte
-an element for every dropout's mask. Its backward computes inner values again.
-
-A compiler such as torch.compile's fuses in this way; Megatron-LM (arXiv 2104.04473) has such
-kernels by hand.
+and writes its outputs. Jobs with fused kernels are priced by the rule of `merak.plan.price.fusion`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -41,16 +34,8 @@ from merak.ops.expert_dispatch import (
 )
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 from merak.plan.cost.efficiency import ProductShape
-from merak.plan.cost.operators import (
-    Work,
-    draws_mask,
-    hands_gradient_on,
-    is_fusible,
-    is_linear,
-    is_view,
-    node_work,
-    outputs,
-)
+from merak.plan.cost.operators import Work, is_view, node_work, outputs
+from merak.plan.price.fusion import FusedGroup, fused_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +130,7 @@ def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> 
         choice: which kernels there are.
         device_type: "cpu" or "cuda".
     """
-    groups = _fused_groups(graph) if choice.fused else {}
+    groups = fused_groups(graph) if choice.fused else {}
     forward: list[Kernel] = []
     backward: list[Kernel] = []
     last = {id(group): group.nodes[-1] for group in groups.values()}
@@ -153,8 +138,10 @@ def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> 
         group = groups.get(node)
         if group is not None:
             if last[id(group)] is node:
-                forward.append(group.forward())
-                backward += group.backward()
+                names = frozenset(own.name for own in group.nodes)
+                forward.append(Kernel(group.forward(), nodes=names))
+                again = group.backward()
+                backward += [] if again is None else [Kernel(again)]
             continue
         there, back = _kernels(node, choice, device_type)
         forward += there
@@ -185,7 +172,8 @@ def _kernels(
     if node.target in (vocab_parallel_cross_entropy, token_vocab_parallel_cross_entropy):
         target = node.args[1]
         assert isinstance(target, fx.Node)
-        positions = _size(target) * 4
+        (meta,) = outputs(target)
+        positions = 4 * (meta.num_bytes // meta.dtype.itemsize)
         sizes = (positions, 2 * positions)
         forward += [Kernel(collective=("all_reduce", size, "tp")) for size in sizes]
     backward = [Kernel(kernel) for kernel in work.backward]
@@ -295,7 +283,7 @@ def _unfused_attention(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel
 
 
 def _gradient_sums(
-    graph: fx.Graph, groups: Mapping[fx.Node, _FusedGroup], choice: KernelChoice
+    graph: fx.Graph, groups: Mapping[fx.Node, FusedGroup], choice: KernelChoice
 ) -> Iterator[Kernel]:
     """Sums of a value's gradients from several readers, and with those of earlier microbatches."""
     for node in graph.nodes:
@@ -324,139 +312,3 @@ def _gradient_sums(
 def _accumulates(user: fx.Node, weight: fx.Node) -> bool:
     operands = GEMM_OPERANDS.get(family(user.target)) if user.op == "call_function" else None
     return operands is not None and user.args[operands.weight] is weight
-
-
-# Fusion
-
-
-class _FusedGroup:
-    """Operators that one kernel computes.
-
-    Args:
-        nodes: in order.
-    """
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        self.nodes = nodes
-        inside = set(nodes)
-        self._inputs: dict[fx.Node, list[fx.Node]] = {}
-        for node in nodes:
-            for source in node.all_input_nodes:
-                if _producer(source) not in inside:
-                    self._inputs.setdefault(source, []).append(node)
-        self._written = [
-            node for node in nodes if any(user not in inside for user in _readers(node))
-        ]
-
-    def forward(self) -> Kernel:
-        """The kernel of the forward."""
-        masks = sum(_size(node) for node in self.nodes if draws_mask(node))
-        work = self._work(_bytes(self._inputs) + _bytes(self._written) + masks, forward=True)
-        return Kernel(work, nodes=frozenset(node.name for node in self.nodes))
-
-    def backward(self) -> list[Kernel]:
-        """The kernel of the backward, where it has one."""
-        trained = [node for node in self._inputs if _requires_grad(node)]
-        if not any(_requires_grad(node) for node in self.nodes) or not trained:
-            return []
-        read = [node for node in self._inputs if self._is_read_again(node)]
-        made = [node for node in trained if not self._passes(node)]
-        if not made:
-            return []
-        gradients = [node for node in self._written if _requires_grad(node)]
-        masks = sum(_size(node) for node in self.nodes if draws_mask(node))
-        size = _bytes(read) + _bytes(gradients) + _bytes(made) + masks
-        return [Kernel(self._work(size, forward=False))]
-
-    def _work(self, num_bytes: float, *, forward: bool) -> Work:
-        functions = randoms = 0.0
-        for node in self.nodes:
-            work = node_work(node, "cuda")
-            functions += sum(k.functions for k in (work.forward if forward else work.backward))
-            randoms += _size(node) if forward and draws_mask(node) else 0
-        return Work(num_bytes, functions=functions, randoms=randoms)
-
-    def _is_read_again(self, node: fx.Node) -> bool:
-        """Whether the backward reads an input of the forward."""
-        return any(not is_linear(user) and _requires_grad(user) for user in self._after(node))
-
-    def _passes(self, node: fx.Node) -> bool:
-        """Whether an input's gradient is that of the output, unchanged."""
-        return all(hands_gradient_on(user) and _same_size(node, user) for user in self._after(node))
-
-    def _after(self, node: fx.Node) -> set[fx.Node]:
-        """Operators of the group that compute with an input."""
-        found: set[fx.Node] = set(self._inputs[node])
-        for user in self.nodes:
-            if any(_producer(source) in found for source in user.all_input_nodes):
-                found.add(user)
-        return found
-
-
-def _fused_groups(graph: fx.Graph) -> dict[fx.Node, _FusedGroup]:
-    """The group of every operator that is fused.
-
-    Operators are in one group if they follow one another and as many other kernels lie before them,
-    on the longest way from the inputs: so no group waits for another that waits for it.
-    """
-    level: dict[fx.Node, int] = {}
-    member: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        before = [level[source] for source in node.all_input_nodes]
-        level[node] = max(before, default=0)
-        if node.op != "call_function" or is_view(node):
-            continue
-        if not is_fusible(node):
-            level[node] += 1
-            continue
-        own = [node]
-        for source in map(_producer, node.all_input_nodes):
-            # What only parameters go into, such as their conversion, is a kernel of its own.
-            other = member.get(source)
-            if other is None or other is own or level[source] != level[node]:
-                continue
-            other += [n for n in own if n not in other]
-            for n in own:
-                member[n] = other
-            own = other
-        member[node] = own
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    made: dict[int, _FusedGroup] = {}
-    for own in member.values():
-        if id(own) not in made:
-            made[id(own)] = _FusedGroup(sorted(own, key=order.__getitem__))
-    return {node: made[id(own)] for node, own in member.items()}
-
-
-def _producer(node: fx.Node) -> fx.Node:
-    """What computes a node's values, seen through views."""
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a node's values, seen through views."""
-    for user in node.users:
-        if user.op == "call_function" and is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    return any(meta.requires_grad for meta in outputs(node))
-
-
-def _bytes(nodes: Any) -> int:
-    return sum(meta.num_bytes for node in nodes for meta in outputs(node))
-
-
-def _size(node: fx.Node) -> int:
-    return sum(meta.num_bytes // meta.dtype.itemsize for meta in outputs(node))
-
-
-def _same_size(node: fx.Node, other: fx.Node) -> bool:
-    return Counter(m.num_bytes for m in outputs(node)) == Counter(
-        m.num_bytes for m in outputs(other)
-    )

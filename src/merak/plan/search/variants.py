@@ -111,6 +111,7 @@ def _with_variant(
     return replace(
         found,
         plans=tuple(plans[:top]),
+        behind=(*plans[top:], *found.behind),
         rejected=tuple(rejected),
         num_priced=found.num_priced + (price is not None),
         num_candidates=found.num_candidates + 1,

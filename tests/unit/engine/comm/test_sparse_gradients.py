@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import merak
-from merak.core import mesh
 from merak.core.gradients import dense
 
 
@@ -39,12 +37,7 @@ class Alone(nn.Module):
         return self.table(ids).square().mean()
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 BATCH = {"ids": torch.tensor([1, 3, 3, 5])}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import merak
-from merak.core import mesh
 from merak.core.errors import ArgumentsError, TrainingError
 from merak.parallel import ParallelModel
 
@@ -20,12 +18,7 @@ WIDTH, SAMPLES = 8, 4
 BATCH = {"x": torch.linspace(-1, 1, SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)}
 
 
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    mesh.reset()
-    mesh.init(device="cpu")
-    yield
-    mesh.reset()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Layered(nn.Module):
