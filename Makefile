@@ -43,7 +43,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist workst
 test: $(STAMP) ## run the essential tests: units beside those with real ranks
 	$(PYTEST) -m 'not slow' $(TESTS)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) ## run the slow tests, which take more than an hour on two cores
 	$(PYTEST) -m slow $(TESTS)
 
 test-all: test test-slow ## run every test: the essential ones, then the slow ones
@@ -124,7 +124,7 @@ zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and wr
 	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
 	$(BIN)/python -m tests.zoo.widths docs/zoo.md
 
-check: lint docs test-all examples package ## all of the above that can fail: what the continuous integration runs
+check: lint docs test examples package ## what the continuous integration runs: all of the above but the slow tests
 
 clean: ## remove .venv, caches, the built pages and the runs
 	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
