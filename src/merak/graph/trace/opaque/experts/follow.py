@@ -6,8 +6,8 @@ known which expert's rows each of its operators takes, and from what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,11 +67,24 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
+class _Noise:
+    """What dropout multiplies rows by.
+
+    Args:
+        row: the rows.
+        kept: the fraction that it keeps; None before it is drawn.
+    """
+
+    row: _Row
+    kept: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Sum:
     """The tensor that rows are added to, (tokens, …)."""
 
 
-_Meaning = _Input | _Stack | _Own | _Row | _Sum
+_Meaning = _Input | _Stack | _Own | _Row | _Noise | _Sum
 
 
 class Follower(TorchDispatchMode):
@@ -80,6 +93,7 @@ class Follower(TorchDispatchMode):
     Args:
         choices: the experts of the tokens.
         weights: the module's parameters, without values.
+        separate: of parameters that every expert has one of, the expert, and which they are.
         inputs: the module's inputs, without values but for the choices.
         autocast: that the module runs in, (device type, dtype).
     """
@@ -88,6 +102,7 @@ class Follower(TorchDispatchMode):
         self,
         choices: Choices,
         weights: Sequence[torch.Tensor],
+        separate: Mapping[int, tuple[int, tuple[int, ...]]],
         inputs: Sequence[torch.Tensor],
         autocast: tuple[str, torch.dtype] | None,
     ) -> None:
@@ -98,8 +113,13 @@ class Follower(TorchDispatchMode):
         self.steps: dict[int, list[Step]] = {}
         self.order: dict[int, Pairs] = {}
         self.ends: dict[int, Result] = {}
-        for number, stack in enumerate(weights):
-            self._note(stack, _Stack(number, tuple(stack.shape)))
+        for number, weight in enumerate(weights):
+            shape = tuple(weight.shape)
+            if number in separate:
+                expert, numbers = separate[number]
+                self._note(weight, _Own(expert, Weight(numbers, (len(numbers), *shape))))
+            else:
+                self._note(weight, _Stack(number, shape))
         for place, tensor in enumerate(inputs):
             if tensor.is_meta:
                 is_led = tensor.shape[0] != choices.index.shape[0]
@@ -188,7 +208,7 @@ class Follower(TorchDispatchMode):
         return self._own(func, args, found, args[2])
 
     def _own(self, func: Any, args: Any, found: _Stack, expert: int) -> Any:
-        own = Weight(found.number, found.shape)
+        own = Weight((found.number,), found.shape)
         return self.ran(func, args, {}, _Own(expert, own))
 
     def viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -220,7 +240,7 @@ class Follower(TorchDispatchMode):
         made = func(*args, **kwargs)
         weight = found.weight
         is_turned = made.stride() == args[0].stride()[::-1]
-        flipped = Weight(weight.number, weight.shape, weight.is_transposed ^ is_turned)
+        flipped = replace(weight, is_transposed=weight.is_transposed ^ is_turned)
         return self._note(made, _Own(found.expert, flipped))
 
     def multiplied(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -262,6 +282,35 @@ class Follower(TorchDispatchMode):
     def zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
         """zeros_like and new_zeros: the tensor that rows are added to."""
         return self.ran(func, args, kwargs, _Sum())
+
+    def noise(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """empty_like: what dropout fills with random numbers."""
+        found = self.meaning(args[0])
+        return self.ran(func, args, kwargs, _Noise(found)) if isinstance(found, _Row) else None
+
+    def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """bernoulli: the rows' elements that dropout keeps."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Noise) or found.kept is not None:
+            raise NotALoopError
+        return self._note(args[0], _Noise(found.row, args[1]))
+
+    def scaled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """div, by the fraction that dropout keeps."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Noise) or args[1] != found.kept:
+            raise NotALoopError
+        return args[0]
+
+    def dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """mul: of rows, and what dropout multiplies them by."""
+        row, noise = map(self.meaning, args)
+        if not isinstance(noise, _Noise):
+            return None
+        if row != noise.row or not isinstance(row, _Row) or noise.kept is None:
+            raise NotALoopError
+        step = PerRow(aten.dropout.default, (row.result, 1 - noise.kept, True), ())
+        return self.ran(func, args, kwargs, _Row(row.expert, self.step(row.expert, step)))
 
     def per_row(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that treats every row by itself."""
@@ -343,6 +392,10 @@ _RULES: dict[str, Callable[[Follower, Any, Any, Any], Any]] = {
     "index_add": Follower.added,
     "index_add_": Follower.added,
     "detach": Follower.apart,
+    "empty_like": Follower.noise,
+    "bernoulli_": Follower.drawn,
+    "div_": Follower.scaled,
+    "mul": Follower.dropped,
     "zeros_like": Follower.zeros,
     "new_zeros": Follower.zeros,
 }

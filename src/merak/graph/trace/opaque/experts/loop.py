@@ -7,7 +7,7 @@ grouped product in the place of every product. Its weights can be split over ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,9 +15,12 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR
+from merak.graph.trace.opaque.experts.separate import separate_weights
 from merak.graph.trace.opaque.experts.steps import (
     Choices,
     NotALoopError,
@@ -56,20 +59,24 @@ class ExpertLoop:
 
     Args:
         choices: place among the module's inputs of the experts that every token has chosen.
-        num_experts: the number of values that these take.
+        is_mask: whether these are a mask with a place for every expert, not their numbers.
+        num_experts: the number of experts; one more where a choice may be of none.
         kinds: of experts; those of none give nothing.
         output: what it returns.
         result: nested, with a slot in place of that.
     """
 
     choices: int
+    is_mask: bool
     num_experts: int
     kinds: tuple[Kind, ...]
     output: TensorMeta
     result: Any
 
 
-def expert_loop_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> ExpertLoop | None:
+def expert_loop_of(
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], has_mask: bool
+) -> ExpertLoop | None:
     """The loop over experts that a module computes; None if it computes anything else.
 
     The module is called on tensors without values and a few tokens, whose experts are known, and
@@ -78,15 +85,16 @@ def expert_loop_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> ExpertL
     Args:
         call: the call.
         tensors: its tensors; the module's own first.
+        has_mask: whether its input of three dims is a mask of choices, each of one expert or none.
     """
     inputs = tensors[len(call.states) :]
     chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
     hooks, _ = call.module._get_backward_hooks()
     if len(chosen) != 1 or call.scalars:
         return None
-    if hooks or call.module._get_backward_pre_hooks() or inputs[chosen[0]].ndim not in (1, 2):
+    if hooks or call.module._get_backward_pre_hooks() or inputs[chosen[0]].dtype is not torch.int64:
         return None
-    if inputs[chosen[0]].dtype is not torch.int64:
+    if inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
         return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
@@ -96,9 +104,7 @@ def expert_loop_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> ExpertL
 def _found(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> ExpertLoop | None:
     with undisturbed(call), torch.enable_grad():
         before = attributes(call.module)
-        num_classes = _num_classes(call, tensors, place)
-        # A mask may have room for one expert more, of tokens that others compute.
-        for num_experts in (num_classes, num_classes - 1):
+        for num_experts in _possible_numbers(call, tensors, place):
             found = _templates(call, tensors, place, num_experts)
             if found is not None:
                 break
@@ -115,7 +121,8 @@ def _found(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> Exp
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
     meta = TensorMeta(tuple(output.shape), output.dtype)
-    return ExpertLoop(place, num_experts, kinds, meta, result)
+    is_mask = tensors[len(call.states) + place].ndim == 3
+    return ExpertLoop(place, is_mask, num_experts, kinds, meta, result)
 
 
 def _templates(
@@ -137,6 +144,22 @@ def _templates(
     if first != other or not own.items() <= first.items():
         return None
     return first, *flatten(result)
+
+
+def _possible_numbers(
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int
+) -> Iterator[int]:
+    """How many experts there may be."""
+    choices = tensors[len(call.states) + place]
+    if choices.ndim == 3:
+        yield choices.shape[-1] + 1
+        return
+    num_classes = _num_classes(call, tensors, place)
+    # A mask may have room for one expert more, of tokens that others compute.
+    yield from (num_classes, num_classes - 1)
+    parameters = tensors[: call.parameters]
+    yield from {len(alike) for _, alike in separate_weights(call, parameters).values()}
+    yield from {len(stack) for stack in parameters if stack.ndim == 3}
 
 
 def _num_classes(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> int:
@@ -173,13 +196,16 @@ def _prepared(
 ) -> tuple[Follower, list[torch.Tensor]]:
     states, inputs = tensors[: len(call.states)], tensors[len(call.states) :]
     shape = tuple(inputs[place].shape)
-    choices = Choices.spread(num_tokens, shape[1] if len(shape) == 2 else 1, num_experts)
-    index = choices.index if len(shape) == 2 else choices.index[:, 0]
+    choices = Choices.spread(num_tokens, shape[1] if len(shape) > 1 else 1, num_experts)
+    index = choices.index if len(shape) > 1 else choices.index[:, 0]
+    if len(shape) == 3:  # with no place for the last, which is none
+        index = functional.one_hot(index, num_experts)[..., :-1].clone()
     weights = [_without_values(tuple(t.shape), t.dtype) for t in states]
     given = [
         index if i == place else _of_tokens(t, shape[0], num_tokens) for i, t in enumerate(inputs)
     ]
-    follower = Follower(choices, weights[: call.parameters], given, call.autocast)
+    own = weights[: call.parameters]
+    follower = Follower(choices, own, separate_weights(call, own), given, call.autocast)
     return follower, [*weights, *given]
 
 
@@ -242,6 +268,10 @@ class _Rows:
     @staticmethod
     def of(loop: ExpertLoop, inputs: Sequence[torch.Tensor]) -> _Rows:
         chosen = inputs[loop.choices]
+        if loop.is_mask:
+            size = chosen.shape[-1]
+            number = torch.arange(size, device=chosen.device)
+            chosen = ((chosen != 0) * (number - size)).sum(-1) + size  # `size` for none
         experts, order = torch.sort(chosen.reshape(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
@@ -311,7 +341,8 @@ class _Made:
 
     def stack(self, weight: Weight) -> torch.Tensor:
         """Every expert's weight, (experts, …)."""
-        stack = self.states[weight.number]
+        parts = [self.states[number] for number in weight.numbers]
+        stack = torch.stack(parts) if len(parts) > 1 else parts[0]
         if tuple(stack.shape) != weight.shape:
             stack = stack.view(weight.shape)
         return stack.transpose(-2, -1) if weight.is_transposed else stack
@@ -341,15 +372,18 @@ def _run(step: Step, made: _Made) -> Any:
 
 def _product(step: Product, made: _Made) -> torch.Tensor:
     """Rows times their experts' weights; zeros, or biases, for rows without an expert."""
-    rows, stack = made.result(step.rows), made.stack(step.weight)
+    rows, offsets, weight = made.result(step.rows), made.offsets, step.weight
     bias = None if step.bias is None else made.of_rows(step.bias)
-    if step.dtype is not None:
-        rows, stack = rows.to(step.dtype), stack.to(step.dtype)
-        bias = None if bias is None else bias.to(step.dtype)
-    offsets = made.offsets
+    dtype = rows.dtype if step.dtype is None else step.dtype
     assert offsets is not None
-    if len(stack) > made.num_experts:  # weights that no expert of the loop multiplies by
-        none = offsets[-1:].expand(len(stack) - made.num_experts)
+    if weight.shape[0] > made.num_experts:  # weights that no expert of the loop multiplies by
+        none = offsets[-1:].expand(weight.shape[0] - made.num_experts)
         offsets = torch.cat((offsets, none))
-    found: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, stack, offsets)
-    return found if bias is None else found + bias
+    found: torch.Tensor
+    if len(weight.numbers) > 1:
+        weights = [made.states[number].to(dtype) for number in weight.numbers]
+        found = GROUPED_LINEAR(rows.to(dtype), weights, offsets, weight.is_transposed)
+    else:
+        stack = made.stack(weight).to(dtype)
+        found = torch.ops.transformers.grouped_mm_fallback(rows.to(dtype), stack, offsets)
+    return found if bias is None else found + bias.to(dtype)

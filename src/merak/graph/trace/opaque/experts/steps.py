@@ -23,15 +23,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The expert's own part of a stack of weights.
+    """The expert's own part of a stack of weights, or its own one of several alike.
 
     Args:
-        number: of the stack among the module's tensors.
+        numbers: of the stack among the module's tensors; of several, in the order of experts.
         shape: that the stack is seen in; the first dim is that of the experts.
         is_transposed: whether the part is transposed.
     """
 
-    number: int
+    numbers: tuple[int, ...]
     shape: tuple[int, ...]
     is_transposed: bool = False
 
