@@ -262,7 +262,7 @@ class _Recorder:
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
         if (loop := self._loop(call, tensors)) is not None:
-            return fill(loop.result, [grouped_experts(loop, call, tensors)])
+            return fill(loop.program.result, grouped_experts(loop, call, tensors))
         found = self._found(call, tensors)
         call = replace(
             call,

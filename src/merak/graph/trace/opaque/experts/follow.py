@@ -6,7 +6,8 @@ known which expert's rows each of its operators takes, and from what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ _UNDER_AUTOCAST = CONVERSIONS | RESHAPES | SPLITS | frozenset((
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input, (tokens, *tail); with a dim of one in front where `is_led`."""
+    """A whole tensor, (tokens, *tail); with a dim of one in front where `is_led`."""
 
     place: int
     tail: tuple[int, ...]
@@ -91,24 +92,29 @@ class Follower(TorchDispatchMode):
     """Follows what a module's operators make of tokens and weights.
 
     Args:
-        choices: the experts of the tokens.
+        choices: the experts of the tokens; None before the module has made them.
+        num_tokens: the number of tokens.
         weights: the module's parameters, without values.
         separate: of parameters that every expert has one of, the expert, and which they are.
-        inputs: the module's inputs, without values but for the choices.
         autocast: that the module runs in, (device type, dtype).
     """
 
     def __init__(
         self,
-        choices: Choices,
+        choices: Choices | None,
+        num_tokens: int,
         weights: Sequence[torch.Tensor],
         separate: Mapping[int, tuple[int, tuple[int, ...]]],
-        inputs: Sequence[torch.Tensor],
         autocast: tuple[str, torch.dtype] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.choices, self.autocast = choices, autocast
+        self.choices, self.num_tokens, self.autocast = choices, num_tokens, autocast
         self.num_classes = 0
+        self._blank: list[torch.Tensor] = []
+        self.start: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.is_read = False
+        self._is_paused = False
         self.known: dict[int, tuple[torch.Tensor, _Meaning]] = {}
         self.steps: dict[int, list[Step]] = {}
         self.order: dict[int, Pairs] = {}
@@ -120,27 +126,41 @@ class Follower(TorchDispatchMode):
                 self._note(weight, _Own(expert, Weight(numbers, (len(numbers), *shape))))
             else:
                 self._note(weight, _Stack(number, shape))
-        for place, tensor in enumerate(inputs):
-            if tensor.is_meta:
-                is_led = tensor.shape[0] != choices.index.shape[0]
-                tail = tuple(tensor.shape[2 if is_led else 1 :])
-                self._note(tensor, _Input(place, tail, is_led))
 
     @property
     def templates(self) -> dict[int, Template]:
         """What each expert does with its rows; experts that add nothing are left out."""
         return {expert: tuple(self.steps[expert]) for expert in self.ends}
 
-    def finish(self, result: Any) -> None:
-        """Check that the module returns the sum, and each expert's last value is added to it."""
-        (leaf,) = tree_leaves(result)
-        is_sum = isinstance(self.meaning(leaf), _Sum)
+    @contextmanager
+    def paused(self, is_paused: bool) -> Iterator[None]:
+        """Let operators on whole tensors run."""
+        self._is_paused = is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def note_whole(self, tensor: torch.Tensor, number: int) -> None:
+        """Note a whole tensor of all tokens, which rows may be picked from."""
+        if not tensor.is_meta or isinstance(self.meaning(tensor), _Sum):
+            return
+        if any(is_same_memory(tensor, zeros) for zeros in self._blank):
+            self._note(tensor, _Sum())
+            return
+        shape = tuple(tensor.shape)
+        is_led = shape[:2] == (1, self.num_tokens) and self.num_tokens > 1
+        if is_led or shape[:1] == (self.num_tokens,):
+            self._note(tensor, _Input(number, shape[2 if is_led else 1 :], is_led))
+
+    def finish(self) -> None:
+        """Check that each expert's last value, and nothing else, is added to the sum."""
         ends = {expert: len(steps) - 1 for expert, steps in self.steps.items()}
         # What is computed without gradients would have some as operators of the graph.
         rows = [tensor for tensor, one in self.known.values() if isinstance(one, _Row)]
-        if not all(tensor.requires_grad for tensor in (*rows, leaf)):
+        if self.total is None or not all(t.requires_grad for t in (*rows, self.total)):
             raise NotALoopError
-        if not is_sum or ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
+        if ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
             raise NotALoopError
 
     def meaning(self, value: Any) -> _Meaning | None:
@@ -151,12 +171,14 @@ class Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note what its result is."""
         kwargs, name = kwargs or {}, aten_family(func)
+        if self._is_paused:
+            return func(*args, **kwargs)
         if not any(self.meaning(value) for value in tree_leaves((args, kwargs))):
             if name == "scatter_" and not args[0].is_meta:
                 self.num_classes = args[0].shape[-1]  # of one_hot
             made = func(*args, **kwargs)
             if name == "zeros" and made.is_meta:
-                self._note(made, _Sum())
+                self._blank.append(self._note(made, _Sum()))
             return made
         rule = _RULES.get(name)
         made = None if rule is None else rule(self, func, args, kwargs)
@@ -187,6 +209,10 @@ class Follower(TorchDispatchMode):
         if found.is_led and indices[0] is not None:
             raise NotALoopError
         first, *others = indices[1:] if found.is_led else indices
+        if self.choices is None:
+            raise NotALoopError
+        if first.dtype is torch.bool:
+            first = first.nonzero()[:, 0]
         expert, order = self.choices.expert_of(first)
         if self.order.setdefault(expert, order) != order or len(others) > 1:
             raise NotALoopError
@@ -194,7 +220,7 @@ class Follower(TorchDispatchMode):
         if others:
             if others[0].tolist() != [choice for _, choice in order]:
                 raise NotALoopError
-            if found.is_led or found.tail[0] != self.choices.index.shape[1]:
+            if found.is_led or found.tail[:1] != tuple(self.choices.index.shape[1:]):
                 raise NotALoopError
             step = OfChoices(found.place, found.tail[1:])
         result = self.step(expert, step)
@@ -214,7 +240,7 @@ class Follower(TorchDispatchMode):
     def viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Views of inputs, of stacks and of the sum; of rows, where they stay."""
         found, made = self.meaning(args[0]), func(*args, **kwargs)
-        shape, num_tokens = tuple(made.shape), self.choices.index.shape[0]
+        shape, num_tokens = tuple(made.shape), self.num_tokens
         if isinstance(found, _Stack):
             return self._note(made, _Stack(found.number, shape))
         if isinstance(found, _Sum):
@@ -270,9 +296,20 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
         if tokens.tolist() != [token for token, _ in self.order[row.expert]]:
             raise NotALoopError
-        self.ends[row.expert] = row.result
         made = func(*_meta(args))
-        return self._note(args[0] if aten_family(func).endswith("_") else made, _Sum())
+        return self._sum(row, total, args[0] if aten_family(func).endswith("_") else made)
+
+    def _sum(self, row: _Row, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The sum behind an expert; there is one, which nobody reads before it is complete."""
+        is_other = self.total is not None and not is_same_memory(before, self.total)
+        if self.is_read or is_other:
+            raise NotALoopError
+        if self.start is None:
+            self.start = before
+        self.ends[row.expert] = row.result
+        self.total = after
+        self._note(after, _Sum())
+        return after
 
     def apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """detach: rows from which nothing may be computed; autograd detaches what it saves."""
@@ -281,7 +318,9 @@ class Follower(TorchDispatchMode):
 
     def zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
         """zeros_like and new_zeros: the tensor that rows are added to."""
-        return self.ran(func, args, kwargs, _Sum())
+        made = self.ran(func, args, kwargs, _Sum())
+        self._blank.append(made)
+        return made
 
     def noise(self, func: Any, args: Any, kwargs: Any) -> Any:
         """empty_like: what dropout fills with random numbers."""
@@ -366,6 +405,11 @@ class Follower(TorchDispatchMode):
                 raise NotALoopError
         elif name not in CONVERSIONS | COPIES or owns:
             raise NotALoopError
+
+
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, which may have no values, are views of the same memory."""
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _is(value: Any) -> bool:

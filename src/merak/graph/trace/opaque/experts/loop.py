@@ -7,17 +7,18 @@ grouped product in the place of every product. Its weights can be split over ran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.opaque.experts.around import TOTAL, Around, Program, call_again
 from merak.graph.trace.opaque.experts.follow import Follower
 from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR
 from merak.graph.trace.opaque.experts.separate import separate_weights
@@ -34,7 +35,6 @@ from merak.graph.trace.opaque.experts.steps import (
 )
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import undisturbed
-from merak.graph.trace.opaque.pytree import flatten
 from merak.graph.trace.opaque.run import attributes, invoke
 
 
@@ -58,20 +58,16 @@ class ExpertLoop:
     """What a module computes that loops over experts.
 
     Args:
-        choices: place among the module's inputs of the experts that every token has chosen.
-        is_mask: whether these are a mask with a place for every expert, not their numbers.
+        program: what it does around the loop.
+        is_mask: whether the choices are a mask with a place for every expert, not their numbers.
         num_experts: the number of experts; one more where a choice may be of none.
         kinds: of experts; those of none give nothing.
-        output: what it returns.
-        result: nested, with a slot in place of that.
     """
 
-    choices: int
+    program: Program
     is_mask: bool
     num_experts: int
     kinds: tuple[Kind, ...]
-    output: TensorMeta
-    result: Any
 
 
 def expert_loop_of(
@@ -90,123 +86,161 @@ def expert_loop_of(
     inputs = tensors[len(call.states) :]
     chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
     hooks, _ = call.module._get_backward_hooks()
-    if len(chosen) != 1 or call.scalars:
+    if len(chosen) > 1 or call.scalars or hooks or call.module._get_backward_pre_hooks():
         return None
-    if hooks or call.module._get_backward_pre_hooks() or inputs[chosen[0]].dtype is not torch.int64:
+    if chosen and inputs[chosen[0]].dtype is not torch.int64:
         return None
-    if inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
+    if chosen and inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
         return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_found, call, tensors, chosen[0]).result()
+        return pool.submit(_found, _Module(call, tensors, *chosen)).result()
 
 
-def _found(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> ExpertLoop | None:
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A call, on tensors that have no values.
+
+    Args:
+        call: the call.
+        tensors: its tensors; the module's own first.
+        place: of the choices among its inputs; None where it makes them itself.
+    """
+
+    call: OpaqueCall
+    tensors: Sequence[torch.Tensor]
+    place: int | None = None
+
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """What it is called with."""
+        return self.tensors[len(self.call.states) :]
+
+    @property
+    def choices(self) -> torch.Tensor | None:
+        """The choices, where it is called with them."""
+        return None if self.place is None else self.inputs[self.place]
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        if self.choices is not None:
+            return self.choices.shape[0]
+        shape = self.inputs[0].shape
+        return math.prod(shape[:2]) if len(shape) > 2 else shape[0]
+
+
+def _found(module: _Module) -> ExpertLoop | None:
+    call = module.call
     with undisturbed(call), torch.enable_grad():
         before = attributes(call.module)
-        for num_experts in _possible_numbers(call, tensors, place):
-            found = _templates(call, tensors, place, num_experts)
-            if found is not None:
+        for num_experts in dict.fromkeys(_possible_numbers(module)):
+            program = _program(module, num_experts)
+            if program is not None:
                 break
         after = attributes(call.module)
-    if found is None:
+    if program is None:
         return None
     if before.keys() != after.keys() or any(before[k] is not after[k] for k in before):
         return None  # what it keeps, others may read
-    templates, (output,), result = found
-    numbered = groupby(range(num_experts), key=templates.get)
+    numbered = groupby(range(num_experts), key=program.templates.get)
     spans = [(steps, list(experts)) for steps, experts in numbered if steps is not None]
     kinds = tuple(Kind(own[0], own[-1] + 1, steps) for steps, own in spans)
     have_products = [k for k in kinds if any(isinstance(step, Product) for step in k.steps)]
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
-    meta = TensorMeta(tuple(output.shape), output.dtype)
-    is_mask = tensors[len(call.states) + place].ndim == 3
-    return ExpertLoop(place, is_mask, num_experts, kinds, meta, result)
+    is_mask = module.choices is not None and module.choices.ndim == 3
+    return ExpertLoop(program, is_mask, num_experts, kinds)
 
 
-def _templates(
-    call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int, num_experts: int
-) -> tuple[dict[int, Template], list[torch.Tensor], Any] | None:
-    """What each expert does with its rows, which is the same for any number of tokens.
-
-    With that, what the module returns for as many as there are: one tensor, and the rest of it.
-    """
+def _program(module: _Module, num_experts: int) -> Program | None:
+    """What the module does, which is the same for any number of tokens, whatever they choose."""
     if num_experts < 1:
         return None
     try:
-        first, _ = _followed(call, tensors, place, num_experts, num_experts + 1)
-        other, _ = _followed(call, tensors, place, num_experts, num_experts + 3)
-        num_tokens = tensors[len(call.states) + place].shape[0]
-        own, result = _followed(call, tensors, place, num_experts, num_tokens)
+        first, other = (_followed(module, num_experts, num_experts + n) for n in (1, 3))
+        # A number that its code has read from the choices would differ.
+        others = (_followed(module, num_experts, num_experts + n, 1) for n in (1, 3))
+        own = _followed(module, num_experts, module.num_tokens)
+        if (first, other) != tuple(others) or first.templates != other.templates:
+            return None
     except Exception:  # whatever the module's code does with tensors that have no values
         return None
-    if first != other or not own.items() <= first.items():
+    if not own.templates.items() <= first.templates.items():
         return None
-    return first, *flatten(result)
+    return replace(own, templates=first.templates)
 
 
-def _possible_numbers(
-    call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int
-) -> Iterator[int]:
+def _possible_numbers(module: _Module) -> Iterator[int]:
     """How many experts there may be."""
-    choices = tensors[len(call.states) + place]
-    if choices.ndim == 3:
+    call, choices = module.call, module.choices
+    if choices is not None and choices.ndim == 3:
         yield choices.shape[-1] + 1
         return
-    num_classes = _num_classes(call, tensors, place)
-    # A mask may have room for one expert more, of tokens that others compute.
-    yield from (num_classes, num_classes - 1)
-    parameters = tensors[: call.parameters]
+    if choices is not None:
+        num_classes = _num_classes(module)
+        # A mask may have room for one expert more, of tokens that others compute.
+        yield from (num_classes, num_classes - 1)
+    parameters = module.tensors[: call.parameters]
     yield from {len(alike) for _, alike in separate_weights(call, parameters).values()}
     yield from {len(stack) for stack in parameters if stack.ndim == 3}
 
 
-def _num_classes(call: OpaqueCall, tensors: Sequence[torch.Tensor], place: int) -> int:
+def _num_classes(module: _Module) -> int:
     """The number of experts that the module's own mask of choices has room for."""
-    follower, inputs = _prepared(call, tensors, place, 1, 1)
-    with suppress(Exception), follower:  # it is called for the mask, which comes first
-        invoke(call, inputs)
-    return follower.num_classes
+    around, inputs = _prepared(module, 1, 1, 0)
+    with suppress(Exception), around.follower, around:  # only for the mask, which comes first
+        invoke(module.call, inputs)
+    return around.follower.num_classes
 
 
-def _followed(
-    call: OpaqueCall,
-    tensors: Sequence[torch.Tensor],
-    place: int,
-    num_experts: int,
-    num_tokens: int,
-) -> tuple[dict[int, Template], Any]:
-    """What experts do with the rows of some tokens, and what the module returns."""
-    follower, given = _prepared(call, tensors, place, num_experts, num_tokens)
-    with follower:
-        result = invoke(call, given)
-    follower.finish(result)
+def _followed(module: _Module, num_experts: int, num_tokens: int, shift: int = 0) -> Program:
+    """What the module does with some tokens."""
+    around, given = _prepared(module, num_experts, num_tokens, shift)
+    with around.follower, around:
+        result = invoke(module.call, given)
+    around.follower.finish()
     if any(tensor._version for tensor in given):
         raise NotALoopError  # it writes into what it is given
-    return follower.templates, result
+    return around.program(result)
 
 
 def _prepared(
-    call: OpaqueCall,
-    tensors: Sequence[torch.Tensor],
-    place: int,
-    num_experts: int,
-    num_tokens: int,
-) -> tuple[Follower, list[torch.Tensor]]:
-    states, inputs = tensors[: len(call.states)], tensors[len(call.states) :]
-    shape = tuple(inputs[place].shape)
-    choices = Choices.spread(num_tokens, shape[1] if len(shape) > 1 else 1, num_experts)
-    index = choices.index if len(shape) > 1 else choices.index[:, 0]
-    if len(shape) == 3:  # with no place for the last, which is none
-        index = functional.one_hot(index, num_experts)[..., :-1].clone()
-    weights = [_without_values(tuple(t.shape), t.dtype) for t in states]
-    given = [
-        index if i == place else _of_tokens(t, shape[0], num_tokens) for i, t in enumerate(inputs)
-    ]
-    own = weights[: call.parameters]
-    follower = Follower(choices, own, separate_weights(call, own), given, call.autocast)
-    return follower, [*weights, *given]
+    module: _Module, num_experts: int, num_tokens: int, shift: int
+) -> tuple[Around, list[torch.Tensor]]:
+    """What follows the module, and what the module is called with.
+
+    Args:
+        module: the module.
+        num_experts: the number of experts.
+        num_tokens: the number of tokens.
+        shift: how far the choices are from those of shift 0.
+    """
+    call, place, choices = module.call, module.place, module.choices
+    parameters = module.tensors[: call.parameters]
+    separate = separate_weights(call, parameters)
+    given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors[: len(call.states)]]
+    follower = Follower(None, num_tokens, given[: call.parameters], separate, call.autocast)
+
+    def choose(shape: tuple[int, ...]) -> torch.Tensor:
+        if shape[:1] != (num_tokens,) or len(shape) > 3:
+            raise NotALoopError
+        num_choices = shape[1] if len(shape) > 1 else 1
+        follower.choices = Choices.spread(num_tokens, num_choices, num_experts, shift)
+        index = follower.choices.index if len(shape) > 1 else follower.choices.index[:, 0]
+        # A mask has no place for the last, which is none.
+        is_mask = len(shape) == 3
+        return functional.one_hot(index, num_experts)[..., :-1].clone() if is_mask else index
+
+    chosen = None if choices is None else choose((num_tokens, *choices.shape[1:]))
+    before = module.num_tokens
+    for i, tensor in enumerate(module.inputs):
+        is_chosen = i == place and chosen is not None
+        given.append(chosen if is_chosen else _of_tokens(tensor, before, num_tokens))  # type: ignore[arg-type]
+    for number in range(len(call.states), len(given)):
+        follower.note_whole(given[number], number)
+    around = Around(follower, given, None if place is None else len(call.states) + place, choose)
+    return around, given
 
 
 def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tensor:
@@ -230,19 +264,23 @@ def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def grouped_experts(
     loop: ExpertLoop, call: OpaqueCall, tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """What the module returns, by operators on all rows.
+) -> list[torch.Tensor]:
+    """The tensors that the module returns, by operators on all rows.
 
     Args:
         loop: what the module computes.
         call: the call.
         tensors: its tensors; the module's own first.
     """
-    rows = _Rows.of(loop, tensors[len(call.states) :])
-    states = tensors[: len(call.states)]
+    program, values = loop.program, dict(enumerate(tensors))
+    call_again(program.before, values)
+    rows, states = _Rows.of(loop, values), tensors[: len(call.states)]
     parts = [_combined(kind, loop, rows, states) for kind in loop.kinds]
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    return total.to(loop.output.dtype).view(loop.output.shape)
+    start = values[program.start]
+    values[TOTAL] = total.to(start.dtype).view(start.shape)
+    call_again(program.after, values)
+    return [values[number] for number in program.outputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +288,7 @@ class _Rows:
     """A row for each token and each of its experts, sorted by expert.
 
     Args:
-        inputs: the module's inputs.
+        values: whole tensors, by number.
         num_tokens: number of tokens.
         num_choices: experts of each.
         experts: (rows,), each row's expert, ascending.
@@ -258,7 +296,7 @@ class _Rows:
         back: (rows,), the row of each choice.
     """
 
-    inputs: Sequence[torch.Tensor]
+    values: Mapping[int, torch.Tensor]
     num_tokens: int
     num_choices: int
     experts: torch.Tensor
@@ -266,8 +304,8 @@ class _Rows:
     back: torch.Tensor
 
     @staticmethod
-    def of(loop: ExpertLoop, inputs: Sequence[torch.Tensor]) -> _Rows:
-        chosen = inputs[loop.choices]
+    def of(loop: ExpertLoop, values: Mapping[int, torch.Tensor]) -> _Rows:
+        chosen = values[loop.program.choices]
         if loop.is_mask:
             size = chosen.shape[-1]
             number = torch.arange(size, device=chosen.device)
@@ -276,16 +314,16 @@ class _Rows:
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
         num_choices = chosen.shape[1] if chosen.ndim == 2 else 1
-        return _Rows(inputs, chosen.shape[0], num_choices, experts, order, back)
+        return _Rows(values, chosen.shape[0], num_choices, experts, order, back)
 
     def of_tokens(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
         """The token of every row."""
-        tokens = self.inputs[place].reshape(self.num_tokens, *tail)
+        tokens = self.values[place].reshape(self.num_tokens, *tail)
         return tokens[self.order // self.num_choices]
 
     def of_choices(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
         """The value of every row's choice, such as its weight."""
-        return self.inputs[place].reshape(-1, *tail)[self.order]
+        return self.values[place].reshape(-1, *tail)[self.order]
 
     def offsets(self, num_experts: int) -> torch.Tensor:
         """The row after the last one of every expert."""

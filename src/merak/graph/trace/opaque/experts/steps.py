@@ -38,7 +38,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class OfTokens:
-    """Step: the token of every row, (rows, *tail), of an input of the module."""
+    """Step: the token of every row, (rows, *tail), of the whole tensor of that number."""
 
     place: int
     tail: tuple[int, ...]
@@ -90,10 +90,10 @@ class Choices:
     experts: Mapping[tuple[int, ...], frozenset[tuple[int, Pairs]]]
 
     @staticmethod
-    def spread(num_tokens: int, num_choices: int, num_experts: int) -> Choices:
+    def spread(num_tokens: int, num_choices: int, num_experts: int, first: int = 0) -> Choices:
         """Tokens that choose neighbouring experts, the next token from the next expert on."""
         token, choice = torch.arange(num_tokens)[:, None], torch.arange(num_choices)
-        index = (token + choice) % num_experts
+        index = (token + choice + first) % num_experts
         found: dict[tuple[int, ...], frozenset[tuple[int, Pairs]]] = {}
         for expert in range(num_experts):
             by_token = [(int(t), int(c)) for t, c in (index == expert).nonzero()]
