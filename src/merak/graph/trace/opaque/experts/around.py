@@ -62,6 +62,7 @@ class Program:
         start: number of the zeros that rows are added to.
         outputs: numbers of the tensors that the module returns.
         templates: what each expert does with its rows.
+        kinds: their shapes and dtypes.
         result: what the module returns, with slots in place of tensors.
     """
 
@@ -71,6 +72,7 @@ class Program:
     start: int
     outputs: tuple[int, ...]
     templates: Mapping[int, Template]
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     result: Any
 
 
@@ -126,9 +128,10 @@ class Around(TorchFunctionMode):
         calls = _needed(self._calls, {*outputs, *places, self.choices, start})
         if TOTAL not in {*outputs, *(n for call in calls for n in call.operands)}:
             raise NotALoopError
+        made = dict.fromkeys(number for call in calls for number in call.results)
+        numbered = enumerate(made, self._given)
         new = {number: number for number in (TOTAL, *range(self._given))}
-        for call in calls:
-            new |= {n: self._given + len(new) for n in call.results if n not in new}
+        new |= {before: number for number, before in numbered}
         calls = [
             replace(
                 call,
@@ -152,6 +155,7 @@ class Around(TorchFunctionMode):
                 )
                 for expert, own in follower.templates.items()
             },
+            tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves),
             template,
         )
 

@@ -85,7 +85,15 @@ class _Sum:
     """The tensor that rows are added to, (tokens, …)."""
 
 
-_Meaning = _Input | _Stack | _Own | _Row | _Noise | _Sum
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The sum's rows of an expert's tokens; with the expert's own rows once these are added."""
+
+    expert: int
+    row: _Row | None = None
+
+
+_Meaning = _Input | _Stack | _Own | _Row | _Noise | _Sum | _Part
 
 
 class Follower(TorchDispatchMode):
@@ -201,20 +209,18 @@ class Follower(TorchDispatchMode):
 
     def picked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """index: rows of an expert's tokens, their choices' values, or an expert's own weight."""
-        found, indices = self.meaning(args[0]), list(args[1])
+        found, indices = self.meaning(args[0]), [_rows(index) for index in args[1]]
+        args = (args[0], indices)
         if isinstance(found, _Stack) and len(indices) == 1 and indices[0].ndim == 0:
             return self._own(func, args, found, int(indices[0]))
-        if not isinstance(found, _Input):
-            raise NotALoopError
-        if found.is_led and indices[0] is not None:
+        if isinstance(found, _Sum) and len(indices) == 1:
+            return self.ran(func, args, kwargs, _Part(self._expert_of(indices[0])))
+        if not isinstance(found, _Input) or (found.is_led and indices[0] is not None):
             raise NotALoopError
         first, *others = indices[1:] if found.is_led else indices
-        if self.choices is None:
-            raise NotALoopError
-        if first.dtype is torch.bool:
-            first = first.nonzero()[:, 0]
-        expert, order = self.choices.expert_of(first)
-        if self.order.setdefault(expert, order) != order or len(others) > 1:
+        expert = self._expert_of(first)
+        order = self.order[expert]
+        if len(others) > 1:
             raise NotALoopError
         step: Step = OfTokens(found.place, found.tail)
         if others:
@@ -225,6 +231,15 @@ class Follower(TorchDispatchMode):
             step = OfChoices(found.place, found.tail[1:])
         result = self.step(expert, step)
         return self.ran(func, args, kwargs, _Row(expert, result, found.is_led))
+
+    def _expert_of(self, tokens: torch.Tensor) -> int:
+        """The expert that some tokens, or a mask of them, belong to."""
+        if self.choices is None:
+            raise NotALoopError
+        expert, order = self.choices.expert_of(tokens)
+        if self.order.setdefault(expert, order) != order:
+            raise NotALoopError
+        return expert
 
     def selected(self, func: Any, args: Any, kwargs: Any) -> Any:
         """select: an expert's own weight."""
@@ -298,6 +313,35 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
         made = func(*_meta(args))
         return self._sum(row, total, args[0] if aten_family(func).endswith("_") else made)
+
+    def added_to_part(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """add: an expert's last rows to the sum's rows of its tokens."""
+        part, row = map(self.meaning, args)
+        if not isinstance(part, _Part):
+            return None
+        is_own = isinstance(row, _Row) and not row.is_led and row.expert == part.expert
+        if part.row is not None or not is_own or kwargs:
+            raise NotALoopError
+        made = func(*args)
+        return self._note(made, replace(part, row=row))
+
+    def put(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """index_put: the sum's rows of an expert's tokens, to which its own are added.
+
+        Where every token has one expert, its rows may come in the place of zeros.
+        """
+        total, indices, value, *accumulate = args
+        indices = [_rows(index) for index in indices]
+        found, choices = self.meaning(value), self.choices
+        if choices is not None and choices.index.shape[1] == 1 and isinstance(found, _Row):
+            found = _Part(found.expert, found)
+        if not isinstance(found, _Part) or found.row is None or len(indices) != 1:
+            raise NotALoopError
+        is_sum = isinstance(self.meaning(total), _Sum) and not any(accumulate) and not kwargs
+        if not is_sum or found.expert in self.ends or self._expert_of(indices[0]) != found.expert:
+            raise NotALoopError
+        made = func(*_meta((total, indices, value)))
+        return self._sum(found.row, total, total if aten_family(func).endswith("_") else made)
 
     def _sum(self, row: _Row, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         """The sum behind an expert; there is one, which nobody reads before it is complete."""
@@ -412,6 +456,12 @@ def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
+def _rows(index: Any) -> Any:
+    """An index as it is, but for a mask of tokens, in whose place come their numbers."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.ndim == 1
+    return index.nonzero()[:, 0] if is_mask else index
+
+
 def _is(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -433,6 +483,10 @@ _RULES: dict[str, Callable[[Follower, Any, Any, Any], Any]] = {
     "permute": Follower.flipped,
     "mm": Follower.multiplied,
     "addmm": Follower.multiplied,
+    "add": Follower.added_to_part,
+    "add_": Follower.added_to_part,
+    "index_put": Follower.put,
+    "index_put_": Follower.put,
     "index_add": Follower.added,
     "index_add_": Follower.added,
     "detach": Follower.apart,

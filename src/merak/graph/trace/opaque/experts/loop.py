@@ -150,7 +150,18 @@ def _found(module: _Module) -> ExpertLoop | None:
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
     is_mask = module.choices is not None and module.choices.ndim == 3
-    return ExpertLoop(program, is_mask, num_experts, kinds)
+    loop = ExpertLoop(program, is_mask, num_experts, kinds)
+    return loop if _has_operators(loop, module) else None
+
+
+def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
+    """Whether operators on all rows give what the module returns, as far as sizes and types."""
+    given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors]
+    try:
+        made = grouped_experts(loop, module.call, given)
+    except Exception:  # of functions that are called again
+        return False
+    return [(tuple(t.shape), t.dtype) for t in made] == list(loop.program.kinds)
 
 
 def _program(module: _Module, num_experts: int) -> Program | None:
@@ -158,9 +169,10 @@ def _program(module: _Module, num_experts: int) -> Program | None:
     if num_experts < 1:
         return None
     try:
-        first, other = (_followed(module, num_experts, num_experts + n) for n in (1, 3))
+        sizes = 2 * num_experts + 1, 2 * num_experts + 3  # torch treats a single row otherwise
+        first, other = (_followed(module, num_experts, size) for size in sizes)
         # A number that its code has read from the choices would differ.
-        others = (_followed(module, num_experts, num_experts + n, 1) for n in (1, 3))
+        others = (_followed(module, num_experts, size, 1) for size in sizes)
         own = _followed(module, num_experts, module.num_tokens)
         if (first, other) != tuple(others) or first.templates != other.templates:
             return None
