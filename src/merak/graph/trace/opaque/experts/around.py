@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from merak.graph.trace.opaque.experts.follow import Follower, is_same_memory
@@ -84,6 +85,9 @@ class Around(TorchFunctionMode):
         given: the module's tensors, and its inputs; their numbers are their places.
         choices: number of the choices; None where the module makes them.
         choose: makes choices of a shape in place of those that the module's router would make.
+
+    Attributes:
+        num_classes: how many different choices there are, as far as a mask or scores tell; else 0.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Around(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.follower, self.choices, self._choose = follower, choices, choose
+        self.num_classes = 0
         self._given = len(given)
         self._next = len(given)
         self._calls: list[Call] = []
@@ -187,8 +192,11 @@ class Around(TorchFunctionMode):
         is_meta = any(tensor.is_meta for tensor in tensors)
         values = [t.to("meta") if is_meta and not t.is_meta else t for t in tensors]
         args, kwargs = fill(arguments, values)
-        with self.follower.paused(name not in _MAKES_ZEROS):
+        is_weight = bool(tensors) and all(self.follower.is_weight(t) for t in tensors)
+        with self.follower.paused(not is_weight and name not in _MAKES_ZEROS):
             result = func(*args, **kwargs)
+        if func is functional.one_hot:
+            self.num_classes = result.shape[-1]
         found, template = flatten(result)
         if not found and name != "__setitem__":
             return result
@@ -204,16 +212,21 @@ class Around(TorchFunctionMode):
         self._next += len(found)
         is_kept = any(own is value for own in found for value in values)
         self._calls.append(Call(func, arguments, operands, numbers, is_kept, is_after))
-        own = [
-            self._noted(t, n, is_meta=is_meta and bool(operands))
-            for t, n in zip(found, numbers, strict=True)
-        ]
-        return fill(template, own)
+        if self.choices is None and is_meta:
+            self._make_choices(found, numbers, values[0].shape[-1])
+        return fill(template, [self._noted(*own) for own in zip(found, numbers, strict=True)])
 
-    def _noted(self, tensor: torch.Tensor, number: int, *, is_meta: bool) -> torch.Tensor:
-        if is_meta and tensor.is_meta and tensor.dtype is torch.int64 and self.choices is None:
-            tensor = self._choose(tuple(tensor.shape))
-            self.choices = number
+    def _make_choices(
+        self, found: list[torch.Tensor], numbers: Sequence[int], num_scores: int
+    ) -> None:
+        """Take the first integers that come of scores for the experts that tokens choose."""
+        for i, tensor in enumerate(found):
+            if tensor.is_meta and tensor.dtype is torch.int64:
+                found[i], self.choices = self._choose(tuple(tensor.shape)), numbers[i]
+                self.num_classes = num_scores
+                return
+
+    def _noted(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
         self._known[id(tensor)] = tensor, number
         self.follower.note_whole(tensor, number)
         return tensor

@@ -117,7 +117,6 @@ class Follower(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.choices, self.num_tokens, self.autocast = choices, num_tokens, autocast
-        self.num_classes = 0
         self._blank: list[torch.Tensor] = []
         self.start: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
@@ -136,6 +135,11 @@ class Follower(TorchDispatchMode):
                 self._note(weight, _Stack(number, shape))
 
     @property
+    def num_choices(self) -> int:
+        """How many experts a token chooses; 0 before it has."""
+        return 0 if self.choices is None else self.choices.index.shape[1]
+
+    @property
     def templates(self) -> dict[int, Template]:
         """What each expert does with its rows; experts that add nothing are left out."""
         return {expert: tuple(self.steps[expert]) for expert in self.ends}
@@ -149,9 +153,13 @@ class Follower(TorchDispatchMode):
         finally:
             self._is_paused = False
 
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, or a view of one."""
+        return isinstance(self.meaning(tensor), (_Stack, _Own))
+
     def note_whole(self, tensor: torch.Tensor, number: int) -> None:
         """Note a whole tensor of all tokens, which rows may be picked from."""
-        if not tensor.is_meta or isinstance(self.meaning(tensor), _Sum):
+        if not tensor.is_meta or self.meaning(tensor) is not None:
             return
         if any(is_same_memory(tensor, zeros) for zeros in self._blank):
             self._note(tensor, _Sum())
@@ -182,8 +190,6 @@ class Follower(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         if not any(self.meaning(value) for value in tree_leaves((args, kwargs))):
-            if name == "scatter_" and not args[0].is_meta:
-                self.num_classes = args[0].shape[-1]  # of one_hot
             made = func(*args, **kwargs)
             if name == "zeros" and made.is_meta:
                 self._blank.append(self._note(made, _Sum()))
@@ -226,7 +232,7 @@ class Follower(TorchDispatchMode):
         if others:
             if others[0].tolist() != [choice for _, choice in order]:
                 raise NotALoopError
-            if found.is_led or found.tail[:1] != tuple(self.choices.index.shape[1:]):
+            if found.is_led or found.tail[:1] != (self.num_choices,):
                 raise NotALoopError
             step = OfChoices(found.place, found.tail[1:])
         result = self.step(expert, step)
@@ -319,8 +325,9 @@ class Follower(TorchDispatchMode):
         part, row = map(self.meaning, args)
         if not isinstance(part, _Part):
             return None
-        is_own = isinstance(row, _Row) and not row.is_led and row.expert == part.expert
-        if part.row is not None or not is_own or kwargs:
+        if not isinstance(row, _Row) or row.is_led or row.expert != part.expert:
+            raise NotALoopError
+        if part.row is not None or kwargs:
             raise NotALoopError
         made = func(*args)
         return self._note(made, replace(part, row=row))
@@ -332,8 +339,8 @@ class Follower(TorchDispatchMode):
         """
         total, indices, value, *accumulate = args
         indices = [_rows(index) for index in indices]
-        found, choices = self.meaning(value), self.choices
-        if choices is not None and choices.index.shape[1] == 1 and isinstance(found, _Row):
+        found = self.meaning(value)
+        if self.num_choices == 1 and isinstance(found, _Row):
             found = _Part(found.expert, found)
         if not isinstance(found, _Part) or found.row is None or len(indices) != 1:
             raise NotALoopError

@@ -61,12 +61,14 @@ class ExpertLoop:
         program: what it does around the loop.
         is_mask: whether the choices are a mask with a place for every expert, not their numbers.
         num_experts: the number of experts; one more where a choice may be of none.
+        is_complete: whether every choice is of these experts.
         kinds: of experts; those of none give nothing.
     """
 
     program: Program
     is_mask: bool
     num_experts: int
+    is_complete: bool
     kinds: tuple[Kind, ...]
 
 
@@ -131,10 +133,11 @@ class _Module:
 
 
 def _found(module: _Module) -> ExpertLoop | None:
-    call = module.call
+    call, program, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
         before = attributes(call.module)
-        for num_experts in dict.fromkeys(_possible_numbers(module)):
+        num_classes = _num_classes(module)
+        for num_experts in _possible_numbers(module, num_classes):
             program = _program(module, num_experts)
             if program is not None:
                 break
@@ -150,7 +153,7 @@ def _found(module: _Module) -> ExpertLoop | None:
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
     is_mask = module.choices is not None and module.choices.ndim == 3
-    loop = ExpertLoop(program, is_mask, num_experts, kinds)
+    loop = ExpertLoop(program, is_mask, num_experts, num_experts == num_classes, kinds)
     return loop if _has_operators(loop, module) else None
 
 
@@ -166,44 +169,47 @@ def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
 
 def _program(module: _Module, num_experts: int) -> Program | None:
     """What the module does, which is the same for any number of tokens, whatever they choose."""
-    if num_experts < 1:
-        return None
     try:
         sizes = 2 * num_experts + 1, 2 * num_experts + 3  # torch treats a single row otherwise
         first, other = (_followed(module, num_experts, size) for size in sizes)
         # A number that its code has read from the choices would differ.
         others = (_followed(module, num_experts, size, 1) for size in sizes)
         own = _followed(module, num_experts, module.num_tokens)
-        if (first, other) != tuple(others) or first.templates != other.templates:
-            return None
     except Exception:  # whatever the module's code does with tensors that have no values
+        return None
+    if (first, other) != tuple(others) or first.templates != other.templates:
         return None
     if not own.templates.items() <= first.templates.items():
         return None
     return replace(own, templates=first.templates)
 
 
-def _possible_numbers(module: _Module) -> Iterator[int]:
-    """How many experts there may be."""
-    call, choices = module.call, module.choices
-    if choices is not None and choices.ndim == 3:
-        yield choices.shape[-1] + 1
+def _possible_numbers(module: _Module, num_classes: int) -> Iterator[int]:
+    """How many experts there may be, or one more where a choice may be of none."""
+    if num_classes:
+        yield num_classes
+        # A mask may have room for one more, which the module would fail at.
+        with suppress(NotALoopError):
+            try:
+                _followed(module, num_classes, 2 * num_classes + 1)
+            except NotALoopError:
+                raise
+            except Exception:
+                yield num_classes - 1
         return
-    if choices is not None:
-        num_classes = _num_classes(module)
-        # A mask may have room for one expert more, of tokens that others compute.
-        yield from (num_classes, num_classes - 1)
-    parameters = module.tensors[: call.parameters]
-    yield from {len(alike) for _, alike in separate_weights(call, parameters).values()}
-    yield from {len(stack) for stack in parameters if stack.ndim == 3}
+    parameters = module.tensors[: module.call.parameters]
+    alike = {len(own) for _, own in separate_weights(module.call, parameters).values()}
+    yield from alike | {len(stack) for stack in parameters if stack.ndim == 3}
 
 
 def _num_classes(module: _Module) -> int:
-    """The number of experts that the module's own mask of choices has room for."""
+    """How many different choices there are, by the module's mask or scores; 0 if they do not tell."""
+    if module.choices is not None and module.choices.ndim == 3:
+        return module.choices.shape[-1] + 1
     around, inputs = _prepared(module, 1, 1, 0)
     with suppress(Exception), around.follower, around:  # only for the mask, which comes first
         invoke(module.call, inputs)
-    return around.follower.num_classes
+    return around.num_classes
 
 
 def _followed(module: _Module, num_experts: int, num_tokens: int, shift: int = 0) -> Program:
@@ -230,7 +236,7 @@ def _prepared(
     """
     call, place, choices = module.call, module.place, module.choices
     parameters = module.tensors[: call.parameters]
-    separate = separate_weights(call, parameters)
+    separate = separate_weights(call, parameters, num_experts)
     given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors[: len(call.states)]]
     follower = Follower(None, num_tokens, given[: call.parameters], separate, call.autocast)
 
@@ -352,7 +358,7 @@ def _combined(
 
     made: list[torch.Tensor] = []
     offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
-    is_all = kind.stop - kind.first == loop.num_experts
+    is_all = loop.is_complete and kind.stop - kind.first == loop.num_experts
     for step in kind.steps:
         made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all)))
     last = made[-1]

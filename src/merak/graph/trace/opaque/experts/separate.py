@@ -13,7 +13,9 @@ Separate = Mapping[int, tuple[int, tuple[int, ...]]]
 """Of a parameter that every expert has one of: the expert, and all of these, in their order."""
 
 
-def separate_weights(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> Separate:
+def separate_weights(
+    call: OpaqueCall, parameters: Sequence[torch.Tensor], num_experts: int | None = None
+) -> Separate:
     """Parameters of a module that differ in one number of their names, and in nothing else.
 
     Whether they are of experts is seen where rows are multiplied by them.
@@ -21,6 +23,8 @@ def separate_weights(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> Se
     Args:
         call: of the module.
         parameters: of the module, as the call has them.
+        num_experts: the number of experts, one more where a choice may be of none; if it is known,
+            weights with other numbers than these count only where a name is a number alone.
     """
     deepest = max((names[0].count(".") for names in call.states[: call.parameters]), default=0)
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -33,7 +37,9 @@ def separate_weights(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> Se
                 key = (likeness, tuple(weight.shape), weight.dtype)
                 groups.setdefault(key, []).append(number)
         for numbers in groups.values():
-            if len(numbers) > 1:
+            is_list = call.states[numbers[0]][0].split(".")[level].isdecimal()
+            is_other = num_experts is not None and num_experts - len(numbers) not in (0, 1)
+            if len(numbers) > 1 and (is_list or not is_other):
                 found |= {n: (expert, tuple(numbers)) for expert, n in enumerate(numbers)}
     return found
 
