@@ -22,7 +22,7 @@ from merak.graph.ir.operators import (
     FILLS_LIKE,
     GROUPED_GEMMS,
     SAME_VALUES,
-    SEPARATE_GEMMS,
+    SEPARATE_EXPERTS,
     family,
 )
 from merak.graph.tensor_parallel.placement import (
@@ -312,7 +312,7 @@ _RULES: Mapping[str, Callable[[Operator, Own], Found]] = {
     **dict.fromkeys(("floor_divide", "div"), _quotient),
     **dict.fromkeys(("histc", "bincount"), _counted),
     **dict.fromkeys(CUMULATIVE, _running),
-    **dict.fromkeys(GROUPED_GEMMS | SEPARATE_GEMMS, _grouped),
+    **dict.fromkeys(GROUPED_GEMMS | SEPARATE_EXPERTS, _grouped),
     **dict.fromkeys(("index_add", "index_add_"), _summed_back),
 }
 """Operators that make, use or undo an order; others work on each row."""

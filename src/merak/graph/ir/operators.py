@@ -42,6 +42,9 @@ GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback") | EXPERT_GEMMS
 SEPARATE_GEMMS = _names("grouped_linear")
 """Rows in groups, as of experts, whose weights are a list and not one stack."""
 
+SEPARATE_EXPERTS = SEPARATE_GEMMS | {"grouped_values"}
+"""Operators that read a parameter of each expert; those of experts without rows get no gradient."""
+
 CONVOLUTIONS = _names("conv1d conv2d conv3d")
 
 TRANSPOSED_CONVOLUTIONS = _names("conv_transpose1d conv_transpose2d conv_transpose3d")

@@ -154,6 +154,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.einsum: ("einsum",),
     gemm.grouped: GROUPED_GEMMS,
     gemm.separate: SEPARATE_GEMMS,
+    indexing.grouped_values: ("grouped_values",),
     gemm.convolution: CONVOLUTIONS,
     vocabulary.embedding: ("embedding",),
     vocabulary.cross_entropy: CROSS_ENTROPIES,

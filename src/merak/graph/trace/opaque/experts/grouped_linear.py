@@ -1,8 +1,8 @@
-"""Linear layers of experts with weights of their own, as one operator on all rows."""
+"""Experts with parameters of their own: linear layers and biases, as operators on all rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.is_transposed = is_transposed
         ctx.save_for_backward(rows, offsets, *weights)
         product = rows.new_zeros(rows.shape[0], weights[0].shape[0 if is_transposed else 1])
-        for group, weight in _groups(offsets, weights):
-            torch.mm(rows[group], weight.t() if is_transposed else weight, out=product[group])
+        for i, group in _groups(offsets):
+            weight = weights[i].t() if is_transposed else weights[i]
+            torch.mm(rows[group], weight, out=product[group])
         return product
 
     @staticmethod
@@ -33,28 +34,49 @@ class _GroupedLinear(torch.autograd.Function):
         rows, offsets, *weights = ctx.saved_tensors
         _, needs_rows, _, *needs_weights = ctx.needs_input_grad
         of_rows = torch.zeros_like(rows) if needs_rows else None
-        of_weights = [
-            torch.zeros_like(weight) if needed else None
-            for weight, needed in zip(weights, needs_weights, strict=True)
-        ]
-        pairs = list(zip(weights, of_weights, strict=True))
-        for group, (weight, of_weight) in _groups(offsets, pairs):
-            x, own = rows[group], gradient[group]
+        of_weights: list[torch.Tensor | None] = [None] * len(weights)
+        if is_fake_or_meta(rows):
+            of_weights = [torch.zeros_like(weight) for weight in weights]
+        for i, group in _groups(offsets):
+            x, own, weight = rows[group], gradient[group], weights[i]
             if of_rows is not None:
                 torch.mm(own, weight if ctx.is_transposed else weight.t(), out=of_rows[group])
-            if of_weight is not None:
-                left, right = (own, x) if ctx.is_transposed else (x, own)
-                torch.mm(left.t(), right, out=of_weight)
+            if needs_weights[i]:
+                of_weights[i] = own.t() @ x if ctx.is_transposed else x.t() @ own
         return None, of_rows, None, *of_weights
 
 
-def _groups(offsets: torch.Tensor, each: Sequence[Any]) -> Iterator[tuple[slice, Any]]:
+class _GroupedValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, *values: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.shapes = [value.shape for value in values]
+        result = values[0].new_zeros(rows.shape[0], *values[0].shape)
+        for i, group in _groups(offsets):
+            result[group] = values[i]
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (offsets,) = ctx.saved_tensors
+        of_values: list[torch.Tensor | None] = [None] * len(ctx.shapes)
+        if is_fake_or_meta(gradient):
+            of_values = [gradient.new_zeros(shape) for shape in ctx.shapes]
+        for i, group in _groups(offsets):
+            of_values[i] = gradient[group].sum(0) if ctx.needs_input_grad[2 + i] else None
+        return None, None, *of_values
+
+
+def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """The rows of every group that has some; sizes of fake tensors are not known."""
     if is_fake_or_meta(offsets):
         return
-    for (start, stop), own in zip(pairwise((0, *offsets.tolist())), each, strict=True):
+    for i, (start, stop) in enumerate(pairwise((0, *offsets.tolist()))):
         if start < stop:
-            yield slice(start, stop), own
+            yield i, slice(start, stop)
 
 
 def _grouped_linear(
@@ -74,5 +96,24 @@ GROUPED_LINEAR = register(
 
 `offsets`, (groups,), has the row after the last one of every group; rows behind the last group give
 zeros. Weights are (inputs, outputs), and (outputs, inputs) where `is_transposed`, as of a linear
-layer. A group without rows gives its weight a gradient of zeros.
+layer. The weight of a group without rows gets no gradient, as that of a module that is not called.
+"""
+
+
+def _grouped_values(
+    rows: torch.Tensor, values: list[torch.Tensor], offsets: torch.Tensor
+) -> torch.Tensor:
+    result: torch.Tensor = _GroupedValues.apply(rows, offsets, *values)  # type: ignore[no-untyped-call]
+    return result
+
+
+GROUPED_VALUES = register(
+    "grouped_values(Tensor rows, Tensor[] values, Tensor offsets) -> Tensor",
+    Role.KERNEL,
+    _grouped_values,
+    is_deterministic=True,
+)
+"""The value of each row's group, such as a bias: (rows, …), with as many rows as `rows` has.
+
+`offsets`, and gradients, are those of `GROUPED_LINEAR`.
 """

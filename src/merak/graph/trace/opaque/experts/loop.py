@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from merak.graph.trace.opaque.experts.around import TOTAL, Around, Program, call_again
 from merak.graph.trace.opaque.experts.follow import Follower
-from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR
+from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR, GROUPED_VALUES
 from merak.graph.trace.opaque.experts.separate import separate_weights
 from merak.graph.trace.opaque.experts.steps import (
     Choices,
@@ -35,7 +35,7 @@ from merak.graph.trace.opaque.experts.steps import (
 )
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import undisturbed
-from merak.graph.trace.opaque.run import attributes, invoke
+from merak.graph.trace.opaque.run import attributes, invoke, set_attributes
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,9 @@ def expert_loop_of(
         return None
     if chosen and inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
         return None
+    parameters = tensors[: call.parameters]
+    if not chosen and not _possible_stacks(call, parameters):
+        return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_found, _Module(call, tensors, *chosen)).result()
@@ -142,9 +145,10 @@ def _found(module: _Module) -> ExpertLoop | None:
             if program is not None:
                 break
         after = attributes(call.module)
-    if program is None:
-        return None
-    if before.keys() != after.keys() or any(before[k] is not after[k] for k in before):
+        is_changed = before.keys() != after.keys() or any(before[k] is not after[k] for k in before)
+        if is_changed:
+            set_attributes(list(call.module.modules()), before)
+    if program is None or is_changed:
         return None  # what it keeps, others may read
     numbered = groupby(range(num_experts), key=program.templates.get)
     spans = [(steps, list(experts)) for steps, experts in numbered if steps is not None]
@@ -188,25 +192,35 @@ def _possible_numbers(module: _Module, num_classes: int) -> Iterator[int]:
     """How many experts there may be, or one more where a choice may be of none."""
     if num_classes:
         yield num_classes
-        # A mask may have room for one more, which the module would fail at.
-        with suppress(NotALoopError):
-            try:
-                _followed(module, num_classes, 2 * num_classes + 1)
-            except NotALoopError:
-                raise
-            except Exception:
-                yield num_classes - 1
+        if _fails(module, num_classes):  # a mask may have room for one more, which nobody chooses
+            yield num_classes - 1
         return
-    parameters = module.tensors[: module.call.parameters]
-    alike = {len(own) for _, own in separate_weights(module.call, parameters).values()}
-    yield from alike | {len(stack) for stack in parameters if stack.ndim == 3}
+    yield from _possible_stacks(module.call, module.tensors[: module.call.parameters])
+
+
+def _possible_stacks(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> list[int]:
+    """How many experts there may be, by weights that could be theirs."""
+    alike = {len(own) for _, own in separate_weights(call, parameters).values()}
+    return sorted(alike | {len(stack) for stack in parameters if stack.ndim == 3})
+
+
+def _fails(module: _Module, num_experts: int) -> bool:
+    """Whether the module's own code fails where tokens choose among so many experts."""
+    try:
+        _followed(module, num_experts, 2 * num_experts + 1)
+    except Exception as error:
+        return not isinstance(error, NotALoopError)
+    return False
 
 
 def _num_classes(module: _Module) -> int:
-    """How many different choices there are, by the module's mask or scores; 0 if they do not tell."""
+    """How many different choices there are, by a mask or by scores; 0 if they do not tell."""
     if module.choices is not None and module.choices.ndim == 3:
         return module.choices.shape[-1] + 1
-    around, inputs = _prepared(module, 1, 1, 0)
+    try:
+        around, inputs = _prepared(module, 1, 1, 0)
+    except NotALoopError:
+        return 0
     with suppress(Exception), around.follower, around:  # only for the mask, which comes first
         invoke(module.call, inputs)
     return around.num_classes
@@ -397,15 +411,27 @@ class _Made:
 
     def stack(self, weight: Weight) -> torch.Tensor:
         """Every expert's weight, (experts, …)."""
-        parts = [self.states[number] for number in weight.numbers]
-        stack = torch.stack(parts) if len(parts) > 1 else parts[0]
+        (number,) = weight.numbers
+        stack = self.states[number]
         if tuple(stack.shape) != weight.shape:
             stack = stack.view(weight.shape)
         return stack.transpose(-2, -1) if weight.is_transposed else stack
 
+    def ends(self, weight: Weight) -> torch.Tensor:
+        """The row after the last one of every expert that has such a weight."""
+        offsets = self.offsets
+        assert offsets is not None
+        num_more = weight.shape[0] - self.num_experts  # that no expert of the loop reads
+        return torch.cat((offsets, offsets[-1:].expand(num_more))) if num_more else offsets
+
     def of_rows(self, weight: Weight) -> torch.Tensor:
         """The weight of every row's expert, such as a bias; of rows without one, any."""
-        experts, stack = self.rows.experts, self.stack(weight)
+        experts = self.rows.experts
+        if len(weight.numbers) > 1:
+            values = [self.states[number] for number in weight.numbers]
+            own: torch.Tensor = GROUPED_VALUES(experts, values, self.ends(weight))
+            return own
+        stack = self.stack(weight)
         return stack[experts if self.is_all else experts.clamp(max=self.num_experts - 1)]
 
 
@@ -428,13 +454,10 @@ def _run(step: Step, made: _Made) -> Any:
 
 def _product(step: Product, made: _Made) -> torch.Tensor:
     """Rows times their experts' weights; zeros, or biases, for rows without an expert."""
-    rows, offsets, weight = made.result(step.rows), made.offsets, step.weight
+    rows, weight = made.result(step.rows), step.weight
     bias = None if step.bias is None else made.of_rows(step.bias)
     dtype = rows.dtype if step.dtype is None else step.dtype
-    assert offsets is not None
-    if weight.shape[0] > made.num_experts:  # weights that no expert of the loop multiplies by
-        none = offsets[-1:].expand(weight.shape[0] - made.num_experts)
-        offsets = torch.cat((offsets, none))
+    offsets = made.ends(weight)
     found: torch.Tensor
     if len(weight.numbers) > 1:
         weights = [made.states[number].to(dtype) for number in weight.numbers]
