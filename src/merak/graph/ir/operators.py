@@ -43,7 +43,7 @@ SEPARATE_GEMMS = _names("grouped_linear")
 """Rows in groups, as of experts, whose weights are a list and not one stack."""
 
 SEPARATE_EXPERTS = SEPARATE_GEMMS | {"grouped_values"}
-"""Operators that read a parameter of each expert; those of experts without rows get no gradient."""
+"""Operators that read a parameter of each expert."""
 
 CONVOLUTIONS = _names("conv1d conv2d conv3d")
 

@@ -255,7 +255,7 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
             yield dims[-1], dims[-2]
         elif name in SEPARATE_GEMMS:
-            yield (dims[0], dims[1]) if user.args[3] else (dims[1], dims[0])
+            yield (dims[0], dims[1]) if user.args[4] else (dims[1], dims[0])
         elif name in MATMULS:
             yield dims[-2], dims[-1]
 

@@ -35,7 +35,7 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = frozenset((node.meta["name"],))
         elif is_branch_select(node):
             always[node] = always[node.args[1]] & always[node.args[2]]
-        elif family(node.target) in SEPARATE_EXPERTS:
+        elif _skips_idle(node):
             rows, _, offsets = node.args[:3]
             always[node] = always[rows] | always[offsets]
         elif is_opaque(node):
@@ -50,7 +50,12 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
 
 def _is_optional(node: fx.Node) -> bool:
     """Whether an operator may leave some of its operands without a gradient."""
-    return is_condition(node) or is_opaque(node) or family(node.target) in SEPARATE_EXPERTS
+    return is_condition(node) or is_opaque(node) or _skips_idle(node)
+
+
+def _skips_idle(node: fx.Node) -> bool:
+    """Whether an operator reads parameters of each expert, and skips experts without rows."""
+    return family(node.target) in SEPARATE_EXPERTS and bool(node.args[3])
 
 
 def is_branch_select(node: fx.Node) -> bool:

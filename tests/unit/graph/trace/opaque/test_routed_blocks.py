@@ -105,7 +105,7 @@ def one_for_each(self: Block, x: Tensor) -> Tensor:
 
 
 def with_other_scores(self: Block, x: Tensor) -> Tensor:
-    """The choice is by other numbers than the weights, and counts say which experts are left out."""
+    """The choice is by other numbers than the weights; experts that nobody asks are left out."""
     flat = x.view(-1, WIDTH)
     scores = self.gate(flat).sigmoid()
     chosen = torch.topk(scores + 0.1, 2, dim=-1, sorted=False).indices
@@ -221,7 +221,7 @@ def test_a_block_is_operators_whose_weights_are_split(
 
 
 def test_experts_that_nobody_asks_may_have_no_gradient() -> None:
-    _, graph = traced(by_a_mask)
+    _, graph = traced(with_other_scores)
     optional = {name for segment in graph.segments for name in optional_parameters(segment)}
     assert optional == {name for name in graph.parameters if ".experts." in name}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,9 +18,9 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, is_transposed: bool, rows: torch.Tensor, offsets: torch.Tensor, *weights: Any
+        ctx: Any, how: tuple[bool, bool], rows: torch.Tensor, offsets: torch.Tensor, *weights: Any
     ) -> torch.Tensor:
-        ctx.is_transposed = is_transposed
+        ctx.how, (ctx.skips_idle, is_transposed) = how, how
         ctx.save_for_backward(rows, offsets, *weights)
         product = rows.new_zeros(rows.shape[0], weights[0].shape[0 if is_transposed else 1])
         for i, group in _groups(offsets):
@@ -34,23 +34,22 @@ class _GroupedLinear(torch.autograd.Function):
         rows, offsets, *weights = ctx.saved_tensors
         _, needs_rows, _, *needs_weights = ctx.needs_input_grad
         of_rows = torch.zeros_like(rows) if needs_rows else None
-        of_weights: list[torch.Tensor | None] = [None] * len(weights)
-        if is_fake_or_meta(rows):
-            of_weights = [torch.zeros_like(weight) for weight in weights]
+        of_weights = _unless(ctx, rows, [weight.shape for weight in weights])
         for i, group in _groups(offsets):
             x, own, weight = rows[group], gradient[group], weights[i]
             if of_rows is not None:
-                torch.mm(own, weight if ctx.is_transposed else weight.t(), out=of_rows[group])
+                torch.mm(own, weight if ctx.how[1] else weight.t(), out=of_rows[group])
             if needs_weights[i]:
-                of_weights[i] = own.t() @ x if ctx.is_transposed else x.t() @ own
+                of_weights[i] = own.t() @ x if ctx.how[1] else x.t() @ own
         return None, of_rows, None, *of_weights
 
 
 class _GroupedValues(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, *values: torch.Tensor
+        ctx: Any, skips_idle: bool, rows: torch.Tensor, offsets: torch.Tensor, *values: torch.Tensor
     ) -> torch.Tensor:
+        ctx.skips_idle = skips_idle
         ctx.save_for_backward(offsets)
         ctx.shapes = [value.shape for value in values]
         result = values[0].new_zeros(rows.shape[0], *values[0].shape)
@@ -62,12 +61,19 @@ class _GroupedValues(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
-        of_values: list[torch.Tensor | None] = [None] * len(ctx.shapes)
-        if is_fake_or_meta(gradient):
-            of_values = [gradient.new_zeros(shape) for shape in ctx.shapes]
+        of_values = _unless(ctx, gradient, ctx.shapes)
         for i, group in _groups(offsets):
-            of_values[i] = gradient[group].sum(0) if ctx.needs_input_grad[2 + i] else None
-        return None, None, *of_values
+            of_values[i] = gradient[group].sum(0) if ctx.needs_input_grad[3 + i] else None
+        return None, None, None, *of_values
+
+
+def _unless(
+    ctx: Any, like: torch.Tensor, shapes: Sequence[torch.Size]
+) -> list[torch.Tensor | None]:
+    """Gradients of experts without rows: none where these are skipped, else zeros."""
+    if ctx.skips_idle and not is_fake_or_meta(like):
+        return [None] * len(shapes)
+    return [like.new_zeros(shape) for shape in shapes]
 
 
 def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
@@ -80,14 +86,21 @@ def _groups(offsets: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _grouped_linear(
-    rows: torch.Tensor, weights: list[torch.Tensor], offsets: torch.Tensor, is_transposed: bool
+    rows: torch.Tensor,
+    weights: list[torch.Tensor],
+    offsets: torch.Tensor,
+    skips_idle: bool,
+    is_transposed: bool,
 ) -> torch.Tensor:
-    result: torch.Tensor = _GroupedLinear.apply(is_transposed, rows, offsets, *weights)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _GroupedLinear.apply(
+        (skips_idle, is_transposed), rows, offsets, *weights
+    )  # type: ignore[no-untyped-call]
     return result
 
 
 GROUPED_LINEAR = register(
-    "grouped_linear(Tensor rows, Tensor[] weights, Tensor offsets, bool is_transposed) -> Tensor",
+    "grouped_linear(Tensor rows, Tensor[] weights, Tensor offsets, bool skips_idle, "
+    "bool is_transposed) -> Tensor",
     Role.KERNEL,
     _grouped_linear,
     is_deterministic=True,
@@ -96,19 +109,20 @@ GROUPED_LINEAR = register(
 
 `offsets`, (groups,), has the row after the last one of every group; rows behind the last group give
 zeros. Weights are (inputs, outputs), and (outputs, inputs) where `is_transposed`, as of a linear
-layer. The weight of a group without rows gets no gradient, as that of a module that is not called.
+layer. With `skips_idle`, the weight of a group without rows gets no gradient, as that of a module
+that is not called; else zeros.
 """
 
 
 def _grouped_values(
-    rows: torch.Tensor, values: list[torch.Tensor], offsets: torch.Tensor
+    rows: torch.Tensor, values: list[torch.Tensor], offsets: torch.Tensor, skips_idle: bool
 ) -> torch.Tensor:
-    result: torch.Tensor = _GroupedValues.apply(rows, offsets, *values)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _GroupedValues.apply(skips_idle, rows, offsets, *values)  # type: ignore[no-untyped-call]
     return result
 
 
 GROUPED_VALUES = register(
-    "grouped_values(Tensor rows, Tensor[] values, Tensor offsets) -> Tensor",
+    "grouped_values(Tensor rows, Tensor[] values, Tensor offsets, bool skips_idle) -> Tensor",
     Role.KERNEL,
     _grouped_values,
     is_deterministic=True,

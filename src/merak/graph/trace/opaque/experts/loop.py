@@ -62,6 +62,7 @@ class ExpertLoop:
         is_mask: whether the choices are a mask with a place for every expert, not their numbers.
         num_experts: the number of experts; one more where a choice may be of none.
         is_complete: whether every choice is of these experts.
+        skips_idle: whether an expert that no token chooses is not called.
         kinds: of experts; those of none give nothing.
     """
 
@@ -69,6 +70,7 @@ class ExpertLoop:
     is_mask: bool
     num_experts: int
     is_complete: bool
+    skips_idle: bool
     kinds: tuple[Kind, ...]
 
 
@@ -144,11 +146,12 @@ def _found(module: _Module) -> ExpertLoop | None:
             program = _program(module, num_experts)
             if program is not None:
                 break
+        skips_idle = None if program is None else _skips_idle(module, program, num_experts)
         after = attributes(call.module)
         is_changed = before.keys() != after.keys() or any(before[k] is not after[k] for k in before)
         if is_changed:
             set_attributes(list(call.module.modules()), before)
-    if program is None or is_changed:
+    if program is None or skips_idle is None or is_changed:
         return None  # what it keeps, others may read
     numbered = groupby(range(num_experts), key=program.templates.get)
     spans = [(steps, list(experts)) for steps, experts in numbered if steps is not None]
@@ -157,8 +160,23 @@ def _found(module: _Module) -> ExpertLoop | None:
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
     is_mask = module.choices is not None and module.choices.ndim == 3
-    loop = ExpertLoop(program, is_mask, num_experts, num_experts == num_classes, kinds)
+    is_complete = num_experts == num_classes
+    loop = ExpertLoop(program, is_mask, num_experts, is_complete, skips_idle, kinds)
     return loop if _has_operators(loop, module) else None
+
+
+def _skips_idle(module: _Module, program: Program, num_experts: int) -> bool | None:
+    """Whether an expert that no token chooses is not called; None where it cannot be told.
+
+    Parameters of an expert that is called without rows have gradients, which are zeros.
+    """
+    last = max(program.templates)
+    num_idle = num_experts - last
+    try:
+        found = _followed(module, num_experts, 2 * num_experts + 1, idle=num_idle)
+    except Exception:  # as in `_program`
+        return None
+    return last not in found.templates
 
 
 def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
@@ -218,7 +236,7 @@ def _num_classes(module: _Module) -> int:
     if module.choices is not None and module.choices.ndim == 3:
         return module.choices.shape[-1] + 1
     try:
-        around, inputs = _prepared(module, 1, 1, 0)
+        around, inputs = _prepared(module, 1, 1, 0, 0)
     except NotALoopError:
         return 0
     with suppress(Exception), around.follower, around:  # only for the mask, which comes first
@@ -226,9 +244,11 @@ def _num_classes(module: _Module) -> int:
     return around.num_classes
 
 
-def _followed(module: _Module, num_experts: int, num_tokens: int, shift: int = 0) -> Program:
+def _followed(
+    module: _Module, num_experts: int, num_tokens: int, shift: int = 0, idle: int = 0
+) -> Program:
     """What the module does with some tokens."""
-    around, given = _prepared(module, num_experts, num_tokens, shift)
+    around, given = _prepared(module, num_experts, num_tokens, shift, idle)
     with around.follower, around:
         result = invoke(module.call, given)
     around.follower.finish()
@@ -238,7 +258,7 @@ def _followed(module: _Module, num_experts: int, num_tokens: int, shift: int = 0
 
 
 def _prepared(
-    module: _Module, num_experts: int, num_tokens: int, shift: int
+    module: _Module, num_experts: int, num_tokens: int, shift: int, idle: int
 ) -> tuple[Around, list[torch.Tensor]]:
     """What follows the module, and what the module is called with.
 
@@ -247,6 +267,7 @@ def _prepared(
         num_experts: the number of experts.
         num_tokens: the number of tokens.
         shift: how far the choices are from those of shift 0.
+        idle: how many of the last experts nobody chooses.
     """
     call, place, choices = module.call, module.place, module.choices
     parameters = module.tensors[: call.parameters]
@@ -258,7 +279,7 @@ def _prepared(
         if shape[:1] != (num_tokens,) or len(shape) > 3:
             raise NotALoopError
         num_choices = shape[1] if len(shape) > 1 else 1
-        follower.choices = Choices.spread(num_tokens, num_choices, num_experts, shift)
+        follower.choices = Choices.spread(num_tokens, num_choices, num_experts, shift, idle)
         index = follower.choices.index if len(shape) > 1 else follower.choices.index[:, 0]
         # A mask has no place for the last, which is none.
         is_mask = len(shape) == 3
@@ -373,8 +394,9 @@ def _combined(
     made: list[torch.Tensor] = []
     offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
     is_all = loop.is_complete and kind.stop - kind.first == loop.num_experts
+    skips = loop.skips_idle
     for step in kind.steps:
-        made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all)))
+        made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all, skips)))
     last = made[-1]
     if not is_all:
         is_own = (rows.experts >= kind.first) & (rows.experts < kind.stop)
@@ -394,6 +416,7 @@ class _Made:
         offsets: where every expert's rows end; None where nothing is multiplied.
         num_experts: of the kind, whose first is the first of all where there are products.
         is_all: whether every row is of these.
+        skips_idle: as of the loop.
     """
 
     results: Sequence[Any]
@@ -402,6 +425,7 @@ class _Made:
     offsets: torch.Tensor | None
     num_experts: int
     is_all: bool
+    skips_idle: bool
 
     def result(self, found: Result) -> torch.Tensor:
         """What an earlier step gave."""
@@ -429,7 +453,7 @@ class _Made:
         experts = self.rows.experts
         if len(weight.numbers) > 1:
             values = [self.states[number] for number in weight.numbers]
-            own: torch.Tensor = GROUPED_VALUES(experts, values, self.ends(weight))
+            own: torch.Tensor = GROUPED_VALUES(experts, values, self.ends(weight), self.skips_idle)
             return own
         stack = self.stack(weight)
         return stack[experts if self.is_all else experts.clamp(max=self.num_experts - 1)]
@@ -461,7 +485,9 @@ def _product(step: Product, made: _Made) -> torch.Tensor:
     found: torch.Tensor
     if len(weight.numbers) > 1:
         weights = [made.states[number].to(dtype) for number in weight.numbers]
-        found = GROUPED_LINEAR(rows.to(dtype), weights, offsets, weight.is_transposed)
+        found = GROUPED_LINEAR(
+            rows.to(dtype), weights, offsets, made.skips_idle, weight.is_transposed
+        )
     else:
         stack = made.stack(weight).to(dtype)
         found = torch.ops.transformers.grouped_mm_fallback(rows.to(dtype), stack, offsets)
