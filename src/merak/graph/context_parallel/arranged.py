@@ -22,6 +22,7 @@ from merak.graph.ir.operators import (
     FILLS_LIKE,
     GROUPED_GEMMS,
     SAME_VALUES,
+    SEPARATE_EXPERTS,
     family,
 )
 from merak.graph.tensor_parallel.placement import (
@@ -274,16 +275,17 @@ def _grouped(op: Operator, own: Own) -> Found:
     """Products of groups of rows that lie one behind another."""
     args: Any = op.node.args
     x, weight, *rest = args
+    weights = weight if isinstance(weight, (list, tuple)) else [weight]
     offsets = rest[0] if rest else op.arg("offs")
     placed = op.placement(x)
     is_own = own.get(x) == Arranged(Meaning.ROWS, _sort_of(own))
     is_counted = own.get(offsets) == Arranged(Meaning.COUNTS, _sort_of(own))
-    if not is_own or not is_counted or weight in own or not isinstance(placed, Shard):
+    if not is_own or not is_counted or own.keys() & set(weights):
         return None
-    needs: dict[fx.Node, Placement] = {
-        weight: REPLICATE_PARTIAL_GRAD,
-        offsets: _placed(op, offsets),
-    }
+    if not isinstance(placed, Shard):
+        return None
+    needs: dict[fx.Node, Placement] = dict.fromkeys(weights, REPLICATE_PARTIAL_GRAD)
+    needs[offsets] = _placed(op, offsets)
     return Decision(Shard(0, placed.parts), needs), Arranged(Meaning.ROWS, _sort_of(own))
 
 
@@ -310,7 +312,7 @@ _RULES: Mapping[str, Callable[[Operator, Own], Found]] = {
     **dict.fromkeys(("floor_divide", "div"), _quotient),
     **dict.fromkeys(("histc", "bincount"), _counted),
     **dict.fromkeys(CUMULATIVE, _running),
-    **dict.fromkeys(GROUPED_GEMMS, _grouped),
+    **dict.fromkeys(GROUPED_GEMMS | SEPARATE_EXPERTS, _grouped),
     **dict.fromkeys(("index_add", "index_add_"), _summed_back),
 }
 """Operators that make, use or undo an order; others work on each row."""

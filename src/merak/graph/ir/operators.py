@@ -39,6 +39,12 @@ EXPERT_GEMMS = _names("grouped_mm_rows grouped_mm_fallback_rows")
 GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback") | EXPERT_GEMMS
 """Rows in groups, each group with a weight of its own, as of experts."""
 
+SEPARATE_GEMMS = _names("grouped_linear")
+"""Rows in groups, as of experts, whose weights are a list and not one stack."""
+
+SEPARATE_EXPERTS = SEPARATE_GEMMS | {"grouped_values"}
+"""Operators that read a parameter of each expert."""
+
 CONVOLUTIONS = _names("conv1d conv2d conv3d")
 
 TRANSPOSED_CONVOLUTIONS = _names("conv_transpose1d conv_transpose2d conv_transpose3d")
@@ -51,6 +57,7 @@ DENSE_GEMMS = LINEARS | MATMULS | {"baddbmm"}
 GEMMS = (
     DENSE_GEMMS
     | GROUPED_GEMMS
+    | SEPARATE_GEMMS
     | CONVOLUTIONS
     | TRANSPOSED_CONVOLUTIONS
     | RNNS

@@ -29,6 +29,7 @@ from merak.graph.ir.operators import (
     GEMM_OPERANDS,
     NARROWS,
     RNNS,
+    SEPARATE_GEMMS,
     SPLITS,
     family,
 )
@@ -101,7 +102,7 @@ _SPECIAL = frozenset(
     "einsum bilinear opaque_call embedding vocab_parallel_embedding "
     "vocab_parallel_cross_entropy".split()
 )
-_SPECIAL |= ATTENTIONS
+_SPECIAL |= ATTENTIONS | SEPARATE_GEMMS
 """Operators with work of their own kind."""
 
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
@@ -203,6 +204,7 @@ def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
             node, ("...i", "oij", "...j"), [node.args[n] for n in (0, 2, 1)]
         ),
         "opaque_call": _opaque_call,
+        **dict.fromkeys(SEPARATE_GEMMS, _separate_products),
         "embedding": _embedding,
         "vocab_parallel_embedding": _embedding,
         **dict.fromkeys(ATTENTIONS, lambda node: _attention(node, device_type)),
@@ -301,6 +303,22 @@ def _product(node: fx.Node, name: str) -> NodeWork:
         if operand.requires_grad
     ]
     backward += [Work(_num_bytes(out, added)) for added in _gradients((bias,))]
+    return NodeWork((product,), tuple(backward))
+
+
+def _separate_products(node: fx.Node) -> NodeWork:
+    """A product for every group of rows, each with a weight of its own."""
+    x, (out,) = _tensor(node.args[0]), outputs(node)
+    weights = [_tensor(weight) for weight in node.args[1]]  # type: ignore[union-attr]
+    assert x is not None and weights[0] is not None
+    flops = 2.0 * _size(out) * x.shape[-1]
+    shape = _product_shape(weights[0], out, flops)
+    product = Work(_num_bytes(x, *weights, out), flops, x.dtype, kernels=len(weights), shape=shape)
+    of_x = ProductShape(shape.m, shape.k, shape.n, shape.batch)
+    of_weights = ProductShape(shape.n, shape.k, shape.m, shape.batch)
+    backward = [replace(product, shape=of_x)] if x.requires_grad else []
+    if _gradients(tuple(weights)):
+        backward.append(replace(product, shape=of_weights))
     return NodeWork((product,), tuple(backward))
 
 

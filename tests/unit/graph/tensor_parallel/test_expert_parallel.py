@@ -156,9 +156,8 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
         ),
         (
             "switch",
-            "those of encoder.block.0.layer.1.mlp.experts are modules with weights of their own, "
-            "which a loop calls one by one; use ep=1, with pp or zero=2 where memory is short "
-            "(tp leaves them whole).",
+            "those of encoder.block.0.layer.1.mlp.experts have weights of their own, one by one, "
+            "which tp splits, but not ep; use ep=1, with tp, pp or zero=2 where memory is short.",
         ),
         (
             "mixtral",
@@ -183,7 +182,7 @@ def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
         n in tensor_parallel(graph, None, 2).weights for n in graph.parameters if "expert" in n
     ]
     assert split
-    assert all(split) if name == "dbrx" else not any(split)
+    assert all(split) if name in ("dbrx", "switch") else not any(split)
 
 
 def build_dense() -> nn.Module:

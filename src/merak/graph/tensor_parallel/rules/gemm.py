@@ -136,6 +136,16 @@ def grouped(op: Operator) -> Decision:
     return contract(op, operands, ("row", "out"))
 
 
+def separate(op: Operator) -> Decision:
+    """grouped_linear: rows in groups, each with its own weight of a list."""
+    x, weights = op.arg("rows"), op.arg("weights")
+    labels = ("out", "in") if op.arg("is_transposed") else ("in", "out")
+    if isinstance(of_x := op.placement(x), Shard) and of_x.dim == 0:
+        raise op.error("multiplies groups of rows that are split")
+    operands: list[Operand] = [(x, ("row", "in")), *((weight, labels) for weight in weights)]
+    return contract(op, operands, ("row", "out"))
+
+
 def convolution(op: Operator) -> Decision:
     """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …)."""
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,6 +174,16 @@ def concatenate(op: Operator) -> Decision:
         raise op.error(f"joins split and whole operands along dim {dim}")
     parts = tuple(n for p in placed if isinstance(p, Shard) for n in p.parts)
     return Decision(Shard(dim, parts, lead.origin))
+
+
+def grouped_values(op: Operator) -> Decision:
+    """grouped_values: a value of each row's group, whose dims come behind that of the rows."""
+    placed = {op.placement(value) for value in op.arg("values")} - {REPLICATE}
+    if len(placed) > 1 or op.placement(op.arg("rows")) != REPLICATE:
+        raise op.error("picks values that are split differently")
+    (lead,) = placed
+    assert isinstance(lead, Shard)
+    return Decision(replace(lead, dim=lead.dim + 1), dict.fromkeys(op.arg("values"), lead))
 
 
 def stack(op: Operator) -> Decision:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import GROUPED_GEMMS, SAME_VALUES, TRANSPOSES, family
+from merak.graph.ir.operators import GROUPED_GEMMS, SAME_VALUES, SEPARATE_GEMMS, TRANSPOSES, family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
@@ -201,6 +202,10 @@ def active_share(node: fx.Node, tokens: int) -> float:
         elif family(user.target) in GROUPED_GEMMS:
             rows, groups = (shape_of(n)[0] for n in user.args[:2])
             found = max(found, min(1.0, rows / (groups * tokens)))
+        elif family(user.target) in SEPARATE_GEMMS:
+            weights: Any = user.args[1]
+            num_rows = shape_of(user.args[0])[0]
+            found = max(found, min(1.0, num_rows / (len(weights) * tokens)))
         else:
             return 1.0
     return found or 1.0

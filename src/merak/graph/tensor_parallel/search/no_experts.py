@@ -10,7 +10,14 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.operators import GROUPED_GEMMS, RESHAPES, SAME_VALUES, TRANSPOSES, family
+from merak.graph.ir.operators import (
+    GROUPED_GEMMS,
+    RESHAPES,
+    SAME_VALUES,
+    SEPARATE_GEMMS,
+    TRANSPOSES,
+    family,
+)
 from merak.graph.tensor_parallel.placement import shape_of
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
 from merak.graph.trace.opaque.operator import opaque_nodes
@@ -35,6 +42,13 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
             yield (
                 f"those of {_parent(name)} are rows of one matrix, which tp splits, but not ep; "
                 "ep=1, with tp, pp or zero=3 where memory is short"
+            )
+    for node in (node for s in model.segments for node in s.graph.nodes):
+        weights = [n.meta["name"] for n in node.all_input_nodes if _is_parameter(n)]
+        if family(node.target) in SEPARATE_GEMMS and (path := numbered_modules(weights)):
+            yield (
+                f"those of {path} have weights of their own, one by one, which tp splits, but not "
+                "ep; ep=1, with tp, pp or zero=2 where memory is short"
             )
     for call in opaque_nodes(model):
         weights = [n.meta["name"] for n in call.all_input_nodes if _is_parameter(n)]

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.operators import SEPARATE_EXPERTS, family
 from merak.graph.trace.opaque.operator import is_opaque, operands
 
 
@@ -22,10 +23,11 @@ def is_condition(node: fx.Node) -> bool:
 def optional_parameters(segment: Segment) -> tuple[str, ...]:
     """Parameters of a segment that a step may leave without a gradient.
 
-    Some answer to its conditions skips them, or an opaque module may not use them.
+    Some answer to its conditions skips them, an opaque module may not use them, or they are of an
+    expert that no token chooses.
     """
     graph = segment.graph
-    if not any(is_condition(node) or is_opaque(node) for node in graph.nodes):
+    if not any(_is_optional(node) for node in graph.nodes):
         return ()
     always: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
@@ -33,6 +35,9 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = frozenset((node.meta["name"],))
         elif is_branch_select(node):
             always[node] = always[node.args[1]] & always[node.args[2]]
+        elif _skips_idle(node):
+            rows, _, offsets = node.args[:3]
+            always[node] = always[rows] | always[offsets]
         elif is_opaque(node):
             every = enumerate(operands(node))
             reached = [always[n] for i, n in every if i in node.meta["opaque"].always_used]
@@ -41,6 +46,16 @@ def optional_parameters(segment: Segment) -> tuple[str, ...]:
             always[node] = frozenset().union(*(always[n] for n in node.all_input_nodes))
     output = graph.output_node()
     return tuple(name for name in segment.parameters if name not in always[output])
+
+
+def _is_optional(node: fx.Node) -> bool:
+    """Whether an operator may leave some of its operands without a gradient."""
+    return is_condition(node) or is_opaque(node) or _skips_idle(node)
+
+
+def _skips_idle(node: fx.Node) -> bool:
+    """Whether an operator reads parameters of each expert, and skips experts without rows."""
+    return family(node.target) in SEPARATE_EXPERTS and bool(node.args[3])
 
 
 def is_branch_select(node: fx.Node) -> bool:

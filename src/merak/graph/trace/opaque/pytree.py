@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ PLAIN = (
     Enum,
     slice,
     range,
+    EllipsisType,
 )
 
 

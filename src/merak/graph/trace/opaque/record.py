@@ -19,6 +19,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
 from merak.graph.trace.opaque.experts.loop import ExpertLoop, expert_loop_of, grouped_experts
+from merak.graph.trace.opaque.experts.one_hot import OneHotMasks
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
@@ -114,12 +115,12 @@ def record_opaque_modules(
     if not opaque.modules and not opaque.functions:
         yield
         return
-    numbers = ScalarSources()
+    numbers, masks = ScalarSources(), OneHotMasks()
     functions = {name: FunctionModule(name) for name in opaque.functions}
     refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
     given = {path: attributes(module) for path, module in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
-    recorder = _Recorder(calls, real, device, numbers, given, looped)
+    recorder = _Recorder(calls, real, device, numbers, masks, given, looped)
     stand_ins = {
         name: recorder.forward(ModuleRef(name, functions[name]), why)
         for name, why in opaque.functions.items()
@@ -132,6 +133,7 @@ def record_opaque_modules(
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (
             numbers,
+            masks,
             _without_cache(model) if opaque.without_cache else nullcontext(),
             replaced_functions(stand_ins),
         ):
@@ -163,6 +165,7 @@ class _Recorder:
         real: the model's own parameters and buffers.
         device: device that it will run on.
         numbers: scalars that the model's code has taken from tensors.
+        masks: tensors with at most one place in each row that is not zero.
         given: attributes of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
         known: results of probes, by module kind and shapes.
@@ -174,6 +177,7 @@ class _Recorder:
     real: RealTensors
     device: torch.device
     numbers: ScalarSources
+    masks: OneHotMasks
     given: Mapping[str, Mapping[tuple[int, str], Any]]
     looped: frozenset[str]
     known: dict[Any, ProbeResult] = field(default_factory=dict)
@@ -258,7 +262,7 @@ class _Recorder:
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
         if (loop := self._loop(call, tensors)) is not None:
-            return fill(loop.result, [grouped_experts(loop, call, tensors)])
+            return fill(loop.program.result, grouped_experts(loop, call, tensors))
         found = self._found(call, tensors)
         call = replace(
             call,
@@ -292,9 +296,10 @@ class _Recorder:
         """The loop over experts that a module is; None for another module."""
         if call.ref.path in self.looped:
             return None
-        key = self._key(call, _metas(call, tensors))
+        has_mask = any(tensor in self.masks for tensor in tensors)
+        key = self._key(call, _metas(call, tensors)), has_mask
         if key not in self.loops:
-            self.loops[key] = expert_loop_of(call, tensors)
+            self.loops[key] = expert_loop_of(call, tensors, has_mask)
         return self.loops[key]
 
     def _found(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ProbeResult:

@@ -6,8 +6,9 @@ known which expert's rows each of its operators takes, and from what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ _UNDER_AUTOCAST = CONVERSIONS | RESHAPES | SPLITS | frozenset((
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """An input, (tokens, *tail); with a dim of one in front where `is_led`."""
+    """A whole tensor, (tokens, *tail); with a dim of one in front where `is_led`."""
 
     place: int
     tail: tuple[int, ...]
@@ -67,60 +68,115 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
+class _Noise:
+    """What dropout multiplies rows by.
+
+    Args:
+        row: the rows.
+        kept: the fraction that it keeps; None before it is drawn.
+    """
+
+    row: _Row
+    kept: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class _Sum:
     """The tensor that rows are added to, (tokens, …)."""
 
 
-_Meaning = _Input | _Stack | _Own | _Row | _Sum
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The sum's rows of an expert's tokens; with the expert's own rows once these are added."""
+
+    expert: int
+    row: _Row | None = None
+
+
+_Meaning = _Input | _Stack | _Own | _Row | _Noise | _Sum | _Part
 
 
 class Follower(TorchDispatchMode):
     """Follows what a module's operators make of tokens and weights.
 
     Args:
-        choices: the experts of the tokens.
+        choices: the experts of the tokens; None before the module has made them.
+        num_tokens: the number of tokens.
         weights: the module's parameters, without values.
-        inputs: the module's inputs, without values but for the choices.
+        separate: of parameters that every expert has one of, the expert, and which they are.
         autocast: that the module runs in, (device type, dtype).
     """
 
     def __init__(
         self,
-        choices: Choices,
+        choices: Choices | None,
+        num_tokens: int,
         weights: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        separate: Mapping[int, tuple[int, tuple[int, ...]]],
         autocast: tuple[str, torch.dtype] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.choices, self.autocast = choices, autocast
-        self.num_classes = 0
+        self.choices, self.num_tokens, self.autocast = choices, num_tokens, autocast
+        self._blank: list[torch.Tensor] = []
+        self.start: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.is_read = False
+        self._is_paused = False
         self.known: dict[int, tuple[torch.Tensor, _Meaning]] = {}
         self.steps: dict[int, list[Step]] = {}
         self.order: dict[int, Pairs] = {}
         self.ends: dict[int, Result] = {}
-        for number, stack in enumerate(weights):
-            self._note(stack, _Stack(number, tuple(stack.shape)))
-        for place, tensor in enumerate(inputs):
-            if tensor.is_meta:
-                is_led = tensor.shape[0] != choices.index.shape[0]
-                tail = tuple(tensor.shape[2 if is_led else 1 :])
-                self._note(tensor, _Input(place, tail, is_led))
+        for number, weight in enumerate(weights):
+            shape = tuple(weight.shape)
+            if number in separate:
+                expert, numbers = separate[number]
+                self._note(weight, _Own(expert, Weight(numbers, (len(numbers), *shape))))
+            else:
+                self._note(weight, _Stack(number, shape))
+
+    @property
+    def num_choices(self) -> int:
+        """How many experts a token chooses; 0 before it has."""
+        return 0 if self.choices is None else self.choices.index.shape[1]
 
     @property
     def templates(self) -> dict[int, Template]:
         """What each expert does with its rows; experts that add nothing are left out."""
         return {expert: tuple(self.steps[expert]) for expert in self.ends}
 
-    def finish(self, result: Any) -> None:
-        """Check that the module returns the sum, and each expert's last value is added to it."""
-        (leaf,) = tree_leaves(result)
-        is_sum = isinstance(self.meaning(leaf), _Sum)
+    @contextmanager
+    def paused(self, is_paused: bool) -> Iterator[None]:
+        """Let operators on whole tensors run."""
+        self._is_paused = is_paused
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, or a view of one."""
+        return isinstance(self.meaning(tensor), (_Stack, _Own))
+
+    def note_whole(self, tensor: torch.Tensor, number: int) -> None:
+        """Note a whole tensor of all tokens, which rows may be picked from."""
+        if not tensor.is_meta or self.meaning(tensor) is not None:
+            return
+        if any(is_same_memory(tensor, zeros) for zeros in self._blank):
+            self._note(tensor, _Sum())
+            return
+        shape = tuple(tensor.shape)
+        is_led = shape[:2] == (1, self.num_tokens) and self.num_tokens > 1
+        if is_led or shape[:1] == (self.num_tokens,):
+            self._note(tensor, _Input(number, shape[2 if is_led else 1 :], is_led))
+
+    def finish(self) -> None:
+        """Check that each expert's last value, and nothing else, is added to the sum."""
         ends = {expert: len(steps) - 1 for expert, steps in self.steps.items()}
         # What is computed without gradients would have some as operators of the graph.
         rows = [tensor for tensor, one in self.known.values() if isinstance(one, _Row)]
-        if not all(tensor.requires_grad for tensor in (*rows, leaf)):
+        if self.total is None or not all(t.requires_grad for t in (*rows, self.total)):
             raise NotALoopError
-        if not is_sum or ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
+        if ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
             raise NotALoopError
 
     def meaning(self, value: Any) -> _Meaning | None:
@@ -131,12 +187,12 @@ class Follower(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note what its result is."""
         kwargs, name = kwargs or {}, aten_family(func)
+        if self._is_paused:
+            return func(*args, **kwargs)
         if not any(self.meaning(value) for value in tree_leaves((args, kwargs))):
-            if name == "scatter_" and not args[0].is_meta:
-                self.num_classes = args[0].shape[-1]  # of one_hot
             made = func(*args, **kwargs)
             if name == "zeros" and made.is_meta:
-                self._note(made, _Sum())
+                self._blank.append(self._note(made, _Sum()))
             return made
         rule = _RULES.get(name)
         made = None if rule is None else rule(self, func, args, kwargs)
@@ -159,26 +215,37 @@ class Follower(TorchDispatchMode):
 
     def picked(self, func: Any, args: Any, kwargs: Any) -> Any:
         """index: rows of an expert's tokens, their choices' values, or an expert's own weight."""
-        found, indices = self.meaning(args[0]), list(args[1])
+        found, indices = self.meaning(args[0]), [_rows(index) for index in args[1]]
+        args = (args[0], indices)
         if isinstance(found, _Stack) and len(indices) == 1 and indices[0].ndim == 0:
             return self._own(func, args, found, int(indices[0]))
-        if not isinstance(found, _Input):
-            raise NotALoopError
-        if found.is_led and indices[0] is not None:
+        if isinstance(found, _Sum) and len(indices) == 1:
+            return self.ran(func, args, kwargs, _Part(self._expert_of(indices[0])))
+        if not isinstance(found, _Input) or (found.is_led and indices[0] is not None):
             raise NotALoopError
         first, *others = indices[1:] if found.is_led else indices
-        expert, order = self.choices.expert_of(first)
-        if self.order.setdefault(expert, order) != order or len(others) > 1:
+        expert = self._expert_of(first)
+        order = self.order[expert]
+        if len(others) > 1:
             raise NotALoopError
         step: Step = OfTokens(found.place, found.tail)
         if others:
             if others[0].tolist() != [choice for _, choice in order]:
                 raise NotALoopError
-            if found.is_led or found.tail[0] != self.choices.index.shape[1]:
+            if found.is_led or found.tail[:1] != (self.num_choices,):
                 raise NotALoopError
             step = OfChoices(found.place, found.tail[1:])
         result = self.step(expert, step)
         return self.ran(func, args, kwargs, _Row(expert, result, found.is_led))
+
+    def _expert_of(self, tokens: torch.Tensor) -> int:
+        """The expert that some tokens, or a mask of them, belong to."""
+        if self.choices is None:
+            raise NotALoopError
+        expert, order = self.choices.expert_of(tokens)
+        if self.order.setdefault(expert, order) != order:
+            raise NotALoopError
+        return expert
 
     def selected(self, func: Any, args: Any, kwargs: Any) -> Any:
         """select: an expert's own weight."""
@@ -188,13 +255,13 @@ class Follower(TorchDispatchMode):
         return self._own(func, args, found, args[2])
 
     def _own(self, func: Any, args: Any, found: _Stack, expert: int) -> Any:
-        own = Weight(found.number, found.shape)
+        own = Weight((found.number,), found.shape)
         return self.ran(func, args, {}, _Own(expert, own))
 
     def viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Views of inputs, of stacks and of the sum; of rows, where they stay."""
         found, made = self.meaning(args[0]), func(*args, **kwargs)
-        shape, num_tokens = tuple(made.shape), self.choices.index.shape[0]
+        shape, num_tokens = tuple(made.shape), self.num_tokens
         if isinstance(found, _Stack):
             return self._note(made, _Stack(found.number, shape))
         if isinstance(found, _Sum):
@@ -220,7 +287,7 @@ class Follower(TorchDispatchMode):
         made = func(*args, **kwargs)
         weight = found.weight
         is_turned = made.stride() == args[0].stride()[::-1]
-        flipped = Weight(weight.number, weight.shape, weight.is_transposed ^ is_turned)
+        flipped = replace(weight, is_transposed=weight.is_transposed ^ is_turned)
         return self._note(made, _Own(found.expert, flipped))
 
     def multiplied(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -250,9 +317,50 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
         if tokens.tolist() != [token for token, _ in self.order[row.expert]]:
             raise NotALoopError
-        self.ends[row.expert] = row.result
         made = func(*_meta(args))
-        return self._note(args[0] if aten_family(func).endswith("_") else made, _Sum())
+        return self._sum(row, total, args[0] if aten_family(func).endswith("_") else made)
+
+    def added_to_part(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """add: an expert's last rows to the sum's rows of its tokens."""
+        part, row = map(self.meaning, args)
+        if not isinstance(part, _Part):
+            return None
+        if not isinstance(row, _Row) or row.is_led or row.expert != part.expert:
+            raise NotALoopError
+        if part.row is not None or kwargs:
+            raise NotALoopError
+        made = func(*args)
+        return self._note(made, replace(part, row=row))
+
+    def put(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """index_put: the sum's rows of an expert's tokens, to which its own are added.
+
+        Where every token has one expert, its rows may come in the place of zeros.
+        """
+        total, indices, value, *accumulate = args
+        indices = [_rows(index) for index in indices]
+        found = self.meaning(value)
+        if self.num_choices == 1 and isinstance(found, _Row):
+            found = _Part(found.expert, found)
+        if not isinstance(found, _Part) or found.row is None or len(indices) != 1:
+            raise NotALoopError
+        is_sum = isinstance(self.meaning(total), _Sum) and not any(accumulate) and not kwargs
+        if not is_sum or found.expert in self.ends or self._expert_of(indices[0]) != found.expert:
+            raise NotALoopError
+        made = func(*_meta((total, indices, value)))
+        return self._sum(found.row, total, total if aten_family(func).endswith("_") else made)
+
+    def _sum(self, row: _Row, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The sum behind an expert; there is one, which nobody reads before it is complete."""
+        is_other = self.total is not None and not is_same_memory(before, self.total)
+        if self.is_read or is_other:
+            raise NotALoopError
+        if self.start is None:
+            self.start = before
+        self.ends[row.expert] = row.result
+        self.total = after
+        self._note(after, _Sum())
+        return after
 
     def apart(self, func: Any, args: Any, kwargs: Any) -> Any:
         """detach: rows from which nothing may be computed; autograd detaches what it saves."""
@@ -261,7 +369,38 @@ class Follower(TorchDispatchMode):
 
     def zeros(self, func: Any, args: Any, kwargs: Any) -> Any:
         """zeros_like and new_zeros: the tensor that rows are added to."""
-        return self.ran(func, args, kwargs, _Sum())
+        made = self.ran(func, args, kwargs, _Sum())
+        self._blank.append(made)
+        return made
+
+    def noise(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """empty_like: what dropout fills with random numbers."""
+        found = self.meaning(args[0])
+        return self.ran(func, args, kwargs, _Noise(found)) if isinstance(found, _Row) else None
+
+    def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """bernoulli: the rows' elements that dropout keeps."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Noise) or found.kept is not None:
+            raise NotALoopError
+        return self._note(args[0], _Noise(found.row, args[1]))
+
+    def scaled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """div, by the fraction that dropout keeps."""
+        found = self.meaning(args[0])
+        if not isinstance(found, _Noise) or args[1] != found.kept:
+            raise NotALoopError
+        return args[0]
+
+    def dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """mul: of rows, and what dropout multiplies them by."""
+        row, noise = map(self.meaning, args)
+        if not isinstance(noise, _Noise):
+            return None
+        if row != noise.row or not isinstance(row, _Row) or noise.kept is None:
+            raise NotALoopError
+        step = PerRow(aten.dropout.default, (row.result, 1 - noise.kept, True), ())
+        return self.ran(func, args, kwargs, _Row(row.expert, self.step(row.expert, step)))
 
     def per_row(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that treats every row by itself."""
@@ -319,6 +458,17 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
 
 
+def is_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, which may have no values, are views of the same memory."""
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _rows(index: Any) -> Any:
+    """An index as it is, but for a mask of tokens, in whose place come their numbers."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool and index.ndim == 1
+    return index.nonzero()[:, 0] if is_mask else index
+
+
 def _is(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -340,9 +490,17 @@ _RULES: dict[str, Callable[[Follower, Any, Any, Any], Any]] = {
     "permute": Follower.flipped,
     "mm": Follower.multiplied,
     "addmm": Follower.multiplied,
+    "add": Follower.added_to_part,
+    "add_": Follower.added_to_part,
+    "index_put": Follower.put,
+    "index_put_": Follower.put,
     "index_add": Follower.added,
     "index_add_": Follower.added,
     "detach": Follower.apart,
+    "empty_like": Follower.noise,
+    "bernoulli_": Follower.drawn,
+    "div_": Follower.scaled,
+    "mul": Follower.dropped,
     "zeros_like": Follower.zeros,
     "new_zeros": Follower.zeros,
 }

@@ -23,22 +23,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The expert's own part of a stack of weights.
+    """The expert's own part of a stack of weights, or its own one of several alike.
 
     Args:
-        number: of the stack among the module's tensors.
+        numbers: of the stack among the module's tensors; of several, in the order of experts.
         shape: that the stack is seen in; the first dim is that of the experts.
         is_transposed: whether the part is transposed.
     """
 
-    number: int
+    numbers: tuple[int, ...]
     shape: tuple[int, ...]
     is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class OfTokens:
-    """Step: the token of every row, (rows, *tail), of an input of the module."""
+    """Step: the token of every row, (rows, *tail), of the whole tensor of that number."""
 
     place: int
     tail: tuple[int, ...]
@@ -90,10 +90,20 @@ class Choices:
     experts: Mapping[tuple[int, ...], frozenset[tuple[int, Pairs]]]
 
     @staticmethod
-    def spread(num_tokens: int, num_choices: int, num_experts: int) -> Choices:
-        """Tokens that choose neighbouring experts, the next token from the next expert on."""
+    def spread(
+        num_tokens: int, num_choices: int, num_experts: int, first: int = 0, idle: int = 0
+    ) -> Choices:
+        """Tokens that choose neighbouring experts, the next token from the next expert on.
+
+        Args:
+            num_tokens: the number of tokens.
+            num_choices: the experts of each.
+            num_experts: the number of experts.
+            first: the expert that the first token begins with.
+            idle: how many of the last experts nobody chooses.
+        """
         token, choice = torch.arange(num_tokens)[:, None], torch.arange(num_choices)
-        index = (token + choice) % num_experts
+        index = (token + choice + first) % (num_experts - idle)
         found: dict[tuple[int, ...], frozenset[tuple[int, Pairs]]] = {}
         for expert in range(num_experts):
             by_token = [(int(t), int(c)) for t, c in (index == expert).nonzero()]

@@ -1,0 +1,276 @@
+"""What a module does around its loop over experts: functions of whole tensors.
+
+A router, shared experts, reshapes. They are recorded as the module calls them, and called again
+where the loop becomes operators on all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from merak.graph.trace.opaque.experts.follow import Follower, is_same_memory
+from merak.graph.trace.opaque.experts.steps import NotALoopError, OfChoices, OfTokens, Template
+from merak.graph.trace.opaque.pytree import fill, flatten
+
+TOTAL = -1
+"""The number of the sum over experts, once they have been added up."""
+
+_OF_VALUES = frozenset((
+    "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
+))  # fmt: skip
+"""Functions whose result has a size that depends on values."""
+
+_MAKES_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
+_VIEWS = frozenset(("T", "mT", "H", "mH"))
+"""Properties that are tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a function of torch on whole tensors.
+
+    Args:
+        target: the function.
+        arguments: its (args, kwargs), with slots in place of tensors.
+        operands: numbers of these tensors.
+        results: numbers of the tensors that it returns.
+        is_kept: whether it writes into one of its operands.
+        is_after: whether the sum over experts goes into it.
+    """
+
+    target: Any
+    arguments: Any
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    is_kept: bool
+    is_after: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a module computes.
+
+    Args:
+        before: calls that lead to what the loop reads.
+        after: calls on what it gives.
+        choices: number of the experts that every token has chosen.
+        start: number of the zeros that rows are added to.
+        outputs: numbers of the tensors that the module returns.
+        templates: what each expert does with its rows.
+        kinds: their shapes and dtypes.
+        result: what the module returns, with slots in place of tensors.
+    """
+
+    before: tuple[Call, ...]
+    after: tuple[Call, ...]
+    choices: int
+    start: int
+    outputs: tuple[int, ...]
+    templates: Mapping[int, Template]
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    result: Any
+
+
+class Around(TorchFunctionMode):
+    """Function mode that records calls on whole tensors, and leaves all others to the loop.
+
+    Args:
+        follower: of the loop.
+        given: the module's tensors, and its inputs; their numbers are their places.
+        choices: number of the choices; None where the module makes them.
+        choose: makes choices of a shape in place of those that the module's router would make.
+
+    Attributes:
+        num_classes: how many different choices there are, as far as a mask or scores tell; else 0.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        given: Sequence[torch.Tensor],
+        choices: int | None,
+        choose: Callable[[tuple[int, ...]], torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.follower, self.choices, self._choose = follower, choices, choose
+        self.num_classes = 0
+        self._given = len(given)
+        self._next = len(given)
+        self._calls: list[Call] = []
+        self._known = {id(t): (t, number) for number, t in enumerate(given)}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a call on whole tensors; pass all others on."""
+        kwargs = kwargs or {}
+        tensors, arguments = flatten((args, kwargs))
+        numbers = [self._number(tensor) for tensor in tensors]
+        operands = tuple(number for number in numbers if number is not None)
+        if len(operands) < len(numbers) or _is_of_values(func, args):
+            return func(*args, **kwargs)
+        return self._run(func, tensors, arguments, operands)
+
+    def program(self, result: Any) -> Program:
+        """What the module computes, without what nobody reads.
+
+        Raises:
+            NotALoopError: it returns something else, or the sum goes nowhere.
+        """
+        leaves, template = flatten(result)
+        numbers = [self._number(leaf) for leaf in leaves]
+        outputs = [number for number in numbers if number is not None]
+        follower = self.follower
+        if len(outputs) < len(numbers) or self.choices is None or follower.start is None:
+            raise NotALoopError
+        start = self._known[id(follower.start)][1]
+        steps = [step for own in follower.templates.values() for step in own]
+        places = [step.place for step in steps if isinstance(step, (OfTokens, OfChoices))]
+        calls = _needed(self._calls, {*outputs, *places, self.choices, start})
+        if TOTAL not in {*outputs, *(n for call in calls for n in call.operands)}:
+            raise NotALoopError
+        made = dict.fromkeys(number for call in calls for number in call.results)
+        numbered = enumerate(made, self._given)
+        new = {number: number for number in (TOTAL, *range(self._given))}
+        new |= {before: number for number, before in numbered}
+        calls = [
+            replace(
+                call,
+                operands=tuple(new[n] for n in call.operands),
+                results=tuple(new[n] for n in call.results),
+            )
+            for call in calls
+        ]
+        return Program(
+            tuple(call for call in calls if not call.is_after),
+            tuple(call for call in calls if call.is_after),
+            new[self.choices],
+            new[start],
+            tuple(new[n] for n in outputs),
+            {
+                expert: tuple(
+                    replace(step, place=new[step.place])
+                    if isinstance(step, (OfTokens, OfChoices))
+                    else step
+                    for step in own
+                )
+                for expert, own in follower.templates.items()
+            },
+            tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves),
+            template,
+        )
+
+    def _number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a whole tensor; None for rows, and for what depends on values."""
+        total = self.follower.total
+        if total is not None and tensor is total:
+            return TOTAL
+        if total is not None and tensor.is_meta and is_same_memory(tensor, total):
+            return self._reshaped(tensor)
+        known = self._known.get(id(tensor))
+        return None if known is None else known[1]
+
+    def _reshaped(self, tensor: torch.Tensor) -> int:
+        """The number of the sum in the shape of another view of it."""
+        if tensor.numel() != self.follower.total.numel():  # type: ignore[union-attr]
+            raise NotALoopError
+        _, arguments = flatten(((tensor, tuple(tensor.shape)), {}))
+        self._calls.append(
+            Call(torch.reshape, arguments, (TOTAL,), (self._next,), is_kept=False, is_after=True)
+        )
+        self._next += 1
+        return self._next - 1
+
+    def _run(
+        self, func: Any, tensors: Sequence[torch.Tensor], arguments: Any, operands: tuple[int, ...]
+    ) -> Any:
+        name = _name(func)
+        is_meta = any(tensor.is_meta for tensor in tensors)
+        values = [t.to("meta") if is_meta and not t.is_meta else t for t in tensors]
+        args, kwargs = fill(arguments, values)
+        is_weight = bool(tensors) and all(self.follower.is_weight(t) for t in tensors)
+        with self.follower.paused(not is_weight and name not in _MAKES_ZEROS):
+            result = func(*args, **kwargs)
+        if func is functional.one_hot:
+            self.num_classes = result.shape[-1]
+        found, template = flatten(result)
+        if not found and name != "__setitem__":
+            return result
+        if name == "__setitem__" or (_is_property(func) and name not in _VIEWS):
+            raise NotALoopError
+        if any(t.requires_grad for t in values) and not torch.is_grad_enabled():
+            raise NotALoopError  # what is called again would have gradients
+        after = {n for call in self._calls if call.is_after for n in call.results} | {TOTAL}
+        is_after = bool(after & set(operands))
+        if is_after:
+            self.follower.is_read = True
+        numbers = tuple(range(self._next, self._next + len(found)))
+        self._next += len(found)
+        is_kept = any(own is value for own in found for value in values)
+        self._calls.append(Call(func, arguments, operands, numbers, is_kept, is_after))
+        if self.choices is None and is_meta:
+            self._make_choices(found, numbers, values[0].shape[-1])
+        return fill(template, [self._noted(*own) for own in zip(found, numbers, strict=True)])
+
+    def _make_choices(
+        self, found: list[torch.Tensor], numbers: Sequence[int], num_scores: int
+    ) -> None:
+        """Take the first integers that come of scores for the experts that tokens choose."""
+        for i, tensor in enumerate(found):
+            if tensor.is_meta and tensor.dtype is torch.int64:
+                found[i], self.choices = self._choose(tuple(tensor.shape)), numbers[i]
+                self.num_classes = num_scores
+                return
+
+    def _noted(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        self._known[id(tensor)] = tensor, number
+        self.follower.note_whole(tensor, number)
+        return tensor
+
+
+def call_again(calls: Iterable[Call], values: dict[int, torch.Tensor]) -> None:
+    """Call recorded functions on other tensors.
+
+    Args:
+        calls: in order.
+        values: tensors by number; gains the results.
+    """
+    for call in calls:
+        args, kwargs = fill(call.arguments, [values[number] for number in call.operands])
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            kwargs = {**kwargs, "device": next(iter(values.values())).device}
+        found, _ = flatten(call.target(*args, **kwargs))
+        values.update(zip(call.results, found, strict=True))
+
+
+def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
+    """The calls that some values come from, and all that write."""
+    found = []
+    for call in reversed(calls):
+        if call.is_kept or wanted & set(call.results):
+            wanted |= set(call.operands)
+            found.append(call)
+    return found[::-1]
+
+
+def _is_property(func: Any) -> bool:
+    return bool(getattr(func, "__name__", "") == "__get__")
+
+
+def _name(func: Any) -> str:
+    if _is_property(func):
+        return str(func.__self__.__name__)
+    return str(getattr(func, "__name__", ""))
+
+
+def _is_of_values(func: Any, args: Any) -> bool:
+    name = _name(func)
+    if name == "__getitem__":
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(i, torch.Tensor) and i.dtype is torch.bool for i in index)
+    return name in _OF_VALUES or (name == "where" and len(args) == 1)

@@ -1,0 +1,246 @@
+"""Blocks of experts as people write them: a router, a loop over a list of modules, what is around.
+
+They are operators on all rows, whose weights tensor parallelism splits; what is no such loop stays
+one opaque operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.serialize import pack_model, unpack_model
+from merak.graph.program.codegen import runnable
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.trace.branches.flags import optional_parameters
+from merak.graph.trace.opaque.operator import opaque_nodes
+from tests.tiers import slow
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.expert_models import build
+from tests.unit.graph.lockstep import assert_parity
+
+WIDTH, INNER, EXPERTS = 16, 24, 4
+Way = Callable[["Block", Tensor], Tensor]
+
+
+class Expert(nn.Module):
+    """Gated, with names that differ in a number, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return result
+
+
+class Block(nn.Module):
+    """A block, whose forward is one of several."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.way = way
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared = Expert()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+
+def added_to_rows(self: Block, x: Tensor) -> Tensor:
+    flat = x.view(-1, WIDTH)
+    weights, chosen = torch.topk(self.gate(flat), 2)
+    weights = F.softmax(weights, dim=1, dtype=torch.float).to(x.dtype)
+    results = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        rows, place = torch.where(chosen == i)
+        results[rows] += weights[rows, place, None] * expert(flat[rows])
+    return results.view_as(x)
+
+
+def by_a_mask(self: Block, x: Tensor) -> Tensor:
+    batch, length, width = x.shape
+    flat = x.view(-1, width)
+    weights, chosen = torch.topk(F.softmax(self.gate(flat), dim=1, dtype=torch.float), 2, dim=-1)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    total = torch.zeros((batch * length, width), dtype=x.dtype, device=x.device)
+    mask = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 1, 0)
+    for i in range(EXPERTS):
+        place, rows = torch.where(mask[i])
+        own = flat[None, rows].reshape(-1, width)
+        total.index_add_(0, rows, (self.experts[i](own) * weights[rows, place, None]).to(x.dtype))
+    return total.reshape(batch, length, width)
+
+
+def with_a_shared_one(self: Block, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, WIDTH)
+    weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+    total = torch.zeros_like(flat)
+    for i in range(EXPERTS):
+        mask = chosen == i
+        if mask.any():
+            rows, place = mask.nonzero(as_tuple=True)
+            own = self.experts[i](flat[rows]) * weights[rows, place].unsqueeze(-1)
+            total = total.index_add(0, rows, own)
+    result: Tensor = total.view(x.shape) + self.shared(x)
+    return result
+
+
+def one_for_each(self: Block, x: Tensor) -> Tensor:
+    flat = x.view(-1, WIDTH)
+    weight, chosen = self.gate(flat).softmax(-1).max(-1)
+    total = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        mask = chosen == i
+        total[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1)
+    return total.view_as(x)
+
+
+def with_other_scores(self: Block, x: Tensor) -> Tensor:
+    """The choice is by other numbers than the weights; experts that nobody asks are left out."""
+    flat = x.view(-1, WIDTH)
+    scores = self.gate(flat).sigmoid()
+    chosen = torch.topk(scores + 0.1, 2, dim=-1, sorted=False).indices
+    weights = scores.gather(1, chosen)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    total = torch.zeros_like(flat)
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS).tolist()
+    for i in range(EXPERTS):
+        if counts[i]:
+            rows, place = torch.where(chosen == i)
+            total[rows] += self.experts[i](flat[rows]) * weights[rows, place, None]
+    return (total + self.shared(flat)).view(x.shape)
+
+
+def scaled_by_a_count(self: Block, x: Tensor) -> Tensor:
+    """A number that the code reads from the choices goes into what all tokens get."""
+    flat = x.view(-1, WIDTH)
+    weight, chosen = self.gate(flat).softmax(-1).max(-1)
+    total = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        mask = chosen == i
+        total[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1)
+    return (total * int((chosen == 0).sum())).view_as(x)
+
+
+def the_last_wins(self: Block, x: Tensor) -> Tensor:
+    """Of two experts, the second one's result comes in the place of the first one's."""
+    flat = x.view(-1, WIDTH)
+    _, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+    total = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        rows, _ = torch.where(chosen == i)
+        if len(rows):
+            total[rows] = expert(flat[rows])
+    return total.view_as(x)
+
+
+def in_an_order(self: Block, x: Tensor) -> Tensor:
+    """Every expert sees what those before it have made."""
+    flat = x.view(-1, WIDTH)
+    weight, chosen = self.gate(flat).softmax(-1).max(-1)
+    total = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        mask = chosen == i
+        if mask.any():
+            total[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1) + total.mean()
+    return total.view_as(x)
+
+
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self, way: Way) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(Block(way) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.stem(x)
+        for layer in self.layers:
+            h = h + layer(F.layer_norm(h, (WIDTH,)))
+        return {"loss": self.head(h).square().mean()}
+
+
+def batch(seed: int) -> dict[str, Tensor]:
+    """Of the last one, all tokens are alike: there are experts that nobody asks."""
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return {"x": x if seed else x[:1, :1].expand_as(x).contiguous()}
+
+
+def traced(way: Way) -> tuple[Model, ModelGraph]:
+    torch.manual_seed(0)
+    model = Model(way).train()
+    return model, unpack_model(pack_model(cases.traced(model, batch(1))))
+
+
+def assert_like_eager(model: Model, graph: ModelGraph) -> None:
+    """The loss and gradients; experts that nobody asks have none."""
+    named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    for seed in range(3):
+        others = {**cases.buffers(model, graph), **batch(seed)}
+        model.zero_grad()
+        loss = model(**batch(seed))["loss"]
+        loss.backward()
+        found = cases.run_model(graph, named, others, lambda part, own: runnable(part)(*own))
+        found.backward()
+        assert torch.allclose(found, loss, rtol=1e-6)
+        for name, parameter in model.named_parameters():
+            own = named[name].grad
+            assert (own is None) == (parameter.grad is None), name
+            if own is not None and parameter.grad is not None:
+                assert torch.allclose(own, parameter.grad, rtol=1e-5, atol=1e-7), name
+            named[name].grad = None
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        by_a_mask,
+        with_other_scores,
+        *(slow(way) for way in (added_to_rows, with_a_shared_one, one_for_each)),
+    ],
+)
+def test_a_block_is_operators_whose_weights_are_split(
+    way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = traced(way)
+    assert not opaque_nodes(graph)
+    assert_like_eager(model, graph)
+    weights = tensor_parallel(graph, None, 2).weights
+    assert {n for n in graph.parameters if ".experts." in n and "w2.bias" not in n} <= set(weights)
+    assert_parity(model, batch(1), None, 2, monkeypatch)
+
+
+def test_experts_that_nobody_asks_may_have_no_gradient() -> None:
+    _, graph = traced(with_other_scores)
+    optional = {name for segment in graph.segments for name in optional_parameters(segment)}
+    assert optional == {name for name in graph.parameters if ".experts." in name}
+
+
+@pytest.mark.parametrize("way", [scaled_by_a_count, the_last_wins, slow(in_an_order)])
+def test_other_blocks_stay_as_they_are(way: Way) -> None:
+    _, graph = traced(way)
+    assert len(opaque_nodes(graph)) == 2
+
+
+@pytest.mark.parametrize("degree", [2, slow(4)])
+def test_a_mask_may_leave_tokens_to_nobody(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch Transformers: tokens beyond an expert's capacity are left out."""
+    model, columns = build("switch"), cases.batch(padded=False)
+    for module in model.modules():
+        if hasattr(module, "expert_capacity"):
+            module.expert_capacity = 1
+    graph = cases.traced(model, columns)
+    assert not opaque_nodes(graph)
+    weights = tensor_parallel(graph, None, degree).weights
+    assert {name for name in graph.parameters if ".expert_" in name} <= set(weights)
+    assert_parity(model, columns, None, degree, monkeypatch)
