@@ -4,8 +4,9 @@ Each script of `benchmarks/scripts` trains the same Llama on the same samples, i
 microbatches, most of them on two ranks over gloo. A round runs every script once, in fresh
 processes. Tokens per second are those of the fastest step of all rounds, which depends least on
 what else the machine does; memory is the peak of the fuller rank above its imports, a median over
-rounds. The loss of the last step shows that all train the same. DeepSpeed runs in an environment
-of its own: `--deepspeed PYTHON`.
+rounds. The loss (of the last step of a loop, the mean of all steps of a trainer) shows that all
+train the same; with `--sgd` also that all gradients have the same scale, which AdamW hides.
+DeepSpeed runs in an environment of its own: `--deepspeed PYTHON`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def run(case: Case, python: str, options: Any) -> list[dict[str, Any]] | str:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{SCRIPTS}:{FOLDER.parent / 'src'}",
             "REPORTS": folder, "OPTIONS": json.dumps(case.options), "STEPS": str(options.steps),
+            "OPTIMIZER": "sgd" if options.sgd else "adamw",
         }  # fmt: skip
         if case.ranks == 1:
             shared = {name: value for name, value in shared.items() if name not in _OF_A_JOB}
@@ -164,7 +166,7 @@ def row(case: Case, rounds: list[list[dict[str, Any]]], first_s: float | None) -
         "tokens/s": SAMPLES * SEQUENCE / step_s,
         "of the first": 1.0 if first_s is None else first_s / step_s,
         "peak MB a rank": round(statistics.median(memory) / 1e6),
-        "loss": f"{losses[0]:.5f}" if losses else "",
+        "loss": f"{losses[0]:.6f}" if losses else "",
     }
 
 
@@ -224,6 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="steps that a round measures")
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of every case")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one case")
+    parser.add_argument("--sgd", action="store_true", help="plain gradient descent, for losses")
     parser.add_argument("--deepspeed", help="the Python of an environment with DeepSpeed")
     options = parser.parse_args()
     tables = options.tables or [*CASES, "lines"]

@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from job import MICROBATCHES, Clock, batches, build_model
+from job import MICROBATCHES, Clock, batches, build_model, make_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 clock = Clock()
 model = DistributedDataParallel(build_model())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = make_optimizer(model.parameters())
 count = MICROBATCHES // dist.get_world_size()
 for batch in batches():
     loss = torch.zeros(())

@@ -9,19 +9,20 @@ import deepspeed
 import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
-from job import MICROBATCHES, SAMPLES, Clock, batches, build_model
+from job import MICROBATCHES, SAMPLES, Clock, batches, build_model, make_optimizer
 
 # Gloo instead, which needs no compiler.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 deepspeed.init_distributed("gloo")
 clock = Clock()
 model = build_model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = make_optimizer(model.parameters())
 count = MICROBATCHES // dist.get_world_size()
 config = {
     "train_batch_size": SAMPLES,
     "train_micro_batch_size_per_gpu": SAMPLES // MICROBATCHES,
     "gradient_accumulation_steps": count,
+    "gradient_clipping": 0.0,  # 1.0 without this line
     "zero_optimization": {"stage": 3},
     "zero_allow_untested_optimizer": True,
 }

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from job import MICROBATCHES, Clock, batches, build_model
+from job import MICROBATCHES, Clock, batches, build_model, make_optimizer
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo")
@@ -11,7 +11,7 @@ model = build_model()
 for layer in model.model.layers:
     fully_shard(layer)
 fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = make_optimizer(model.parameters())
 count = MICROBATCHES // dist.get_world_size()
 for batch in batches():
     loss = torch.zeros(())

@@ -9,7 +9,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ VOCABULARY, SEQUENCE, SAMPLES, MICROBATCHES = 8192, 128, 16, 8
 WARMUP, STEPS = 2, int(os.environ.get("STEPS", "4"))
 OPTIONS: dict[str, Any] = json.loads(os.environ.get("OPTIONS", "{}"))
 """What a case of the comparison gives its script, such as degrees or a schedule."""
+SGD = os.environ.get("OPTIMIZER") == "sgd"
+"""Whether weights move by their gradients as they are, so that losses show a wrong scale."""
+RATE = 0.5 if SGD else 1e-3
+TRAINING = {"learning_rate": RATE} | ({"optim": "sgd", "max_grad_norm": 0.0} if SGD else {})
+"""The same optimizer as fields of `TrainingArguments`."""
 torch.set_num_threads(1)
 
 
@@ -34,6 +39,11 @@ def build_model() -> LlamaForCausalLM:
         tie_word_embeddings=False, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
+
+
+def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of all loops."""
+    return (torch.optim.SGD if SGD else torch.optim.AdamW)(parameters, lr=RATE)
 
 
 def tokens() -> torch.Tensor:
@@ -70,16 +80,20 @@ class Clock(TrainerCallback):
         gc.collect()
         self.before = memory("VmRSS")
         self.times: list[float] = []
-        self.losses: list[float | None] = []
+        self.loss: float | None = None
 
     def step(self, loss: float | None) -> None:
         """Note the end of a step, and its loss where this rank has it."""
-        self.times.append(time.perf_counter())
-        self.losses.append(loss)
-        if len(self.times) == WARMUP:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is anew from here
+        self.note()
+        self.loss = loss
         if len(self.times) == WARMUP + STEPS:
             self.report()
+
+    def note(self) -> None:
+        """Note the end of a step."""
+        self.times.append(time.perf_counter())
+        if len(self.times) == WARMUP:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is anew from here
 
     def report(self) -> None:
         """Write down what was measured."""
@@ -87,13 +101,19 @@ class Clock(TrainerCallback):
         found = {
             "seconds": [end - start for start, end in pairwise(ends)],
             "memory": memory("VmHWM") - self.before,
-            "loss": self.losses[-1],
+            "loss": self.loss,
         }
         rank = os.environ.get("RANK", "0")
         Path(os.environ.get("REPORTS", "."), f"rank{rank}.json").write_text(json.dumps(found))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.step(None)
+        self.note()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        """Report with the trainer's one log of a loss, which is the mean over all steps."""
+        if "loss" in logs:
+            self.loss = logs["loss"]
+            self.report()
 
 
 def memory(which: str) -> int:

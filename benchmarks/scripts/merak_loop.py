@@ -1,7 +1,6 @@
 """Merak: the loop over the ranks of OPTIONS, by `merak.parallelize`."""
 
-import torch
-from job import MICROBATCHES, OPTIONS, Clock, batches, build_model
+from job import MICROBATCHES, OPTIONS, Clock, batches, build_model, make_optimizer
 
 import merak
 
@@ -11,7 +10,7 @@ model = build_model()
 parallel = merak.parallelize(
     model,
     {name: next(batches()).chunk(mesh.dp)[0] for name in ("input_ids", "labels")},
-    optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    optimizer=make_optimizer,
     num_microbatches=MICROBATCHES // mesh.dp,
     **OPTIONS["options"],
 )

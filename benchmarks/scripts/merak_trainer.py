@@ -1,6 +1,6 @@
 """Merak: the same trainer over the ranks of OPTIONS."""
 
-from job import MICROBATCHES, OPTIONS, SAMPLES, STEPS, WARMUP, Clock, Samples, build_model
+from job import MICROBATCHES, OPTIONS, SAMPLES, STEPS, TRAINING, WARMUP, Clock, Samples, build_model
 
 import merak
 
@@ -14,7 +14,8 @@ trainer = merak.MerakTrainer(
         max_steps=WARMUP + STEPS,
         per_device_train_batch_size=SAMPLES // MICROBATCHES,
         gradient_accumulation_steps=MICROBATCHES // OPTIONS["replicas"],
-        learning_rate=1e-3,
+        **TRAINING,
+        logging_steps=WARMUP + STEPS,
         lr_scheduler_type="constant",
         save_strategy="no",
         report_to="none",

@@ -1,17 +1,17 @@
 """One device: a loop of PyTorch."""
 
 import torch
-from job import MICROBATCHES, Clock, batches, build_model
+from job import MICROBATCHES, Clock, batches, build_model, make_optimizer
 
 clock = Clock()
 model = build_model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = make_optimizer(model.parameters())
 for batch in batches():
-    loss = 0.0
+    loss = torch.zeros(())
     for rows in batch.chunk(MICROBATCHES):
         part = model(input_ids=rows, labels=rows).loss / MICROBATCHES
         part.backward()
-        loss += part.item()
+        loss += part.detach()
     optimizer.step()
     optimizer.zero_grad()
-    clock.step(loss)
+    clock.step(loss.item())

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from job import MICROBATCHES, OPTIONS, Clock, batches, build_model
+from job import MICROBATCHES, OPTIONS, Clock, batches, build_model, make_optimizer
 from torch import nn
 from torch.distributed import pipelining
 
@@ -48,7 +48,7 @@ stages = [
 ]
 is_multi = OPTIONS["stages"] != "one"
 schedule = cls(stages if is_multi else stages[0], MICROBATCHES, next_token_loss)
-optimizer = torch.optim.AdamW([p for own in modules for p in own.parameters()], lr=1e-3)
+optimizer = make_optimizer([p for own in modules for p in own.parameters()])
 for batch in batches():
     losses: list[torch.Tensor] = []
     inputs = (batch,) if 0 in numbers else ()

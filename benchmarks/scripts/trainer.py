@@ -1,6 +1,6 @@
 """transformers' Trainer; started on several ranks, it trains replicas."""
 
-from job import MICROBATCHES, OPTIONS, SAMPLES, STEPS, WARMUP, Clock, Samples, build_model
+from job import MICROBATCHES, OPTIONS, SAMPLES, STEPS, TRAINING, WARMUP, Clock, Samples, build_model
 from transformers import Trainer, TrainingArguments
 
 clock = Clock()
@@ -11,7 +11,8 @@ trainer = Trainer(
         max_steps=WARMUP + STEPS,
         per_device_train_batch_size=SAMPLES // MICROBATCHES,
         gradient_accumulation_steps=MICROBATCHES // OPTIONS["replicas"],
-        learning_rate=1e-3,
+        **TRAINING,
+        logging_steps=WARMUP + STEPS,
         lr_scheduler_type="constant",
         save_strategy="no",
         report_to="none",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,8 @@ from merak.core.errors import (
     ScheduleError,
     TrainingError,
     WeightsError,
+    keyword_names,
+    refuse_unknown,
 )
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
@@ -340,12 +342,12 @@ def parallelize(
 
     Raises:
         MeshError: `merak.init` has not been called.
-        MerakError: the model, the batch and the degrees do not fit together.
+        MerakError: an unknown option, or model, batch and degrees do not fit together.
     """
+    given = _todays_options(options)
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     source = _source(model, loss_fn, plain, autocast)
-    given = _todays_options(options)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
     drop_layers(source, chosen)
     built = _build(source, columns, chosen, plan, cluster, given.keys())
@@ -510,7 +512,7 @@ def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
         options: by name, as given to `merak.parallelize`.
 
     Raises:
-        ArgumentsError: an option is given by its former and its present name.
+        ArgumentsError: an option is given by its former and its present name, or there is none.
     """
     found: dict[str, Any] = dict(options)
     for former, (name, convert) in _RENAMED.items():
@@ -520,6 +522,8 @@ def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
             raise ArgumentsError(f"{former} is today called {name}; leave {former} out.")
         found[name] = convert(found.pop(former))
         warn_once(logger, "The option %s is today called %s.", former, name)
+    known = [*keyword_names(parallelize), *(one.name for one in fields(EngineOptions))]
+    refuse_unknown("merak.parallelize", found, known)
     return found
 
 

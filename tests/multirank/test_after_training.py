@@ -73,6 +73,12 @@ def train(layout: Layout, zero: int, cache: str, folder: str) -> dict[str, Any]:
     second.train()
     with pytest.raises(TrainingError, match="was given this trainer's model"):
         first.train()
+    last = second.gather_state_dict()
+    with pytest.raises(TrainingError, match=r"rank 0 trainer.save_model, rank 1 trainer.evaluate"):
+        if second.is_world_process_zero():
+            second.save_model(folder)
+        else:
+            second.evaluate(Texts(8, seed=3))
     return {
         "said": said,
         "files": files,
@@ -80,7 +86,7 @@ def train(layout: Layout, zero: int, cache: str, folder: str) -> dict[str, Any]:
         "state": state,
         "evaluated": evaluated,
         "losses": seen + losses(second),
-        "last": second.gather_state_dict(),
+        "last": last,
     }
 
 

@@ -397,3 +397,16 @@ def test_recomputation_is_said_in_one_word(job, recompute) -> None:
 def test_recomputation_that_makes_no_sense_is_refused(job, settings, sentence) -> None:
     with pytest.raises(ArgumentsError, match=sentence):
         arguments(**settings)
+
+
+def test_names_that_are_no_arguments_are_refused(job: Callable[..., None]) -> None:
+    job()
+    with pytest.raises(ArgumentsError, match="has no argument 'evaluation_strategy'; did you mean"):
+        arguments(evaluation_strategy="no")
+
+    class Own(MerakArguments):
+        def __init__(self, mine: int, **rest: object) -> None:
+            self.mine = mine
+            super().__init__(**rest)  # type: ignore[arg-type]
+
+    assert Own(3, output_dir="out", seed=4).seed == 4

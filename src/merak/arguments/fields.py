@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from transformers import TrainingArguments
 
+from merak.core.errors import keyword_names, refuse_unknown, takes_any_name
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
 from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
 from merak.plan.options import taken
@@ -108,7 +109,13 @@ class TrainingFields(TrainingArguments):
     """
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Make arguments that know which of them are given, for `given_arguments`."""
+        """Make arguments that know which of them are given, for `given_arguments`.
+
+        Raises:
+            ArgumentsError: a name that the class does not have; its `__init__` is not called.
+        """
+        if not takes_any_name(cls.__init__):
+            refuse_unknown(cls.__name__, named, keyword_names(cls.__init__))
         made = super().__new__(cls)
         names = [own.name for own in fields(cls) if own.init]
         given = {*names[: len(values)], *named}

@@ -47,6 +47,9 @@ PACKAGES = {"merak": "merak-train", "torch": "torch", "transformers": "transform
 """Packages whose versions a manifest has, and their names as distributions."""
 
 
+SENTINEL = "checkpoint-is-incomplete.txt"
+"""File that transformers' `enable_jit_checkpoint` puts into the folder before it has it saved."""
+
 ABANDON_S = 5.0
 """Seconds that a save gets when its rank has failed."""
 
@@ -302,7 +305,8 @@ def _save_alone(
 
 
 def _refuse_other_files(target: Path) -> None:
-    if target.is_dir() and (not any(target.iterdir()) or (target / MANIFEST).is_file()):
+    names = {path.name for path in target.iterdir()} if target.is_dir() else set()
+    if target.is_dir() and (MANIFEST in names or names <= {SENTINEL}):
         return
     if target.exists():
         raise WeightsError(

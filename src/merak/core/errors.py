@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class MerakError(ValueError):
@@ -70,6 +72,36 @@ def caused_by(cause: Exception, message: str) -> ArgumentsError:
     kind = type(cause)
     both: type[ArgumentsError] = type(ArgumentsError.__name__, (ArgumentsError, kind), {})
     return both(message)
+
+
+def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that a function does not have.
+
+    Args:
+        function: its name, as the user calls it.
+        given: names of the arguments.
+        known: names that it has.
+
+    Raises:
+        ArgumentsError: there is one; `except TypeError` catches it, too.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            message = f"{function} has no argument {name!r}{did_you_mean(name, names)}"
+            raise caused_by(TypeError(), message)
+
+
+def keyword_names(function: Callable[..., Any]) -> list[str]:
+    """Names that a function's arguments can be given by."""
+    named = inspect.signature(function).parameters.values()
+    return [one.name for one in named if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+
+
+def takes_any_name(function: Callable[..., Any]) -> bool:
+    """Whether a function takes arguments by names that it does not declare."""
+    named = inspect.signature(function).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD for one in named)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -7,10 +7,11 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from merak.core.elastic import (
     smaller_degrees,
     wanted_degrees,
 )
-from merak.core.errors import MeshError, PlanError
+from merak.core.errors import MeshError, PlanError, keyword_names, refuse_unknown
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.quiet import quiet_libraries
@@ -250,6 +251,7 @@ def init(
     timeout_s: float = 600.0,
     elastic: bool = False,
     plan: str | os.PathLike[str] | None = None,
+    **unknown: Never,
 ) -> Mesh:
     """Lay the ranks out as dp × cp × tp × pp and connect them; call it once, before the trainer.
 
@@ -270,23 +272,22 @@ def init(
             raises `gradient_accumulation_steps`, so that a step has the same samples.
         plan: file that `merak plan` has written, whose degrees count instead of those above; or
             "auto": `MerakTrainer` and `parallelize` search the rest of the degrees.
+        **unknown: refused by an `ArgumentsError`.
 
     Returns:
         The mesh, which `current_mesh()` also gives; with plan="auto" one of replicas until then.
 
     Raises:
         PlanError: the plan cannot be read, or has other degrees than those given.
-        MeshError: degrees below 1, degrees whose product is not the world size, a job of several
-            ranks that torchrun did not start, a device or backend that is none, or a second call.
+        MeshError: degrees below 1 or whose product is not the world size, a job of several ranks
+            that torchrun did not start, a device or backend that is none, or a second call.
     """
     failure.install()
-    if _current:
-        raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
+    _check_call(unknown, timeout_s)
     preemption.listen()
     given = GivenDegrees(dp, tp, pp, cp, ep)
     wanted = wanted_degrees(given, plan, elastic)
     degrees = _check_degrees(wanted, elastic)
-    _check_timeout(timeout_s)
     held = _expert_degree(ep, wanted, degrees, plan)
     chosen = _pick_device(device)
     _check_backend(backend, chosen)
@@ -300,7 +301,10 @@ def init(
     return mesh
 
 
-def _check_timeout(timeout_s: object) -> None:
+def _check_call(unknown: Iterable[str], timeout_s: object) -> None:
+    refuse_unknown("merak.init", unknown, keyword_names(init))
+    if _current:
+        raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
 

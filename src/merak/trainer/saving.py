@@ -84,7 +84,9 @@ class Saving(Trainer):
             ArgumentsError: there is no step to train, or checkpoints cannot be saved.
             WeightsError: there is nothing to resume from, or it is damaged.
             SavingError: a checkpoint could not be written.
+            TrainingError: other ranks do not train.
         """
+        call_the_roll("trainer.train")
         refuse_no_steps(self.args)
         refuse_search(self, self.mesh.world_size)
         output_dir = str(self.args.output_dir)

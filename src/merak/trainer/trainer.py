@@ -23,7 +23,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
-from merak.core.errors import DataError
+from merak.core.errors import DataError, refuse_unknown
+from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
@@ -63,6 +64,7 @@ from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
     by_name,
     in_one_sentence,
+    names_after,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
     steps_other_tensors,
@@ -97,6 +99,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     ) -> None:
         self.mesh = current_mesh()
         kwargs |= by_name(further)
+        refuse_unknown(type(self).__name__, kwargs, names_after(type(self), MerakTrainer))
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
         is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
         refuse_overrides(type(self), MerakTrainer, extended_only=not is_alone)
@@ -380,6 +383,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
+        call_the_roll(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}")
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)

@@ -15,7 +15,13 @@ import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from merak.arguments import MerakArguments, MerakSeq2SeqArguments
-from merak.core.errors import ArgumentsError, MerakError, caused_by
+from merak.core.errors import (
+    ArgumentsError,
+    MerakError,
+    caused_by,
+    keyword_names,
+    takes_any_name,
+)
 
 _THEIRS = tuple(
     os.path.dirname(str(module.__file__)) + os.sep
@@ -171,3 +177,20 @@ def by_name(further: Sequence[object]) -> dict[str, object]:
     if len(further) > len(names):
         raise TypeError(f"MerakTrainer takes at most {len(names) + 2} arguments by position.")
     return dict(zip(names, further))
+
+
+def names_after(cls: type, base: type) -> list[str]:
+    """Names that a trainer takes beside those of a class's own `__init__`, from its bases.
+
+    Args:
+        cls: the class of the trainer.
+        base: the class that hands them on.
+    """
+    names: list[str] = []
+    for owner in cls.__mro__[cls.__mro__.index(base) + 1 :]:
+        if "__init__" not in vars(owner):
+            continue
+        names += keyword_names(vars(owner)["__init__"])[1:]
+        if not takes_any_name(vars(owner)["__init__"]):
+            break
+    return names

@@ -36,7 +36,10 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     report = json.loads(capsys.readouterr().out)
     assert report["folder"] == str(folder)
     assert report["files"] == sorted(file.name for file in folder.iterdir())
-    assert report["commands"][0] == "merak train recipe.yaml"
+    assert list(report["commands"]) == [
+        "merak train recipe.yaml",
+        "torchrun --nproc-per-node 2 train.py",
+    ]
     read_recipe(folder / "recipe.yaml")
     assert main(["init", str(folder)]) == 2
     assert f"{folder} exists already; name a new folder." in capsys.readouterr().err

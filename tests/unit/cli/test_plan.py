@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from merak.arguments.planned import planned_arguments
 from merak.cli.main import main
 from merak.cli.plan.page import frontier_svg, memory_svg
-from merak.cli.plan.plan import commands
+from merak.cli.plan.plan import Started, commands, started_by
+from merak.cli.plan.request import PlanRequest
+from merak.cli.recipe.planned_job import planned_job
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -281,5 +284,18 @@ STATIC = "--master-addr HOST --master-port 29500 train.py --plan plan.json"
     ],
 )
 def test_commands_start_every_rank_where_it_was_planned(cluster, ranks, expected):
-    found = commands(parse_cluster(cluster), ranks, None)
+    found = commands(parse_cluster(cluster), ranks, Started("train.py --plan plan.json"))
     assert found == [f"torchrun {own}" for own in expected]
+
+
+def test_a_recipe_is_started_with_its_changes_and_the_plan():
+    changes = ["model.name=my model", "parallel.pp=2"]
+    request = PlanRequest(model="sft", settings=changes, cluster="h100:8")
+    started = started_by(request, planned_job("sft", changes))
+    (one,) = commands(parse_cluster("h100:8"), 8, started)
+    assert one == "merak train sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"
+    (several,) = commands(parse_cluster("h100:8x4"), 32, started)
+    assert several.endswith(f":29500 -m merak.cli.main {one.removeprefix('merak ')}")
+    request = PlanRequest(model="llama", cluster="h100:8", output=Path("eight.json"))
+    started = started_by(request, planned_job("llama"))
+    assert started.on_one_host == "merak train llama plan=eight.json"

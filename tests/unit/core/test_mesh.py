@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import merak
 from merak.core import mesh
 from merak.core.elastic import Degrees, check_expert_degree
-from merak.core.errors import MeshError
+from merak.core.errors import ArgumentsError, MeshError
 from merak.core.mesh import AXES, EXPERT_REPLICAS, REPLICAS, Mesh, crosses_hosts
 
 
@@ -246,3 +247,15 @@ def test_axes_lie_as_documented_and_replicas_are_dp_and_cp_together() -> None:
     assert meshes[0].peers("pp") == (12,)
     assert meshes[0].peers(REPLICAS) == (2, 4, 6, 8, 10)
     assert meshes[3].rank_at(1) == 15
+
+
+@pytest.mark.parametrize("name", ["dpp", "unknown"])
+def test_arguments_that_init_does_not_have_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentsError, match=f"merak.init has no argument '{name}'") as caught:
+        mesh.init(**{name: 2})
+    assert isinstance(caught.value, TypeError)  # as Python's own
+
+
+def test_options_that_parallelize_does_not_have_are_refused() -> None:
+    with pytest.raises(ArgumentsError, match="no argument 'shedule'; did you mean schedule"):
+        merak.parallelize(torch.nn.Linear(1, 1), {}, shedule="1f1b")

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import merak
+from merak.checkpoint.saver import SENTINEL
 from merak.core import mesh
 
 
@@ -84,6 +86,29 @@ def test_a_file_that_a_subclass_adds_is_there(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         assert (tmp_path / f"checkpoint-{step}" / "extra.txt").read_text() == "here"
         assert (tmp_path / f"checkpoint-{step}" / "manifest.json").is_file()
+
+
+class Preempted(TrainerCallback):
+    """Asks for a checkpoint as transformers does some seconds after a SIGTERM."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 2:
+            self.manager.is_checkpoint_requested = True
+
+    def __init__(self, manager: Any) -> None:
+        self.manager = manager
+
+
+def test_a_checkpoint_just_in_time_takes_the_place_of_its_sentinel(tmp_path: Path) -> None:
+    made = trainer(tmp_path, enable_jit_checkpoint=True, save_strategy="no")
+    (own,) = (c for c in made.callback_handler.callbacks if isinstance(c, JITCheckpointCallback))
+    made.add_callback(Preempted(own.jit_manager))
+    made.train()
+    (folder,) = tmp_path.glob("checkpoint-*")
+    assert not (folder / SENTINEL).exists()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert resumed.state.global_step == 3
 
 
 def test_the_last_checkpoint_is_there_when_the_training_ends(tmp_path: Path) -> None:

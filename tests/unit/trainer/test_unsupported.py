@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from merak import MerakSeq2SeqTrainer, MerakTrainer
 from merak.core.errors import ArgumentsError
-from merak.trainer.unsupported import refuse_what_ranks_cannot_share
+from merak.trainer.unsupported import names_after, refuse_what_ranks_cannot_share
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,15 @@ def test_arguments_of_other_trainers_are_refused(
     args = None if kind is type(None) else kind(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ArgumentsError, match=message):
         refuse_what_ranks_cannot_share(trainer, args, {}, world_size=1)
+
+
+class Mixin(Trainer):
+    def __init__(self, *args: object, mine: int = 0, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+
+
+def test_names_of_a_trainer_are_those_of_its_bases() -> None:
+    plain = names_after(MerakTrainer, MerakTrainer)
+    assert "processing_class" in plain and "kwargs" not in plain and "mine" not in plain
+    mixed = type("Mixed", (MerakTrainer, Mixin), {})
+    assert {*names_after(mixed, MerakTrainer)} == {*plain, "mine"}

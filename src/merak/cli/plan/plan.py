@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from merak.cli.model import (
@@ -35,6 +35,19 @@ if TYPE_CHECKING:
 
 SCRIPT = "train.py"
 """Name of the user's script in the command that is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Words that start a job.
+
+    Args:
+        by_torchrun: behind torchrun's own options.
+        on_one_host: a whole command for one host, without torchrun; None where there is none.
+    """
+
+    by_torchrun: str
+    on_one_host: str | None = None
 
 
 @takes(PlanRequest)
@@ -84,7 +97,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,
         what_if=list(_what_ifs(request, planned)) if request.what_if else [],
-        commands=commands(cluster, best.candidate.world_size, request.output),
+        commands=commands(cluster, best.candidate.world_size, started_by(request, job)),
         output=None if request.output is None else str(request.output),
         page=None if request.page is None else str(request.page),
         seconds=time.perf_counter() - began,
@@ -225,20 +238,37 @@ def _slower(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, network=network) for n, network in pairs))
 
 
-def commands(cluster: Cluster, world_size: int, output: Path | None) -> list[str]:
+def started_by(request: PlanRequest, job: PlannedJob | None) -> Started:
+    """Return what starts a rank of the planned job: a script that follows the plan, or a recipe.
+
+    Args:
+        request: with the recipe and its changes, and the file of the plan.
+        job: of the recipe; None without one.
+    """
+    file = request.output or "plan.json"
+    if job is None:
+        return Started(f"{SCRIPT} --plan {file}")
+    # The plan's degrees count, and a recipe that repeats others would contradict it.
+    given = any(getattr(job.recipe.parallel, axis) is not None for axis in ("dp", "tp", "pp", "cp"))
+    changes = [*(request.settings or ()), f"plan={file}", *(["parallel=null"] if given else [])]
+    words = shlex.join(["train", request.model, *changes])
+    return Started(f"-m merak.cli.main {words}", f"merak {words}")
+
+
+def commands(cluster: Cluster, world_size: int, started: Started) -> list[str]:
     """The commands that start a plan, one for nodes with the same number of ranks and device.
 
     Args:
         cluster: the devices.
         world_size: ranks of the plan.
-        output: file of the plan; None for a plan that was not written.
+        started: what starts a rank.
     """
-    script = f"{SCRIPT} --plan {output or 'plan.json'}"
+    script = started.by_torchrun
     runs = list(_runs(cluster, world_size))
     num_nodes = sum(own.count for own in runs)
     size = runs[0].devices_per_node
     if num_nodes == 1:
-        return [f"torchrun --nproc-per-node {size} {script}"]
+        return [started.on_one_host or f"torchrun --nproc-per-node {size} {script}"]
     if len(runs) == 1:
         meet = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
         return [f"torchrun --nnodes {num_nodes} --nproc-per-node {size} {meet} {script}"]

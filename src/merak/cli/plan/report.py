@@ -246,7 +246,8 @@ def text_of(report: PlanReport) -> str:
     notes = [line for own in report.notes for line in _wrapped(f"note: {own}")]
     lines += ["left out:", *rejected, ""] if rejected else []
     lines += [*notes, ""] if notes else []
-    lines += ["to start it:"]
+    unwritten = "" if report.output else ", once --output plan.json has written it"
+    lines += [f"to start it{unwritten}:"]
     lines += [f"  {command}" for command in report.commands]
     return "\n".join(lines)
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.cli.recipe.ready import ready_text
+from merak.core.elastic import AUTO_PLAN
+from merak.core.units import counted
 from merak.launch.errors import CommandError
+
+Sections = Mapping[str, Any]
 
 _RECIPE, _SCRIPT = "recipe.yaml", "train.py"
 
@@ -23,12 +30,14 @@ class InitReport:
     Args:
         folder: that was written.
         files: in it.
-        commands: that run them, from inside the folder.
+        commands: to go on with from inside the folder, and what each does.
+        notes: sentences on what these commands need, and what they take for granted.
     """
 
     folder: str
     files: list[str]
-    commands: list[str]
+    commands: dict[str, str]
+    notes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +69,11 @@ def init(request: InitRequest) -> None:
         raise CommandError(
             f"{request.name} cannot be written ({error.strerror}); name another folder."
         ) from error
-    words = "".join(f" {name}=…" for name in _open_fields(files_to_write[_RECIPE]))
-    commands = [f"merak train recipe.yaml{words}", f"torchrun --nproc-per-node 2 train.py{words}"]
-    show(InitReport(str(request.name), list(files_to_write), commands), _page, request.as_json)
+    sections = yaml.safe_load(files_to_write[_RECIPE])
+    commands = _commands(sections, is_ready=request.recipe is not None)
+    notes = _notes(sections, is_ready=request.recipe is not None)
+    report = InitReport(str(request.name), list(files_to_write), commands, notes)
+    show(report, _page, request.as_json)
 
 
 def _texts(recipe: str | None) -> dict[str, str]:
@@ -75,9 +86,51 @@ def _template(name: str) -> str:
     return files("merak.cli.starter").joinpath(name).read_text(encoding="utf-8")
 
 
-def _open_fields(recipe: str) -> list[str]:
+def _commands(sections: Sections, is_ready: bool) -> dict[str, str]:
+    """Commands that run what is written; at published sizes, two that need no devices go first."""
+    fields = [f" {name}=…" for name in _open_fields(sections)]
+    words = "".join(fields)
+    model = "".join(f" --set{field}" for field in fields if field.startswith(" model."))
+    before = {
+        f"merak check --model {_RECIPE}{model} --pp 2": "a small version, beside one process",
+        f"merak plan --model {_RECIPE}{model} --cluster h100:8": "the fastest layout on 8 GPUs",
+    }
+    run = {
+        f"merak train {_RECIPE}{words}": "train",
+        f"torchrun --nproc-per-node {_ranks(sections) or 'gpu'} {_SCRIPT}{words}": "the same",
+    }
+    return before | run if is_ready else run
+
+
+def _notes(sections: Sections, is_ready: bool) -> list[str]:
+    """Sentences on the fields that are open, and on the ranks that the commands start."""
+    named = " and ".join(_open_fields(sections))
+    notes = [f"{named} must be given: in these commands, or once in {_RECIPE}."] if named else []
+    if not is_ready:
+        return notes
+    ranks = _ranks(sections)
+    if ranks is None:
+        return [
+            *notes,
+            "The recipe has a published size, so train it on GPUs: plan: auto lays it out over one "
+            "rank for every GPU of this machine.",
+        ]
+    return [
+        *notes,
+        f"The recipe's degrees make {counted(ranks, 'rank')}: raise them in its section parallel, "
+        "and --nproc-per-node to their product.",
+    ]
+
+
+def _ranks(sections: Sections) -> int | None:
+    """Number of ranks that the degrees of a recipe need; None where `plan: auto` finds them."""
+    if sections.get("plan") == AUTO_PLAN:
+        return None
+    return math.prod(map(int, sections["parallel"].values()))
+
+
+def _open_fields(sections: Sections) -> list[str]:
     """Names of the fields that a recipe leaves to its user."""
-    sections = yaml.safe_load(recipe)
     return [
         f"{section}.{name}"
         for section, name in (("model", "name"), ("data", "source"))
@@ -86,14 +139,8 @@ def _open_fields(recipe: str) -> list[str]:
 
 
 def _page(report: InitReport) -> str:
-    lines = [f"{report.folder} has {' and '.join(report.files)}. Go on with:", ""]
-    return "\n".join([*lines, f"cd {report.folder}", *report.commands, *_hint(report)])
-
-
-def _hint(report: InitReport) -> list[str]:
-    """What is to be done before the commands: some recipes leave fields to their user."""
-    _, _, fields = report.commands[0].partition(f"{_RECIPE} ")
-    if not fields:
-        return []
-    named = " and ".join(word.removesuffix("=…") for word in fields.split())
-    return ["", f"{named} must be given: in these commands, or once in {_RECIPE}."]
+    width = max(map(len, report.commands))
+    commands = [f"{command:<{width}}  # {what}" for command, what in report.commands.items()]
+    begin = f"{report.folder} has {' and '.join(report.files)}. Go on with:"
+    notes = [line for note in report.notes for line in ("", note)]
+    return "\n".join([begin, "", f"cd {report.folder}", *commands, *notes])

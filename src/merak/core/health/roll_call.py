@@ -23,7 +23,7 @@ def call_the_roll(method: str) -> None:
         method: its name, as the user calls it.
 
     Raises:
-        TrainingError: a rank has ended its script without calling it.
+        TrainingError: a rank has ended its script without calling it, or has called another.
     """
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return
@@ -41,6 +41,14 @@ def call_the_roll(method: str) -> None:
             "trainer.is_world_process_zero()` and the like (rank 0 alone writes what is written "
             "once)."
         ) from error
+    if len({*present}) > 1:
+        calls = ", ".join(f"rank {rank} {called}" for rank, called in enumerate(present))
+        raise TrainingError(
+            f"the ranks have called different methods, each of which all ranks call together "
+            f"({calls}); take what only some of them call out of `if "
+            "trainer.is_world_process_zero()` and the like (rank 0 alone writes what is written "
+            "once)."
+        )
 
 
 def _ranks_that_left() -> tuple[int, ...]:

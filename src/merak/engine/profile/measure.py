@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from merak.core.announce import announced
 from merak.core.mesh import Mesh
+from merak.core.random import own_random_state
 from merak.engine.profile.device_speed import measure_device
 from merak.engine.profile.links import SIZES, measure_links
 from merak.engine.profile.segments import Batch, measure_segments
@@ -61,6 +62,13 @@ def measure_profile(
         PlanError: a device that cannot be measured.
         TraceError: a model that cannot be traced.
     """
+    with own_random_state(mesh.device):
+        return _measure(mesh, model, sizes, round_s)
+
+
+def _measure(
+    mesh: Mesh, model: ProfiledModel | None, sizes: Sequence[int], round_s: float
+) -> Profile:
     watch = Stopwatch(mesh.device, round_s)
     with announced("measuring the device"):
         device = measure_device(watch)

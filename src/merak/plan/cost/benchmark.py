@@ -16,6 +16,7 @@ import torch
 
 from merak.core.errors import PlanError
 from merak.core.private_files import private_folder
+from merak.core.random import own_random_state
 from merak.graph.cache.cache import warn_unusable
 from merak.plan.cost.device import DeviceProfile, from_json, to_json
 
@@ -47,7 +48,8 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
     known = measured_before(device, cache_dir)
     if known is not None:
         return known
-    profile = _measure(device)
+    with own_random_state(device):
+        profile = _measure(device)
     if cache_dir is None:
         return profile
     path = _path(cache_dir, device)

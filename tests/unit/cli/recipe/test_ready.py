@@ -98,10 +98,17 @@ def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["init", str(tmp_path / "new"), "--recipe", "llama"]) == 0
     assert (tmp_path / "new" / "recipe.yaml").read_text("utf-8") == ready_text("llama")
     compile((tmp_path / "new" / "train.py").read_text("utf-8"), "train.py", "exec")
-    assert "must be given" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\nmerak plan --model recipe.yaml --cluster h100:8 " in said
+    assert "\ntorchrun --nproc-per-node gpu train.py " in said
+    assert "one rank for every GPU of this machine." in said and "must be given" not in said
     assert main(["init", str(tmp_path / "tuned"), "--recipe", "sft"]) == 0
     said = capsys.readouterr().out
-    assert "\nmerak train recipe.yaml model.name=… data.source=…\n" in said
+    assert "\nmerak check --model recipe.yaml --set model.name=… --pp 2 " in said
+    assert "\nmerak train recipe.yaml model.name=… data.source=… " in said
+    # As many ranks as the recipe's degrees need: torchrun's 2 would be refused.
+    assert "\ntorchrun --nproc-per-node 1 train.py model.name=… data.source=… " in said
+    assert "The recipe's degrees make 1 rank: raise them in its section parallel" in said
     assert "model.name and data.source must be given: in these commands, or once in" in said
     for words in (["recipes", "lama"], ["init", str(tmp_path / "other"), "--recipe", "lama"]):
         assert main(words) == 2

@@ -69,7 +69,9 @@ def test_a_text_that_is_no_profile_is_refused(text, message):
 
 
 def test_the_machine_is_measured_once_and_read_afterwards(tmp_path):
+    random_state = torch.get_rng_state()
     first = measure("cpu", tmp_path)
+    assert torch.equal(torch.get_rng_state(), random_state)  # of the user's next model
     assert first.device_type == "cpu"
     assert {"float32", "bfloat16"} <= set(first.flops_per_s)
     rates = (first.memory_bytes_per_s, first.host_bytes_per_s)
