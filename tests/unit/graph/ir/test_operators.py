@@ -29,8 +29,10 @@ FAMILIES = {
 OURS = {
     "attend_rows",
     "attend_sharded",
+    "grouped_linear",
     "grouped_mm_fallback",
     "grouped_mm_rows",
+    "grouped_values",
     "grouped_mm_fallback_rows",
     "_no_grad_trunc_normal_",
     "sym_constrain_range",

@@ -218,8 +218,8 @@ def _possible_numbers(module: _Module, num_classes: int) -> Iterator[int]:
 
 def _possible_stacks(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> list[int]:
     """How many experts there may be, by weights that could be theirs."""
-    alike = {len(own) for _, own in separate_weights(call, parameters).values()}
-    return sorted(alike | {len(stack) for stack in parameters if stack.ndim == 3})
+    counts = {len(own) for _, own in separate_weights(call, parameters).values()}
+    return sorted(counts | {len(stack) for stack in parameters if stack.ndim == 3})
 
 
 def _fails(module: _Module, num_experts: int) -> bool:
