@@ -295,13 +295,7 @@ def _product(node: fx.Node, name: str) -> NodeWork:
         flops *= second.shape[0] / offsets.shape[0]
     shape = _product_shape(second, out, flops)
     product = Work(_num_bytes(first, second, out), flops, second.dtype, shape=shape)
-    of_first = ProductShape(shape.m, shape.k, shape.n, shape.batch)
-    of_second = ProductShape(shape.n, shape.k, shape.m, shape.batch)
-    backward = [
-        replace(product, shape=own)
-        for operand, own in ((first, of_first), (second, of_second))
-        if operand.requires_grad
-    ]
+    backward = _product_gradients(product, shape, first.requires_grad, second.requires_grad)
     backward += [Work(_num_bytes(out, added)) for added in _gradients((bias,))]
     return NodeWork((product,), tuple(backward))
 
@@ -314,12 +308,20 @@ def _separate_products(node: fx.Node) -> NodeWork:
     flops = 2.0 * _size(out) * x.shape[-1]
     shape = _product_shape(weights[0], out, flops)
     product = Work(_num_bytes(x, *weights, out), flops, x.dtype, kernels=len(weights), shape=shape)
-    of_x = ProductShape(shape.m, shape.k, shape.n, shape.batch)
-    of_weights = ProductShape(shape.n, shape.k, shape.m, shape.batch)
-    backward = [replace(product, shape=of_x)] if x.requires_grad else []
-    if _gradients(tuple(weights)):
-        backward.append(replace(product, shape=of_weights))
-    return NodeWork((product,), tuple(backward))
+    of_weights = bool(_gradients(tuple(weights)))
+    return NodeWork(
+        (product,), tuple(_product_gradients(product, shape, x.requires_grad, of_weights))
+    )
+
+
+def _product_gradients(
+    product: Work, shape: ProductShape, of_first: bool, of_second: bool
+) -> list[Work]:
+    """The products that make the gradients of a product's operands, of the same size."""
+    first = ProductShape(shape.m, shape.k, shape.n, shape.batch)
+    second = ProductShape(shape.n, shape.k, shape.m, shape.batch)
+    needed = ((of_first, first), (of_second, second))
+    return [replace(product, shape=own) for is_needed, own in needed if is_needed]
 
 
 def _product_shape(second: TensorMeta, out: TensorMeta, flops: float) -> ProductShape:

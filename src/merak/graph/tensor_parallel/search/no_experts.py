@@ -43,9 +43,10 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
                 f"those of {_parent(name)} are rows of one matrix, which tp splits, but not ep; "
                 "ep=1, with tp, pp or zero=3 where memory is short"
             )
-    for node in (node for s in model.segments for node in s.graph.nodes):
-        weights = [n.meta["name"] for n in node.all_input_nodes if _is_parameter(n)]
-        if family(node.target) in SEPARATE_GEMMS and (path := numbered_modules(weights)):
+    everything = (node for s in model.segments for node in s.graph.nodes)
+    for product in (node for node in everything if family(node.target) in SEPARATE_GEMMS):
+        weights = [n.meta["name"] for n in product.all_input_nodes if _is_parameter(n)]
+        if (path := numbered_modules(weights)) is not None:
             yield (
                 f"those of {path} have weights of their own, one by one, which tp splits, but not "
                 "ep; ep=1, with tp, pp or zero=2 where memory is short"

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
-from merak.graph.trace.opaque.experts.loop import ExpertLoop, expert_loop_of, grouped_experts
+from merak.graph.trace.opaque.experts.loop import expert_loop_of
 from merak.graph.trace.opaque.experts.one_hot import OneHotMasks
+from merak.graph.trace.opaque.experts.rows import ExpertLoop, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe

@@ -50,6 +50,7 @@ class Block(nn.Module):
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
         self.shared = Expert()
+        self.calls = {"forward": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -129,6 +130,26 @@ def scaled_by_a_count(self: Block, x: Tensor) -> Tensor:
         mask = chosen == i
         total[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1)
     return (total * int((chosen == 0).sum())).view_as(x)
+
+
+def scaled_by_the_largest_count(self: Block, x: Tensor) -> Tensor:
+    """A number that is the same whichever expert has the most tokens."""
+    flat = x.view(-1, WIDTH)
+    chosen = self.gate(flat).argmax(-1)
+    largest = max(torch.bincount(chosen, minlength=EXPERTS).tolist())
+    return one_for_each(self, x) * largest
+
+
+def scaled_by_the_number_in_use(self: Block, x: Tensor) -> Tensor:
+    """A number that is the same as long as no expert is idle."""
+    chosen = self.gate(x.view(-1, WIDTH)).argmax(-1)
+    return one_for_each(self, x) * len(chosen.unique())
+
+
+def counted(self: Block, x: Tensor) -> Tensor:
+    """Python's own state changes with every call."""
+    self.calls["forward"] += 1
+    return one_for_each(self, x)
 
 
 def the_last_wins(self: Block, x: Tensor) -> Tensor:
@@ -226,10 +247,51 @@ def test_experts_that_nobody_asks_may_have_no_gradient() -> None:
     assert optional == {name for name in graph.parameters if ".experts." in name}
 
 
-@pytest.mark.parametrize("way", [scaled_by_a_count, the_last_wins, slow(in_an_order)])
+@pytest.mark.parametrize(
+    "way",
+    [
+        scaled_by_a_count,
+        scaled_by_the_largest_count,
+        scaled_by_the_number_in_use,
+        counted,
+        the_last_wins,
+        slow(in_an_order),
+    ],
+)
 def test_other_blocks_stay_as_they_are(way: Way) -> None:
     _, graph = traced(way)
     assert len(opaque_nodes(graph)) == 2
+
+
+class Weights(nn.Module):
+    """Takes no tensor, and has layers with numbers in their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        first, second = self.layers
+        result: Tensor = second(first.weight) if first.weight.max() > 0 else first.weight
+        return result
+
+
+class Multiplied(nn.Module):
+    """Calls functions by keywords, beside such a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = Weights()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        squared = torch.mul(input=x, other=x)
+        flat = torch.reshape(input=squared, shape=(-1, WIDTH))
+        return {"loss": (flat @ self.weights()).mean()}
+
+
+def test_modules_without_tokens_stay_as_they_are() -> None:
+    graph = cases.traced(Multiplied().train(), batch(1))
+    assert len(opaque_nodes(graph)) == 1
 
 
 @pytest.mark.parametrize("degree", [2, slow(4)])

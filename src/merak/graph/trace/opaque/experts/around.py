@@ -15,7 +15,13 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from merak.graph.trace.opaque.experts.follow import Follower, is_same_memory
-from merak.graph.trace.opaque.experts.steps import NotALoopError, OfChoices, OfTokens, Template
+from merak.graph.trace.opaque.experts.steps import (
+    NotALoopError,
+    OfChoices,
+    OfTokens,
+    Step,
+    Template,
+)
 from merak.graph.trace.opaque.pytree import fill, flatten
 
 TOTAL = -1
@@ -40,7 +46,7 @@ class Call:
         arguments: its (args, kwargs), with slots in place of tensors.
         operands: numbers of these tensors.
         results: numbers of the tensors that it returns.
-        is_kept: whether it writes into one of its operands.
+        writes: whether it writes into one of its operands.
         is_after: whether the sum over experts goes into it.
     """
 
@@ -48,7 +54,7 @@ class Call:
     arguments: Any
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    is_kept: bool
+    writes: bool
     is_after: bool
 
 
@@ -62,8 +68,8 @@ class Program:
         choices: number of the experts that every token has chosen.
         start: number of the zeros that rows are added to.
         outputs: numbers of the tensors that the module returns.
-        templates: what each expert does with its rows.
         kinds: their shapes and dtypes.
+        templates: what each expert does with its rows.
         result: what the module returns, with slots in place of tensors.
     """
 
@@ -72,8 +78,8 @@ class Program:
     choices: int
     start: int
     outputs: tuple[int, ...]
-    templates: Mapping[int, Template]
     kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    templates: Mapping[int, Template]
     result: Any
 
 
@@ -102,6 +108,7 @@ class Around(TorchFunctionMode):
         self.num_classes = 0
         self._given = len(given)
         self._next = len(given)
+        self._after = {TOTAL}
         self._calls: list[Call] = []
         self._known = {id(t): (t, number) for number, t in enumerate(given)}
 
@@ -134,9 +141,8 @@ class Around(TorchFunctionMode):
         if TOTAL not in {*outputs, *(n for call in calls for n in call.operands)}:
             raise NotALoopError
         made = dict.fromkeys(number for call in calls for number in call.results)
-        numbered = enumerate(made, self._given)
         new = {number: number for number in (TOTAL, *range(self._given))}
-        new |= {before: number for number, before in numbered}
+        new |= {before: number for number, before in enumerate(made, self._given)}
         calls = [
             replace(
                 call,
@@ -146,22 +152,17 @@ class Around(TorchFunctionMode):
             for call in calls
         ]
         return Program(
-            tuple(call for call in calls if not call.is_after),
-            tuple(call for call in calls if call.is_after),
-            new[self.choices],
-            new[start],
-            tuple(new[n] for n in outputs),
-            {
-                expert: tuple(
-                    replace(step, place=new[step.place])
-                    if isinstance(step, (OfTokens, OfChoices))
-                    else step
-                    for step in own
-                )
+            before=tuple(call for call in calls if not call.is_after),
+            after=tuple(call for call in calls if call.is_after),
+            choices=new[self.choices],
+            start=new[start],
+            outputs=tuple(new[n] for n in outputs),
+            kinds=tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves),
+            templates={
+                expert: tuple(_renumbered(step, new) for step in own)
                 for expert, own in follower.templates.items()
             },
-            tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves),
-            template,
+            result=template,
         )
 
     def _number(self, tensor: torch.Tensor) -> int | None:
@@ -180,8 +181,9 @@ class Around(TorchFunctionMode):
             raise NotALoopError
         _, arguments = flatten(((tensor, tuple(tensor.shape)), {}))
         self._calls.append(
-            Call(torch.reshape, arguments, (TOTAL,), (self._next,), is_kept=False, is_after=True)
+            Call(torch.reshape, arguments, (TOTAL,), (self._next,), writes=False, is_after=True)
         )
+        self._after.add(self._next)
         self._next += 1
         return self._next - 1
 
@@ -204,14 +206,14 @@ class Around(TorchFunctionMode):
             raise NotALoopError
         if any(t.requires_grad for t in values) and not torch.is_grad_enabled():
             raise NotALoopError  # what is called again would have gradients
-        after = {n for call in self._calls if call.is_after for n in call.results} | {TOTAL}
-        is_after = bool(after & set(operands))
-        if is_after:
-            self.follower.is_read = True
         numbers = tuple(range(self._next, self._next + len(found)))
         self._next += len(found)
-        is_kept = any(own is value for own in found for value in values)
-        self._calls.append(Call(func, arguments, operands, numbers, is_kept, is_after))
+        is_after = not self._after.isdisjoint(operands)
+        if is_after:
+            self._after |= {*numbers}
+            self.follower.is_read = True
+        writes = any(own is value for own in found for value in values)
+        self._calls.append(Call(func, arguments, operands, numbers, writes, is_after))
         if self.choices is None and is_meta:
             self._make_choices(found, numbers, values[0].shape[-1])
         return fill(template, [self._noted(*own) for own in zip(found, numbers, strict=True)])
@@ -248,11 +250,17 @@ def call_again(calls: Iterable[Call], values: dict[int, torch.Tensor]) -> None:
         values.update(zip(call.results, found, strict=True))
 
 
+def _renumbered(step: Step, new: Mapping[int, int]) -> Step:
+    if isinstance(step, (OfTokens, OfChoices)):
+        return replace(step, place=new[step.place])
+    return step
+
+
 def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
     """The calls that some values come from, and all that write."""
     found = []
     for call in reversed(calls):
-        if call.is_kept or wanted & set(call.results):
+        if call.writes or wanted & set(call.results):
             wanted |= set(call.operands)
             found.append(call)
     return found[::-1]

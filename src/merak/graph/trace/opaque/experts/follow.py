@@ -6,7 +6,7 @@ known which expert's rows each of its operators takes, and from what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from merak.graph.ir.operators import CONVERSIONS, COPIES, RESHAPES, SPLITS, aten_family
+from merak.graph.trace.opaque.experts.separate import Separate
 from merak.graph.trace.opaque.experts.steps import (
     Choices,
     NotALoopError,
@@ -112,7 +113,7 @@ class Follower(TorchDispatchMode):
         choices: Choices | None,
         num_tokens: int,
         weights: Sequence[torch.Tensor],
-        separate: Mapping[int, tuple[int, tuple[int, ...]]],
+        separate: Separate,
         autocast: tuple[str, torch.dtype] | None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

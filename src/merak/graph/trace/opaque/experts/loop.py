@@ -8,7 +8,7 @@ grouped product in the place of every product. Its weights can be split over ran
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,62 +16,19 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from merak.graph.trace.opaque.experts.around import TOTAL, Around, Program, call_again
+from merak.graph.trace.opaque.experts.around import Around, Program
 from merak.graph.trace.opaque.experts.follow import Follower
-from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR, GROUPED_VALUES
+from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights
-from merak.graph.trace.opaque.experts.steps import (
-    Choices,
-    NotALoopError,
-    OfChoices,
-    OfTokens,
-    Product,
-    Result,
-    Step,
-    Template,
-    Weight,
-)
+from merak.graph.trace.opaque.experts.steps import Choices, NotALoopError, Product, Template
 from merak.graph.trace.opaque.operator import OpaqueCall
-from merak.graph.trace.opaque.probe import undisturbed
-from merak.graph.trace.opaque.run import attributes, invoke, set_attributes
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Experts that compute alike.
-
-    Args:
-        first: the first of them.
-        stop: the one behind the last.
-        steps: what each does with its rows.
-    """
-
-    first: int
-    stop: int
-    steps: Template
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLoop:
-    """What a module computes that loops over experts.
-
-    Args:
-        program: what it does around the loop.
-        is_mask: whether the choices are a mask with a place for every expert, not their numbers.
-        num_experts: the number of experts; one more where a choice may be of none.
-        is_complete: whether every choice is of these experts.
-        skips_idle: whether an expert that no token chooses is not called.
-        kinds: of experts; those of none give nothing.
-    """
-
-    program: Program
-    is_mask: bool
-    num_experts: int
-    is_complete: bool
-    skips_idle: bool
-    kinds: tuple[Kind, ...]
+from merak.graph.trace.opaque.probe import called, restore, undisturbed
+from merak.graph.trace.opaque.pytree import PLAIN
+from merak.graph.trace.opaque.run import attributes
 
 
 def expert_loop_of(
@@ -96,8 +53,9 @@ def expert_loop_of(
         return None
     if chosen and inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
         return None
-    parameters = tensors[: call.parameters]
-    if not chosen and not _possible_stacks(call, parameters):
+    if not chosen and (not inputs or inputs[0].ndim < 2):
+        return None
+    if not chosen and not _possible_stacks(call, tensors[: call.parameters]):
         return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
@@ -137,26 +95,53 @@ class _Module:
         return math.prod(shape[:2]) if len(shape) > 2 else shape[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Routing:
+    """Which experts some tokens choose: neighbouring ones, the next token from the next one on.
+
+    Args:
+        num_experts: the number of experts.
+        num_tokens: the number of tokens.
+        is_skewed: whether two tokens begin with each expert, and all others with the last.
+        idle: an expert that no token chooses; None for none.
+    """
+
+    num_experts: int
+    num_tokens: int
+    is_skewed: bool = False
+    idle: int | None = None
+
+    def choices(self, num_choices: int) -> Choices:
+        """The choices, so many for each token."""
+        experts = torch.tensor([e for e in range(self.num_experts) if e != self.idle])
+        first = torch.arange(self.num_tokens)
+        if self.is_skewed:
+            first = (first // 2).clamp(max=len(experts) - 1)
+        index = experts[(first[:, None] + torch.arange(num_choices)) % len(experts)]
+        return Choices.of(index, self.num_experts)
+
+
 def _found(module: _Module) -> ExpertLoop | None:
-    call, program, num_experts = module.call, None, 0
+    call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
-        before = attributes(call.module)
+        before, state = attributes(call.module), _state(call.module)
         num_classes = _num_classes(module)
         for num_experts in _possible_numbers(module, num_classes):
-            program = _program(module, num_experts)
-            if program is not None:
+            found = _programs(module, num_experts)
+            if found is not None:
                 break
-        skips_idle = None if program is None else _skips_idle(module, program, num_experts)
-        after = attributes(call.module)
-        is_changed = before.keys() != after.keys() or any(before[k] is not after[k] for k in before)
-        if is_changed:
-            set_attributes(list(call.module.modules()), before)
-    if program is None or skips_idle is None or is_changed:
+        is_changed = _state(call.module) != state
+        restore(call, before)
+    if found is None or is_changed:
         return None  # what it keeps, others may read
+    program, idle = found
+    skips_idle = _skips_idle(program, idle)
+    if skips_idle is None:
+        return None
     numbered = groupby(range(num_experts), key=program.templates.get)
     spans = [(steps, list(experts)) for steps, experts in numbered if steps is not None]
     kinds = tuple(Kind(own[0], own[-1] + 1, steps) for steps, own in spans)
-    have_products = [k for k in kinds if any(isinstance(step, Product) for step in k.steps)]
+    have_products = [kind for kind in kinds if _has_products(kind.steps)]
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
     is_mask = module.choices is not None and module.choices.ndim == 3
@@ -165,18 +150,16 @@ def _found(module: _Module) -> ExpertLoop | None:
     return loop if _has_operators(loop, module) else None
 
 
-def _skips_idle(module: _Module, program: Program, num_experts: int) -> bool | None:
-    """Whether an expert that no token chooses is not called; None where it cannot be told.
+def _has_products(steps: Template) -> bool:
+    return any(isinstance(step, Product) for step in steps)
 
-    Parameters of an expert that is called without rows have gradients, which are zeros.
-    """
-    last = max(program.templates)
-    num_idle = num_experts - last
-    try:
-        found = _followed(module, num_experts, 2 * num_experts + 1, idle=num_idle)
-    except Exception:  # as in `_program`
-        return None
-    return last not in found.templates
+
+def _state(module: nn.Module) -> dict[tuple[int, str], list[Any]]:
+    """What a module's attributes hold: numbers and words by value, all else by identity."""
+    return {
+        name: [one if isinstance(one, PLAIN) else id(one) for one in (value, *tree_leaves(value))]
+        for name, value in attributes(module).items()
+    }
 
 
 def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
@@ -189,21 +172,53 @@ def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
     return [(tuple(t.shape), t.dtype) for t in made] == list(loop.program.kinds)
 
 
-def _program(module: _Module, num_experts: int) -> Program | None:
-    """What the module does, which is the same for any number of tokens, whatever they choose."""
+def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | None] | None:
+    """What the module does, which is the same for any number of tokens, whatever they choose.
+
+    And what it does where the last expert that multiplies is idle; None where that cannot be told.
+    """
+    sizes = _few_tokens(num_experts), _few_tokens(num_experts) + 2
     try:
-        sizes = 2 * num_experts + 1, 2 * num_experts + 3  # torch treats a single row otherwise
-        first, other = (_followed(module, num_experts, size) for size in sizes)
+        first, other = (_followed(module, _Routing(num_experts, size)) for size in sizes)
         # A number that its code has read from the choices would differ.
-        others = (_followed(module, num_experts, size, 1) for size in sizes)
-        own = _followed(module, num_experts, module.num_tokens)
+        skewed = _followed(module, _Routing(num_experts, sizes[0], is_skewed=True))
+        own = _followed(module, _Routing(num_experts, module.num_tokens))
     except Exception:  # whatever the module's code does with tensors that have no values
         return None
-    if (first, other) != tuple(others) or first.templates != other.templates:
+    if skewed != first or other.templates != first.templates:
         return None
     if not own.templates.items() <= first.templates.items():
         return None
-    return replace(own, templates=first.templates)
+    last = _last_product(first)
+    try:
+        idle = _followed(module, _Routing(num_experts, sizes[0], is_skewed=True, idle=last))
+    except Exception:  # every token may choose all others, which cannot be told apart
+        return replace(own, templates=first.templates), None
+    if replace(idle, templates=first.templates) != first:
+        return None
+    return replace(own, templates=first.templates), idle
+
+
+def _few_tokens(num_experts: int) -> int:
+    """Tokens of which every expert gets two or more: torch treats a single row otherwise."""
+    return 3 * num_experts + 1
+
+
+def _last_product(program: Program) -> int | None:
+    """The last expert that multiplies."""
+    return max((e for e, steps in program.templates.items() if _has_products(steps)), default=None)
+
+
+def _skips_idle(program: Program, idle: Program | None) -> bool | None:
+    """Whether an expert that no token chooses is not called; None where it cannot be told.
+
+    Parameters of its own have no gradient then, and a gradient of zeros where it is called without
+    rows. A stack of all experts' weights has one in any case.
+    """
+    steps = [step for own in program.templates.values() for step in own]
+    if not any(isinstance(step, Product) and len(step.weight.numbers) > 1 for step in steps):
+        return False
+    return None if idle is None else _last_product(program) not in idle.templates
 
 
 def _possible_numbers(module: _Module, num_classes: int) -> Iterator[int]:
@@ -225,7 +240,7 @@ def _possible_stacks(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> li
 def _fails(module: _Module, num_experts: int) -> bool:
     """Whether the module's own code fails where tokens choose among so many experts."""
     try:
-        _followed(module, num_experts, 2 * num_experts + 1)
+        _followed(module, _Routing(num_experts, _few_tokens(num_experts)))
     except Exception as error:
         return not isinstance(error, NotALoopError)
     return False
@@ -236,64 +251,51 @@ def _num_classes(module: _Module) -> int:
     if module.choices is not None and module.choices.ndim == 3:
         return module.choices.shape[-1] + 1
     try:
-        around, inputs = _prepared(module, 1, 1, 0, 0)
+        around, given = _prepared(module, _Routing(1, 1))
     except NotALoopError:
         return 0
     with suppress(Exception), around.follower, around:  # only for the mask, which comes first
-        invoke(module.call, inputs)
+        called(module.call, given)
     return around.num_classes
 
 
-def _followed(
-    module: _Module, num_experts: int, num_tokens: int, shift: int = 0, idle: int = 0
-) -> Program:
+def _followed(module: _Module, routing: _Routing) -> Program:
     """What the module does with some tokens."""
-    around, given = _prepared(module, num_experts, num_tokens, shift, idle)
+    around, given = _prepared(module, routing)
     with around.follower, around:
-        result = invoke(module.call, given)
+        result = called(module.call, given)
     around.follower.finish()
     if any(tensor._version for tensor in given):
         raise NotALoopError  # it writes into what it is given
     return around.program(result)
 
 
-def _prepared(
-    module: _Module, num_experts: int, num_tokens: int, shift: int, idle: int
-) -> tuple[Around, list[torch.Tensor]]:
-    """What follows the module, and what the module is called with.
-
-    Args:
-        module: the module.
-        num_experts: the number of experts.
-        num_tokens: the number of tokens.
-        shift: how far the choices are from those of shift 0.
-        idle: how many of the last experts nobody chooses.
-    """
-    call, place, choices = module.call, module.place, module.choices
-    parameters = module.tensors[: call.parameters]
-    separate = separate_weights(call, parameters, num_experts)
-    given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors[: len(call.states)]]
-    follower = Follower(None, num_tokens, given[: call.parameters], separate, call.autocast)
+def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Tensor]]:
+    """What follows the module, and what the module is called with."""
+    call, num_tokens, num_experts = module.call, routing.num_tokens, routing.num_experts
+    separate = separate_weights(call, module.tensors[: call.parameters], num_experts)
+    states = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors[: len(call.states)]]
+    follower = Follower(None, num_tokens, states[: call.parameters], separate, call.autocast)
 
     def choose(shape: tuple[int, ...]) -> torch.Tensor:
         if shape[:1] != (num_tokens,) or len(shape) > 3:
             raise NotALoopError
-        num_choices = shape[1] if len(shape) > 1 else 1
-        follower.choices = Choices.spread(num_tokens, num_choices, num_experts, shift, idle)
+        follower.choices = routing.choices(shape[1] if len(shape) > 1 else 1)
         index = follower.choices.index if len(shape) > 1 else follower.choices.index[:, 0]
         # A mask has no place for the last, which is none.
         is_mask = len(shape) == 3
         return functional.one_hot(index, num_experts)[..., :-1].clone() if is_mask else index
 
-    chosen = None if choices is None else choose((num_tokens, *choices.shape[1:]))
-    before = module.num_tokens
-    for i, tensor in enumerate(module.inputs):
-        is_chosen = i == place and chosen is not None
-        given.append(chosen if is_chosen else _of_tokens(tensor, before, num_tokens))  # type: ignore[arg-type]
-    for number in range(len(call.states), len(given)):
-        follower.note_whole(given[number], number)
-    around = Around(follower, given, None if place is None else len(call.states) + place, choose)
-    return around, given
+    def given(place: int, tensor: torch.Tensor) -> torch.Tensor:
+        if place == module.place:
+            return choose((num_tokens, *tensor.shape[1:]))
+        return _of_tokens(tensor, module.num_tokens, num_tokens)
+
+    inputs = [given(place, tensor) for place, tensor in enumerate(module.inputs)]
+    for number, tensor in enumerate(inputs, len(states)):
+        follower.note_whole(tensor, number)
+    choices = None if module.place is None else len(states) + module.place
+    return Around(follower, [*states, *inputs], choices, choose), [*states, *inputs]
 
 
 def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tensor:
@@ -313,182 +315,3 @@ def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tens
 def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     made = torch.empty(shape, dtype=dtype, device="meta")
     return made.requires_grad_() if dtype.is_floating_point else made
-
-
-def grouped_experts(
-    loop: ExpertLoop, call: OpaqueCall, tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensors that the module returns, by operators on all rows.
-
-    Args:
-        loop: what the module computes.
-        call: the call.
-        tensors: its tensors; the module's own first.
-    """
-    program, values = loop.program, dict(enumerate(tensors))
-    call_again(program.before, values)
-    rows, states = _Rows.of(loop, values), tensors[: len(call.states)]
-    parts = [_combined(kind, loop, rows, states) for kind in loop.kinds]
-    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    start = values[program.start]
-    values[TOTAL] = total.to(start.dtype).view(start.shape)
-    call_again(program.after, values)
-    return [values[number] for number in program.outputs]
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """A row for each token and each of its experts, sorted by expert.
-
-    Args:
-        values: whole tensors, by number.
-        num_tokens: number of tokens.
-        num_choices: experts of each.
-        experts: (rows,), each row's expert, ascending.
-        order: (rows,), which of the tokens' choices each row is.
-        back: (rows,), the row of each choice.
-    """
-
-    values: Mapping[int, torch.Tensor]
-    num_tokens: int
-    num_choices: int
-    experts: torch.Tensor
-    order: torch.Tensor
-    back: torch.Tensor
-
-    @staticmethod
-    def of(loop: ExpertLoop, values: Mapping[int, torch.Tensor]) -> _Rows:
-        chosen = values[loop.program.choices]
-        if loop.is_mask:
-            size = chosen.shape[-1]
-            number = torch.arange(size, device=chosen.device)
-            chosen = ((chosen != 0) * (number - size)).sum(-1) + size  # `size` for none
-        experts, order = torch.sort(chosen.reshape(-1))
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0], device=order.device)
-        num_choices = chosen.shape[1] if chosen.ndim == 2 else 1
-        return _Rows(values, chosen.shape[0], num_choices, experts, order, back)
-
-    def of_tokens(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
-        """The token of every row."""
-        tokens = self.values[place].reshape(self.num_tokens, *tail)
-        return tokens[self.order // self.num_choices]
-
-    def of_choices(self, place: int, tail: tuple[int, ...]) -> torch.Tensor:
-        """The value of every row's choice, such as its weight."""
-        return self.values[place].reshape(-1, *tail)[self.order]
-
-    def offsets(self, num_experts: int) -> torch.Tensor:
-        """The row after the last one of every expert."""
-        counted = self.experts.float() if self.experts.device.type == "cpu" else self.experts.int()
-        per_expert = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
-        return per_expert.cumsum(0, dtype=torch.int32)
-
-
-def _combined(
-    kind: Kind, loop: ExpertLoop, rows: _Rows, states: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """The sum over every token's experts of one kind, (tokens, …)."""
-    import transformers.integrations.moe  # noqa: F401  # registers the grouped product
-
-    made: list[torch.Tensor] = []
-    offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
-    is_all = loop.is_complete and kind.stop - kind.first == loop.num_experts
-    skips = loop.skips_idle
-    for step in kind.steps:
-        made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all, skips)))
-    last = made[-1]
-    if not is_all:
-        is_own = (rows.experts >= kind.first) & (rows.experts < kind.stop)
-        last = last * is_own.to(last.dtype).view(-1, *(1,) * (last.ndim - 1))
-    per_choice = last[rows.back].view(rows.num_tokens, rows.num_choices, *last.shape[1:])
-    return per_choice.sum(1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """What steps read.
-
-    Args:
-        results: of the steps before.
-        rows: all rows.
-        states: the module's parameters and buffers.
-        offsets: where every expert's rows end; None where nothing is multiplied.
-        num_experts: of the kind, whose first is the first of all where there are products.
-        is_all: whether every row is of these.
-        skips_idle: as of the loop.
-    """
-
-    results: Sequence[Any]
-    rows: _Rows
-    states: Sequence[torch.Tensor]
-    offsets: torch.Tensor | None
-    num_experts: int
-    is_all: bool
-    skips_idle: bool
-
-    def result(self, found: Result) -> torch.Tensor:
-        """What an earlier step gave."""
-        made = self.results[found.step]
-        one: torch.Tensor = made if found.item is None else made[found.item]
-        return one
-
-    def stack(self, weight: Weight) -> torch.Tensor:
-        """Every expert's weight, (experts, …)."""
-        (number,) = weight.numbers
-        stack = self.states[number]
-        if tuple(stack.shape) != weight.shape:
-            stack = stack.view(weight.shape)
-        return stack.transpose(-2, -1) if weight.is_transposed else stack
-
-    def ends(self, weight: Weight) -> torch.Tensor:
-        """The row after the last one of every expert that has such a weight."""
-        offsets = self.offsets
-        assert offsets is not None
-        num_more = weight.shape[0] - self.num_experts  # that no expert of the loop reads
-        return torch.cat((offsets, offsets[-1:].expand(num_more))) if num_more else offsets
-
-    def of_rows(self, weight: Weight) -> torch.Tensor:
-        """The weight of every row's expert, such as a bias; of rows without one, any."""
-        experts = self.rows.experts
-        if len(weight.numbers) > 1:
-            values = [self.states[number] for number in weight.numbers]
-            own: torch.Tensor = GROUPED_VALUES(experts, values, self.ends(weight), self.skips_idle)
-            return own
-        stack = self.stack(weight)
-        return stack[experts if self.is_all else experts.clamp(max=self.num_experts - 1)]
-
-
-def _run(step: Step, made: _Made) -> Any:
-    """What a step gives for all rows."""
-    if isinstance(step, OfTokens):
-        return made.rows.of_tokens(step.place, step.tail)
-    if isinstance(step, OfChoices):
-        return made.rows.of_choices(step.place, step.tail)
-    if isinstance(step, Product):
-        return _product(step, made)
-
-    def operand(argument: Any) -> Any:
-        if isinstance(argument, Result):
-            return made.result(argument)
-        return made.of_rows(argument) if isinstance(argument, Weight) else argument
-
-    return step.target(*map(operand, step.args), **dict(step.kwargs))
-
-
-def _product(step: Product, made: _Made) -> torch.Tensor:
-    """Rows times their experts' weights; zeros, or biases, for rows without an expert."""
-    rows, weight = made.result(step.rows), step.weight
-    bias = None if step.bias is None else made.of_rows(step.bias)
-    dtype = rows.dtype if step.dtype is None else step.dtype
-    offsets = made.ends(weight)
-    found: torch.Tensor
-    if len(weight.numbers) > 1:
-        weights = [made.states[number].to(dtype) for number in weight.numbers]
-        found = GROUPED_LINEAR(
-            rows.to(dtype), weights, offsets, made.skips_idle, weight.is_transposed
-        )
-    else:
-        stack = made.stack(weight).to(dtype)
-        found = torch.ops.transformers.grouped_mm_fallback(rows.to(dtype), stack, offsets)
-    return found if bias is None else found + bias.to(dtype)

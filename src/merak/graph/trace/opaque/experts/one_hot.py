@@ -35,11 +35,12 @@ class OneHotMasks(TorchFunctionMode):
     def _is_mask(self, func: Any, args: Any, result: Any) -> bool:
         if func is functional.one_hot:
             return True
-        if func in _SAME_ROWS:
+        tensors = [a for a in args[:2] if isinstance(a, torch.Tensor)]
+        if func in _SAME_ROWS and tensors:
             return id(args[0]) in self._known and result.shape[-1:] == args[0].shape[-1:]
-        if func not in _PRODUCTS or not all(isinstance(a, torch.Tensor) for a in args[:2]):
+        if func not in _PRODUCTS or len(tensors) < 2:
             return False
-        for mask, factor in (args[:2], args[1::-1]):
+        for mask, factor in (tensors, tensors[::-1]):
             is_factor = factor.dtype is torch.bool or id(factor) in self._known
             if id(mask) in self._known and is_factor and result.shape == mask.shape:
                 return True

@@ -90,20 +90,8 @@ class Choices:
     experts: Mapping[tuple[int, ...], frozenset[tuple[int, Pairs]]]
 
     @staticmethod
-    def spread(
-        num_tokens: int, num_choices: int, num_experts: int, first: int = 0, idle: int = 0
-    ) -> Choices:
-        """Tokens that choose neighbouring experts, the next token from the next expert on.
-
-        Args:
-            num_tokens: the number of tokens.
-            num_choices: the experts of each.
-            num_experts: the number of experts.
-            first: the expert that the first token begins with.
-            idle: how many of the last experts nobody chooses.
-        """
-        token, choice = torch.arange(num_tokens)[:, None], torch.arange(num_choices)
-        index = (token + choice + first) % (num_experts - idle)
+    def of(index: torch.Tensor, num_experts: int) -> Choices:
+        """Choices of some tokens, (tokens, choices), among so many experts."""
         found: dict[tuple[int, ...], frozenset[tuple[int, Pairs]]] = {}
         for expert in range(num_experts):
             by_token = [(int(t), int(c)) for t, c in (index == expert).nonzero()]
