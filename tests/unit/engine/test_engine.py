@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import merak
 from merak.core import mesh
 from merak.core.errors import ArgumentsError, DataError, PlanError, TraceError
 from merak.data import signature
@@ -207,3 +208,19 @@ def test_local_parameters_are_a_model_for_optimizers() -> None:
     local = LocalParameters(parameters)
     assert dict(local.named_parameters()) == parameters
     assert list(local.parameters()) == list(parameters.values())
+
+
+def test_whole_weights_need_no_process_group() -> None:
+    """A script that is started without torchrun saves as one of many ranks does."""
+    model, x = nn.Sequential(nn.Linear(2, 3)), torch.randn(4, 2)
+    parallel = merak.parallelize(
+        model,
+        example_batch={"input": x},
+        loss_fn=lambda output, batch: output.square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    parallel.step({"input": x})
+    found = parallel.gather_state_dict()
+    assert found.keys() == before.keys()
+    assert all(not torch.equal(found[name], before[name]) for name in found)

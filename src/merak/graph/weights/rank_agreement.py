@@ -19,11 +19,13 @@ def is_distributed() -> bool:
 
 
 def transfer_device(device: torch.device) -> torch.device:
-    """Device for collectives: the CPU wherever a backend serves it.
+    """Device for collectives: the CPU wherever a backend serves it, or there is no other rank.
 
     Args:
         device: the device this rank computes on.
     """
+    if not is_distributed():
+        return torch.device("cpu")
     config = dist.get_backend_config()
     return torch.device("cpu") if "cpu:" in config or "gloo" in config else device
 
