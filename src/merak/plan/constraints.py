@@ -286,7 +286,7 @@ def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     if zero == 3:
         raise ScheduleError(
             "zero=3 reduces the gradients of a segment on all replicas, but the model drops "
-            "layers at random, or calls some experts, or uses some parameters, for some values "
+            "layers at random, or has experts or modules that use their parameters for some values "
             "alone, each replica its own; use zero=2, or switch the dropping off: layer_keep=1, or "
             "the model's config."
         )
