@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,6 +246,12 @@ def test_callbacks_run_everywhere_and_tensorboard_once(
     events = EventAccumulator(str(files[0]))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    [text] = events.Tensors("args/text_summary")[0].tensor_proto.string_val
+    config = json.loads(text)
+    layout = {key: value for key, value in config.items() if key.startswith("layout/")}
+    assert layout.items() >= {"layout/dp": 1, "layout/pp": 2, "layout/schedule": "1f1b"}.items()
+    assert layout["layout/ranks"] == layout["layout/stages"] == 2
+    assert layout["layout/parameters"] > 1000 and layout["layout/microbatch"] == "4 × 12"
 
 
 def train_with_own_loss(layout: Layout) -> tuple[list[float], float]:

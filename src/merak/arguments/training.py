@@ -64,6 +64,7 @@ class MerakArguments(TrainingFields):
     """
 
     looks_at_device: ClassVar[bool] = True
+    _layout: ClassVar[Mapping[str, int | str]] = {}
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, then fill in defaults as transformers does."""
@@ -117,7 +118,20 @@ class MerakArguments(TrainingFields):
         plain: dict[str, Any] = super().to_dict()  # type: ignore[no-untyped-call]
         if isinstance(self.feature_dict, Mapping):
             plain["feature_dict"] = write_features(self.feature_dict)
-        return plain
+        return {**plain, **self._layout}
+
+    @contextmanager
+    def with_layout(self, layout: Mapping[str, int | str]) -> Iterator[None]:
+        """Let `to_dict` also give the job's layout, which loggers write to a run's config.
+
+        Args:
+            layout: its values by key.
+        """
+        vars(self)["_layout"] = layout
+        try:
+            yield
+        finally:
+            del vars(self)["_layout"]
 
     @cached_property
     def _setup_devices(self) -> torch.device:

@@ -131,7 +131,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
-        self.callback_handler = AgreedCallbacks(self)
+        self.callback_handler = AgreedCallbacks(self, self.board)
         self._show_progress()
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
             self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]

@@ -1,12 +1,13 @@
-"""Callbacks of a script's own: what one rank asks the training loop for, all ranks do.
+"""The callbacks of a trainer: loggers get the job's layout, and requests are those of all ranks.
 
-A callback that stops by the clock, or on the main process alone, asks on some ranks only. The loop
-of the others would go on, and wait for them for ever.
+A callback of a script's own that stops by the clock, or on the main process alone, asks the
+training loop on some ranks only. The loop of the others would go on, and wait for them for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from merak.core.health.status import waiting_for_all
+from merak.trainer.live.display import JobBoard
+from merak.trainer.subclass.logged_layout import logged_layout
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -34,10 +37,12 @@ class AgreedCallbacks(CallbackHandler):
 
     Args:
         trainer: whose callbacks they are.
+        board: of the job, whose layout loggers write to a run's config when training begins.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, board: JobBoard) -> None:
         vars(self).update(vars(trainer.callback_handler))
+        self._board = board
         self._is_own = not type(trainer).__module__.startswith("merak.")
         self._events: frozenset[str] = frozenset()
         self._group: dist.ProcessGroup | None = None
@@ -46,8 +51,11 @@ class AgreedCallbacks(CallbackHandler):
         self, event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Call an event of every callback, and agree on what they ask for."""
-        changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
-        if event == "on_train_begin":
+        begins = event == "on_train_begin"
+        job = self._board.job if begins else None
+        with nullcontext() if job is None else args.with_layout(logged_layout(job)):
+            changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
+        if begins:
             self._find_events()
         return self.agree(event, changed) if event in _WITHIN else changed
 
