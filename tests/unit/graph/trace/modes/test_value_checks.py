@@ -13,6 +13,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.value_checks import passing_value
 from merak.graph.trace.trace import trace
+from tests.versions import exported_since
 
 COLUMNS = {"x": TensorMeta((2, 4), torch.float32)}
 
@@ -107,6 +108,7 @@ class Spread(Checked):
         return {"loss": nn.functional.gaussian_nll_loss(y, x, nn.functional.softplus(y))}
 
 
+@exported_since(2, 13)
 def test_checks_in_functions_of_torch_are_taken_to_pass(caplog: pytest.LogCaptureFixture) -> None:
     traced = trace(Spread(), COLUMNS)
     assert not any("item" in str(node.target) for node in traced.graph.nodes)

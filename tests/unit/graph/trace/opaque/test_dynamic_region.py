@@ -16,6 +16,7 @@ from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import is_dynamic_region
+from tests.versions import exported_since
 
 SAMPLES, LENGTH, WORDS, WIDTH = 3, 5, 7, 4
 COLUMNS = {
@@ -120,7 +121,16 @@ def run(graph: ModelGraph, model: nn.Module, given: Batch) -> torch.Tensor:
     return values[str(graph.loss)]
 
 
-@pytest.mark.parametrize("kind", [LastMarked, Labelled, Masked, Between, Counted])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LastMarked,
+        Labelled,
+        pytest.param(Masked, marks=exported_since(2, 12)),
+        Between,
+        pytest.param(Counted, marks=exported_since(2, 13)),
+    ],
+)
 def test_gradients_are_those_of_eager_code(kind: type[Picking]) -> None:
     torch.manual_seed(1)
     model = kind()
@@ -150,8 +160,18 @@ def change(given: Batch, **columns: Any) -> Batch:
         (LastMarked, "x", torch.tensor([[2, 3, 3, 3, 3], [2, 2, 2, 3, 3], [2, 2, 3, 3, 3]])),
         (LastMarked, "x", torch.full((SAMPLES, LENGTH), 3)),
         (Labelled, "y", torch.full((SAMPLES,), -100)),
-        (Counted, "x", torch.tensor([[2, 3, 3, 3, 3], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]])),
-        (Counted, "x", torch.tensor([[2, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 3]])),
+        pytest.param(
+            Counted,
+            "x",
+            torch.tensor([[2, 3, 3, 3, 3], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]]),
+            marks=exported_since(2, 13),
+        ),
+        pytest.param(
+            Counted,
+            "x",
+            torch.tensor([[2, 1, 1, 2, 1], [2, 1, 1, 2, 1], [2, 1, 1, 2, 3]]),
+            marks=exported_since(2, 13),
+        ),
     ],
 )
 def test_a_batch_for_which_the_trace_is_not_true_is_refused(
