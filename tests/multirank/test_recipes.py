@@ -149,7 +149,7 @@ def test_recipes_train_on_two_ranks(
         "gradient_accumulation_steps": 2,
         "max_steps": 2,
         "warmup_steps": 0,
-        "save_strategy": "no",
+        "save_strategy": "epoch" if name == "lora" else "no",
         "disable_tqdm": True,
         "output_dir": str(tmp_path / "out"),
     }
@@ -169,6 +169,8 @@ def test_recipes_train_on_two_ranks(
     written = {file.name for file in (tmp_path / "out").iterdir()}
     if name == "lora":
         assert "adapter_model.safetensors" in written and "model.safetensors" not in written
+        checkpoint = tmp_path / "out" / "checkpoint-2"
+        assert (checkpoint / "adapter_model.safetensors").exists()
     else:
         assert "model.safetensors" in written
     assert written & {"tokenizer_config.json", "preprocessor_config.json"}

@@ -30,6 +30,7 @@ from merak.check.runs import (
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
+from merak.core.health.quiet import hide_warnings
 from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.graph.cache.value_file import ValueFile, write_values
@@ -270,6 +271,7 @@ def _on_ranks(work: Work, job: Job, workspace: Workspace) -> list[Any]:
 def run_rank(work: Work, job: Job, folder: Path) -> None:
     """Run a function on this rank and write its result, or the message of a `TraceError`."""
     outcome: Any
+    hide_warnings()  # which the process that computes the reference has shown
     try:
         outcome = work(job, folder)
     except TraceError as error:

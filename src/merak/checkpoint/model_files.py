@@ -58,6 +58,7 @@ class ModelFiles:
         writers: the rank that writes each file.
         steps: what the writers need, in the order in which ranks exchange it.
         index: text of the file that says which tensor is in which file; None where there is one.
+        shapes: state dict of a model with adapters on the meta device, which peft asks for.
     """
 
     model: nn.Module = field(repr=False, compare=False)
@@ -69,6 +70,7 @@ class ModelFiles:
     writers: Mapping[str, int]
     steps: tuple[Step, ...]
     index: str | None
+    shapes: State = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def are_adapters(self) -> bool:
@@ -212,7 +214,7 @@ def plan_model_files(
     if has_adapters(model):
         needed = adapter_keys(model, state)
         steps = [_step(held, names, ranks[0], "", (key,), (key,)) for key in needed]
-        return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None)
+        return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None, state)
     tensors = file_tensors(model, state)
     metas = {key: tensor.meta for key, tensor in tensors.items()}
     files, index = split_files(metas, max_shard_size or _largest_file(tensors, len(ranks)))
@@ -359,8 +361,7 @@ class _Adapters:
         if not self._state:
             return
         before = set(inner_files(self._folder))
-        shapes = meta_state(self._plan.model, {n: h.holders for n, h in self._plan.held.items()})
-        write_adapters(self._plan.model, {**shapes, **self._state}, self._folder)
+        write_adapters(self._plan.model, {**self._plan.shapes, **self._state}, self._folder)
         self.written = sorted(set(inner_files(self._folder)) - before)
 
     def abandon(self) -> None:
@@ -378,7 +379,8 @@ def attempt(step: Callable[[], object], target: Path) -> str | None:
     try:
         step()
     except Exception as error:
-        return why_not_written(error, target) or f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        return why_not_written(error, target) or reason
     return None
 
 

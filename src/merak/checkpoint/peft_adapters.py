@@ -43,7 +43,7 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
 
 
 def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write the adapters as peft does.
+    """Write the adapters as peft does; also in a thread, beside the training.
 
     Args:
         model: one of peft's.
@@ -51,7 +51,8 @@ def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: 
         folder: where to write; a model card that is there is updated.
     """
     adapted: Any = model
-    adapted.save_pretrained(folder, state_dict=dict(state))
+    # Its class's method: that of a model that is laid out refuses, also while training goes on.
+    type(adapted).save_pretrained(adapted, folder, state_dict=dict(state))
 
 
 def copy_card(source: Path, folder: Path) -> None:

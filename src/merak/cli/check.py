@@ -57,12 +57,14 @@ def check(request: CheckRequest) -> None:
         from merak.cli.model import named_model, recipe_job
         from merak.core.elastic import Degrees, check_expert_degree
         from merak.core.health import failure
+        from merak.core.health.quiet import warn_once
         from merak.core.health.stderr import write_line
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
         from merak.zoo.check_by_name import Request, check_named
         from merak.zoo.model_source import parse_overrides
 
+        warn_once()
         job = recipe_job(request)
         name, config, trusted = named_model(request, job)
         degrees = Degrees(request.dp, request.tp, request.pp, request.cp)

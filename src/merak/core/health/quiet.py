@@ -31,6 +31,21 @@ class _Needless(logging.Filter):
         return not str(record.msg).startswith(_NEEDLESS)
 
 
+class _Once(logging.Filter):
+    """Filter that shows every message once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record is shown."""
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
+
+
 _needless = _Needless()
 
 
@@ -43,7 +58,13 @@ def quiet_libraries(rank: int) -> None:
         rank: of this process in its job.
     """
     logging.getLogger("transformers.modeling_utils").addFilter(_needless)
-    if rank == 0 or _VERBOSITY in os.environ:
+    if rank > 0:
+        hide_warnings()
+
+
+def hide_warnings() -> None:
+    """Hide all warnings of libraries in this process; errors are shown."""
+    if _VERBOSITY in os.environ:
         return
     # Behind all filters that are there: those of the user decide first.
     pattern = rf"({'|'.join(_LIBRARIES)})(\.|$)"
@@ -53,3 +74,13 @@ def quiet_libraries(rank: int) -> None:
         os.environ[_VERBOSITY] = "error"  # which it reads when it is imported
     elif library.level in (logging.NOTSET, logging.WARNING):
         library.setLevel(logging.ERROR)
+
+
+def warn_once() -> None:
+    """Show every message of transformers once in this process, and needless ones not at all."""
+    import transformers.utils.logging as library
+
+    logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    library.get_logger()  # which makes the handlers
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_Once())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
-from merak.core.health.quiet import quiet_libraries
+from merak.core.health.quiet import hide_warnings, quiet_libraries, warn_once
 
 NEEDLESS = "`loss_type=None` was set in the config but it is unrecognized. Using the default loss."
 
@@ -72,3 +73,22 @@ def test_python_warnings_of_libraries_come_behind_the_users_filters() -> None:
     ]  # fmt: skip
     warnings.filterwarnings("always", module="torch")
     assert seen("torch.nn.modules") == 1
+
+
+def test_a_command_warns_once_and_its_ranks_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    library, logger = logging.getLogger("transformers"), logging.getLogger("transformers.models.x")
+    shown = logging.StreamHandler(io.StringIO())
+    library.addHandler(shown)
+    filters = [(handler, list(handler.filters)) for handler in library.handlers]
+    try:
+        warn_once()
+        for _ in range(2):
+            logger.warning("add %s", "is_decoder=True")
+            logger.warning("add %s", "labels")
+        hide_warnings()
+        logger.warning("a warning of a rank")
+    finally:
+        library.removeHandler(shown)
+        for handler, own in filters:
+            handler.filters[:] = own
+    assert shown.stream.getvalue().splitlines() == ["add is_decoder=True", "add labels"]
