@@ -174,3 +174,32 @@ def test_recipes_train_on_two_ranks(
     else:
         assert "model.safetensors" in written
     assert written & {"tokenizer_config.json", "preprocessor_config.json"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["separate", "joined", "none"])
+def test_streamed_text_trains_as_in_one_process(
+    packing: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(60):
+        text = f"document {number} says {number * number} " * (number % 7 + 3)
+        (tmp_path / f"{number}.txt").write_text(text, "utf-8")
+
+    def losses(layout: str) -> tuple[float, float]:
+        mesh.reset()
+        config = SIZES["gpt2"][0]
+        words = [
+            f"data.source={tmp_path}", "data.streaming=true", f"data.packing={packing}",
+            "data.vocabulary=300", "data.sequence=32", "data.held_out=0.2", "data.eval_samples=4",
+            *(f"model.config.{field}={value}" for field, value in config.items()),
+            "arguments.per_device_train_batch_size=2", "arguments.global_batch=8",
+            "arguments.max_steps=3", "arguments.warmup_steps=0", "arguments.save_strategy=no",
+            f"arguments.output_dir={tmp_path / 'out'}", "plan=null", layout,
+        ]  # fmt: skip
+        assert main(["train", "gpt2", *words, "--json", "--device", "cpu"]) == 0
+        report = json.loads(capfd.readouterr().out)
+        return report["loss"], report["eval_loss"]
+
+    alone = losses("parallel.dp=1")
+    for layout in ("parallel.dp=2", "parallel.pp=2"):
+        assert losses(layout) == pytest.approx(alone, rel=1e-4)

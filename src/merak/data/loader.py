@@ -118,7 +118,9 @@ def _shard_stream(
     return sharded
 
 
-def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
+def example_batch(
+    loader: DataLoader[Any], *, seed: int, description: str = "training"
+) -> dict[str, Any]:
     """A batch of the loader's first samples, in the dataset's order, to trace the model with.
 
     It is the same on every rank, and disturbs neither the order of the samples nor the global
@@ -127,6 +129,7 @@ def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
     Args:
         loader: what `transformers.Trainer` (through accelerate) or the user made.
         seed: the job's seed.
+        description: what the dataset is for, as in "training" or "evaluation".
 
     Returns:
         Every column of the batch, on the CPU.
@@ -134,10 +137,10 @@ def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
     Raises:
         DataError: the dataset is empty, or its batches are not dicts.
     """
-    check_not_empty(loader.dataset)
+    check_not_empty(loader.dataset, description)
     fetch = make_fetch(loader.dataset, loader.collate_fn, None, seed)
     if is_iterable(loader.dataset):
-        return _first_of_stream(loader, fetch)
+        return _first_of_stream(loader, fetch, description)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     with rng_for_batch(fetch, -1):
         if size is None and loader.batch_sampler is None:
@@ -146,7 +149,7 @@ def example_batch(loader: DataLoader[Any], *, seed: int) -> dict[str, Any]:
         return collated(fetch, samples_at(fetch, list(indices)))
 
 
-def _first_of_stream(loader: DataLoader[Any], fetch: Fetch) -> dict[str, Any]:
+def _first_of_stream(loader: DataLoader[Any], fetch: Fetch, description: str) -> dict[str, Any]:
     stream = RankStream(
         fetch,
         dp_degree=1,
@@ -158,8 +161,8 @@ def _first_of_stream(loader: DataLoader[Any], fetch: Fetch) -> dict[str, Any]:
     for batch in stream:
         return batch
     raise DataError(
-        "the training dataset yields no samples; give one that yields at least one each time it "
-        "is iterated."
+        f"the {description} dataset yields no samples; give one that yields at least one each "
+        "time it is iterated."
     )
 
 

@@ -93,4 +93,5 @@ def _check_evaluations(trainer: Trainer) -> None:
             continue
         check_not_empty(dataset, "evaluation")
         loader = trainer.get_eval_dataloader(dataset)
-        check_batch(trainer, example_batch(loader, seed=args.seed), loader.dataset)
+        first = example_batch(loader, seed=args.seed, description="evaluation")
+        check_batch(trainer, first, loader.dataset)

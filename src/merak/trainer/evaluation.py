@@ -254,7 +254,8 @@ class Evaluation:
 
     def _rank_loader(self) -> DataLoader[Any]:
         options = self._options
-        sample = drop_non_tensors(example_batch(self._loader, seed=options.seed), options.plain)
+        batch = example_batch(self._loader, seed=options.seed, description="evaluation")
+        sample = drop_non_tensors(batch, options.plain)
         signature = self._counter.signature(sample)
         read = list(self._engine.columns(signature.columns, training=False))
         if self._engine.holds_last_stage:

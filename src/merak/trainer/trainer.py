@@ -393,7 +393,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.
             self.build_engine(self._train_loader(), self.train_dataset)
-            check_batch(self, example_batch(dataloader, seed=self.args.seed), dataloader.dataset)
+            first = example_batch(dataloader, seed=self.args.seed, description="evaluation")
+            check_batch(self, first, dataloader.dataset)
         engine = self.build_engine(dataloader, trains=False)
         assert self._batch_exchange is not None and self._counter is not None
         options = evaluation_options(self, dataloader.dataset, prediction_loss_only, self._plain)

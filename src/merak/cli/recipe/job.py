@@ -129,8 +129,8 @@ def _run(job: Job) -> TrainReport | None:
     clock = _Clock()
     trainer = merak.MerakTrainer(**parts.for_trainer(), callbacks=[clock])
     trained = trainer.train(resume_from_checkpoint=_to_resume(job, args))
+    trainer.save_model()  # before an evaluation can fail
     held_out_loss = None if corpus.held_out is None else trainer.evaluate()["eval_loss"]
-    trainer.save_model()
     if current_mesh().rank != 0:
         return None
     history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -20,6 +20,12 @@ _NEEDLESS = (
 )
 """Beginnings of messages that say nothing to do."""
 
+_NEEDLESS_PYTHON = (
+    # peft reads an attribute that transformers has renamed.
+    "`is_gradient_checkpointing` is deprecated",
+)
+"""Beginnings of Python's warnings, as patterns, about what libraries do with each other."""
+
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 
@@ -58,6 +64,8 @@ def quiet_libraries(rank: int) -> None:
         rank: of this process in its job.
     """
     logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    for pattern in _NEEDLESS_PYTHON:
+        warnings.filterwarnings("ignore", pattern, module="transformers", append=True)
     if rank > 0:
         hide_warnings()
 

@@ -61,12 +61,15 @@ def test_levels_of_the_user_stay(
 
 
 def test_python_warnings_of_libraries_come_behind_the_users_filters() -> None:
-    def seen(module: str) -> int:
+    def seen(module: str, text: str = "text") -> int:
         with warnings.catch_warnings(record=True) as found:
-            warnings.warn_explicit("text", UserWarning, "file.py", 1, module=module)
+            warnings.warn_explicit(text, FutureWarning, "file.py", 1, module=module)
         return len(found)
 
     warnings.resetwarnings()
+    quiet_libraries(0)
+    renamed = "`is_gradient_checkpointing` is deprecated and will be removed"
+    assert [seen("transformers.modeling_utils", text) for text in (renamed, "text")] == [0, 1]
     quiet_libraries(3)
     assert [seen(name) for name in ("torch.nn.modules", "transformers", "torchvision", "mine")] == [
         0, 0, 1, 1

@@ -9,7 +9,8 @@ import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,22 @@ def _write(folder: Path, encoding: Encoding, rows: Rows, counts: Counts) -> int:
         if num_samples:
             writer.finalize()
     if num_samples:
-        datasets.Dataset.from_file(str(file)).save_to_disk(str(folder))
+        with _without_bars():  # for what is a copy of a file
+            datasets.Dataset.from_file(str(file)).save_to_disk(str(folder))
     file.unlink(missing_ok=True)
     return num_samples
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Inside, datasets shows no progress bars."""
+    shows = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows:
+            datasets.enable_progress_bars()
 
 
 def _too_little(job: TokenJob, part: str, counts: Counts) -> CommandError:
@@ -289,6 +303,12 @@ def stream(job: TokenJob) -> Corpus:
         held_out = _rows(source.held_out)
     elif share:
         held_out = train.filter(HeldOut(share, held_out=True))
+        if next(iter(held_out), None) is None:
+            raise CommandError(
+                f"data.held_out={share:g} of the records of data.source={job.recipe.source!r} are "
+                "evaluated with, chosen by their content, but these are none; raise it, or set "
+                "data.held_out=0."
+            )
         train = train.filter(HeldOut(share, held_out=False))
     if job.recipe.shuffle_buffer:
         train = train.shuffle(seed=job.seed, buffer_size=job.recipe.shuffle_buffer)

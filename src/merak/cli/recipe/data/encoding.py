@@ -233,4 +233,6 @@ class EncodedRows:
         names = list(rows)
         records = (dict(zip(names, values)) for values in zip(*rows.values()))
         samples = list(self.encoding.samples(records, self.counts))
-        return {name: [sample[name] for sample in samples] for name in self.encoding.columns}
+        # Lists, of which a collator makes int64, as of rows that were prepared.
+        columns = self.encoding.columns
+        return {name: [sample[name].tolist() for sample in samples] for name in columns}

@@ -1,11 +1,13 @@
 """A recipe's data: where records come from, and how they become samples."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import pytest
+from transformers import default_data_collator
 
 from merak.cli.recipe.data.corpus import Corpus, TokenJob, prepare, stream
 from merak.cli.recipe.data.encoding import every_nth, first_bytes, texts_of
@@ -199,6 +201,25 @@ def test_streams_are_packed_and_held_out_by_content(recipe: DataRecipe, tmp_path
     assert trained and evaluated and not trained & evaluated
     corpus.train.set_epoch(1)
     assert ids(corpus.train) != first
+
+
+def test_streamed_samples_make_the_batches_of_prepared_ones(
+    recipe: DataRecipe, tmp_path: Path
+) -> None:
+    prepared = prepare(job(recipe, tmp_path, "separate")).train
+    streaming = replace(recipe, streaming=True, held_out=0)
+    streamed = stream(job(streaming, tmp_path, "separate")).train
+    ours, theirs = (
+        default_data_collator(list(itertools.islice(rows, 2))) for rows in (streamed, prepared)
+    )
+    assert {name: (column.shape, column.dtype) for name, column in ours.items()} == {
+        name: (column.shape, column.dtype) for name, column in theirs.items()
+    }
+
+
+def test_a_stream_of_which_nothing_is_held_out(recipe: DataRecipe, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"data.held_out=1e-09 of the records .* these are none"):
+        stream(job(replace(recipe, streaming=True, held_out=1e-9), tmp_path))
 
 
 def test_every_nth() -> None:
