@@ -80,9 +80,12 @@ def _saved(study: StepStudy, simulated_s: float, now_s: float) -> float:
 def _few_microbatches(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
     """Fill and drain are paid once a step: more microbatches share them."""
     schedule = study.step.schedule
-    if study.num_ranks == 1 or study.bubble < 2 * WORTH:
+    if study.num_ranks == 1:
         return
     now = simulate(schedule, study.costs)
+    if now.bubble_fraction < 2 * WORTH:
+        return
+    samples = run.job.microbatch[0] if run.job.microbatch else 1
     for factor in (4, 2):
         more = _built(schedule.name, study, schedule.num_microbatches * factor)
         if more is None:
@@ -92,13 +95,15 @@ def _few_microbatches(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
         if gain < WORTH:
             return
         count = more.num_microbatches
+        smaller = f"per_device_train_batch_size={samples // factor} or "
         yield Advice(
-            f"A step has {schedule.num_microbatches} microbatches for {study.num_ranks} pp ranks, "
-            f"and its bubble is {percent(study.bubble)}: the pipeline fills and drains once a "
-            "step.",
-            f"Try gradient_accumulation_steps={count} with a per_device_train_batch_size that is "
-            f"{factor} times smaller, or with {factor} times the samples a step: with the measured "
-            f"times, {count} microbatches leave a bubble of {percent(other.bubble_fraction)}.",
+            f"A step has {schedule.num_microbatches} microbatches for {study.num_ranks} pp ranks. "
+            f"Simulated with the measured times and transfers, its bubble is "
+            f"{percent(now.bubble_fraction)}; a part of it is that the pipeline fills and drains "
+            "once a step.",
+            f"Try gradient_accumulation_steps={count} with "
+            f"{smaller if samples % factor == 0 else ''}{factor} times the samples a step: {count} "
+            f"microbatches leave a bubble of {percent(other.bubble_fraction)}.",
             gain * study.step.pipeline_s / (study.period_s or 1.0),
         )
         return
@@ -224,9 +229,14 @@ def _reductions(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
     if share < WORTH:
         return
     replicas = run.job.degrees["dp"] * run.job.degrees.get("cp", 1)
+    what_for = (
+        f"reduce gradients over {replicas} replicas and to sum losses"
+        if replicas > 1
+        else "send the losses to all ranks"
+    )
     yield Advice(
         f"The step goes on for {milliseconds(study.reduction_s)} ({percent(share)}) behind its "
-        f"last backward, to reduce gradients over {replicas} replicas and to sum losses.",
+        f"last backward, to {what_for}.",
         "Try more microbatches a step, which reduce as often as few; "
         "gradient_compression='bf16' halves what is sent."
         if replicas > 1

@@ -56,7 +56,9 @@ def timelines(study: StepStudy) -> str:
     width = fitting_width([measured, simulated], label_width, _LEAST_WIDTH)
     picture = render_svg([measured, simulated], width, themed=True)
     entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
-    return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)
+    # In dark mode, idle times and their colours in the legend are dimmed alike.
+    legend = f'<div class="idle">{legend_of(entries)}</div>'
+    return note + f'<div class="scroll">{picture}</div>' + legend
 
 
 def idle_table(study: StepStudy) -> str:

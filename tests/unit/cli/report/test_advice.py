@@ -35,7 +35,11 @@ def found(run: RunRecord, word: str) -> Advice | None:
 def test_few_microbatches() -> None:
     run = run_of(plain("1f1b", 4, 4), stage_costs((1.0,) * 4, (2.0,) * 4), (2, 2, 2, 2))
     own = found(run, "gradient_accumulation_steps=16")
-    assert own is not None and "bubble is 43 %" in own.what
+    assert own is not None and "its bubble is 43 %; a part of it" in own.what
+    assert "with per_device_train_batch_size=1 or 4 times the samples a step" in own.do
+    single = replace(run, job=replace(run.job, microbatch=(1, 128)))
+    one = found(single, "gradient_accumulation_steps=16 with 4 times the samples a step")
+    assert one is not None
     assert "16 microbatches leave a bubble of 16 %" in own.do
     # 3 · (4 + 3) = 21 for four microbatches now, and 3 · (16 + 3) / 4 = 14.25.
     assert own.gain == pytest.approx(1 - 14.25 / 21)
