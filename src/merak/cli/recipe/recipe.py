@@ -245,7 +245,7 @@ def _check_kind(keys: tuple[str, ...], value: object, hint: Any, origins: Origin
             keys, f"{name} has no value; write one there, or give {name}=… on the command line."
         )
     kinds = " or ".join(dict.fromkeys(_kind_names(hint)))
-    raise origins.error(keys, f"{name}={value!r} should be of kind {kinds}.")
+    raise origins.error(keys, f"{name}={value!r} should be {kinds}.")
 
 
 def _fits(value: object, hint: Any) -> bool:
@@ -273,7 +273,20 @@ def _kind_names(hint: Any) -> list[str]:
     if origin is Literal:
         return [repr(choice) for choice in typing.get_args(hint)]
     kind = origin or hint
-    return ["null" if kind is type(None) else getattr(kind, "__name__", str(kind))]
+    return [_KINDS.get(kind, str(getattr(kind, "__name__", kind)))]
+
+
+_KINDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "named fields",
+    Mapping: "named fields",
+    type(None): "null",
+}
+"""What a field should be, by its type."""
 
 
 def _check_value(

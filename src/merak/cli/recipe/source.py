@@ -100,6 +100,8 @@ def _mention(keys: Keys) -> str:
         forms.append(rf"(?<![\w.-]){own}=")
     if keys[:2] == ("model", "config") and len(keys) > 2:
         forms += [rf"'{own}'", rf"(?<![\w.-]){own}="]
+    if keys == ("model", "name"):
+        forms.append("^model '")
     return "|".join(forms) or r"(?!)"  # which matches nothing
 
 
@@ -116,12 +118,13 @@ class Written:
     origins: Origins
 
 
-def parse_yaml(text: str, file: str) -> Written:
+def parse_yaml(text: str, file: str, *, is_word: bool = False) -> Written:
     """Parse the text of a recipe.
 
     Args:
         text: YAML, of which only plain data is read.
         file: what its fields' places are named after.
+        is_word: whether it is the value of a word of the command line, which `file` is.
 
     Raises:
         CommandError: it is not YAML, or a field is given twice.
@@ -134,11 +137,24 @@ def parse_yaml(text: str, file: str) -> Written:
     except (yaml.YAMLError, ValueError, RecursionError) as cause:
         if isinstance(cause, CommandError):
             raise
-        where = " ".join(str(cause).split())
-        raise CommandError(f"the recipe {file} is not YAML: {where}.") from cause
+        raise CommandError(_syntax_problem(cause, file, is_word)) from cause
     finally:
         loader.dispose()
     return Written(fields, Origins(places, file))
+
+
+def _syntax_problem(cause: Exception, file: str, is_word: bool) -> str:
+    """Say what is no YAML, behind its place where that is known."""
+    mark = getattr(cause, "problem_mark", None)
+    if not isinstance(cause, yaml.MarkedYAMLError) or mark is None or is_word:
+        problem = getattr(cause, "problem", None) or " ".join(str(cause).split())
+        return f"{'' if is_word else 'the recipe '}{file} is not YAML: {problem}."
+    begun, context = cause.context_mark, ""
+    if cause.context is not None:
+        where = f" that began at line {begun.line + 1}, column {begun.column + 1}" if begun else ""
+        context = f", {cause.context}{where}"
+    place = f"{file}:{mark.line + 1}:{mark.column + 1}"
+    return f"{place}: this is not YAML: {cause.problem}{context}; mend it there or before."
 
 
 def _places(root: yaml.Node | None, file: str) -> dict[Keys, str]:
@@ -203,4 +219,4 @@ def _override(word: str) -> tuple[Keys, Any]:
             f"{word!r} changes no field of the recipe; write FIELD=VALUE, such as "
             "arguments.learning_rate=1e-4."
         )
-    return keys, parse_yaml(text, word).fields
+    return keys, parse_yaml(text, word, is_word=True).fields

@@ -45,11 +45,11 @@ def test_reads_a_recipe(tmp_path: Path) -> None:
         ({"modle": {}}, "no section 'modle'; did you mean model?"),
         ({"model": {"config": {}}}, "model.name is missing from the recipe"),
         ({"model": "GPT2"}, "model should hold named fields, not 'GPT2'"),
-        ({"model": {"name": 3}}, "model.name=3 should be of kind str"),
+        ({"model": {"name": 3}}, "model.name=3 should be a text"),
         ({"data": {"seqence": 3}}, "data has no field 'seqence'; did you mean sequence"),
-        ({"data": {"sequence": "long"}}, "data.sequence='long' should be of kind int"),
-        ({"data": {"max_bytes": "all"}}, "data.max_bytes='all' should be of kind int or null"),
-        ({"data": {"sequence": True}}, "data.sequence=True should be of kind int"),
+        ({"data": {"sequence": "long"}}, "data.sequence='long' should be a whole number"),
+        ({"data": {"max_bytes": "all"}}, "data.max_bytes='all' should be a whole number or null"),
+        ({"data": {"sequence": True}}, "data.sequence=True should be a whole number"),
         ({"data": {"sequence": 1}}, "data.sequence=1 is too small; use 2 or more"),
         ({"data": {"vocabulary": 10}}, "data.vocabulary=10 is too small"),
         ({"data": {"vocabulary": 10**9}}, "data.vocabulary=1000000000 is too large; use 2000000"),
@@ -73,7 +73,9 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
         read_recipe(tmp_path / "nowhere.yaml")
     file = tmp_path / "recipe.yaml"
     file.write_text("a: [1", encoding="utf-8")
-    with pytest.raises(CommandError, match=r"is not YAML: .* line 1"):
+    with pytest.raises(
+        CommandError, match=r"recipe.yaml:1:6: this is not YAML: .* began at line 1, column 4"
+    ):
         read_recipe(file)
 
 

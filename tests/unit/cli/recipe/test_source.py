@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
     [
         ("data:", "dta:", "4:1", "the recipe has no section 'dta'; did you mean data?"),
         ("sequence:", "seqence:", "5:3", "data has no field 'seqence'; did you mean sequence"),
-        ("64", "many", "5:3", "data.sequence='many' should be of kind int."),
+        ("64", "many", "5:3", "data.sequence='many' should be a whole number."),
         ("pp: 2", "pp: 0", "6:19", "parallel.pp=0 is not a degree"),
         ("max_steps", "max_step", "9:3", "arguments has no field 'max_step'; did you mean max_"),
         ("  name: GPT2LMHeadModel", "  name:", "2:3", "model.name has no value; write one"),
@@ -70,10 +70,10 @@ def test_changes_on_the_command_line(file: Path) -> None:
     [
         ("max_steps", "'max_steps' changes no field of the recipe; write FIELD=VALUE"),
         ("max_steps=3", "max_steps=3: the recipe has no section 'max_steps'; it is a field of arg"),
-        ("data.sequence=x", "data.sequence=x: data.sequence='x' should be of kind int"),
+        ("data.sequence=x", "data.sequence=x: data.sequence='x' should be a whole number"),
         ("data.sequence.a=x", "data.sequence.a=x sets a field of data.sequence, which has no"),
         ("lora.rank=3", "lora has no field 'rank'"),
-        ("lora.r=three", "lora.r=three: lora.r='three' should be of kind int"),
+        ("lora.r=three", "lora.r=three: lora.r='three' should be a whole number"),
         ("data.files=[", "data.files=[ is not YAML"),
     ],
 )
