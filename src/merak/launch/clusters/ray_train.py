@@ -11,7 +11,7 @@ from string import Template
 from merak.launch.clusters.job import ClusterJob, job_name, program
 
 _DRIVER = Template('''\
-"""Runs $script on $workers workers of Ray Train."""
+"""Runs $script on Ray Train; number of workers: $workers."""
 
 import os
 import socket
