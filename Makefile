@@ -81,12 +81,13 @@ package: $(STAMP) ## build the wheel and the sdist, and train from the wheel in 
 	bash .ci/package "$(CURDIR)/$(PACKAGE)/venv/bin"
 
 # Pairs of torch and transformers, the oldest that pyproject.toml allows and the newest there is; the
-# tests are those that meet most of both: tracing, engine, checkpoints, trainer, parity with one process.
+# tests are those that meet most of both: tracing, engine, checkpoints, trainer, launching, parity.
 OLDEST := torch==2.11.* transformers==5.17.*
 NEWEST := torch transformers
 PAIRS ?= oldest newest
 COMPAT := runs/compat
-COMPAT_TESTS ?= $(addprefix tests/unit/,graph engine checkpoint trainer test_arguments.py) tests/multirank/test_parity.py tests/multirank/test_trainer_arguments.py
+COMPAT_TESTS ?= $(addprefix tests/unit/,graph engine checkpoint trainer launch test_arguments.py) \
+	$(addprefix tests/multirank/test_,parity.py trainer_arguments.py ranks.py check.py recipes.py)
 compat: ## run a subset of the tests with the oldest and the newest torch and transformers
 	@for pair in $(PAIRS); do \
 		case $$pair in oldest) versions="$(OLDEST)";; newest) versions="$(NEWEST)";; *) versions="$$pair";; esac; \

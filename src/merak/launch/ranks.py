@@ -35,10 +35,6 @@ from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tra
 
 Result = TypeVar("Result")
 
-SHUTDOWN_S = 30
-"""Seconds that ranks get to end by themselves, and to save on SIGTERM; as torchrun has it."""
-
-
 STEPPED = "stepped"
 """File that a rank makes in the folder of a run when it has run a step."""
 
@@ -124,7 +120,6 @@ def _launch_config(num_ranks: int, max_restarts: int) -> LaunchConfig:
         rdzv_endpoint="",
         local_addr=LOOPBACK,
         max_restarts=max_restarts,
-        shutdown_timeout=SHUTDOWN_S,
         start_method=start_method(),
     )
 
