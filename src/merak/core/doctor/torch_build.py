@@ -71,7 +71,7 @@ def read_torch(system: System) -> TorchBuild:
         num_usable=num_usable,
         reason=" ".join(str(caught[0].message).split()) if caught and not num_usable else "",
         backends=_backends(),
-        nccl=_nccl(),
+        nccl=_nccl() if num_usable else "",
         nvidia_gpus=len(list(system.root.glob("dev/nvidia[0-9]*"))),
         nvidia_driver=_nvidia_driver(system.text("proc/driver/nvidia/version")),
         amd_gpus=_amd_gpus(system),
@@ -87,7 +87,7 @@ def _backends() -> tuple[str, ...]:
 
 
 def _nccl() -> str:
-    if "nccl" not in _backends() or not torch.cuda.is_available():
+    if "nccl" not in _backends():
         return ""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
