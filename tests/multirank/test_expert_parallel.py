@@ -43,24 +43,28 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "zero"),
+    ("kind", "first", "then", "zero"),
     [
-        slow((2, 2, 1, 2), (1, 1, 2, 1), 1),
-        slow((1, 1, 1, 1), (2, 2, 1, 2), 2),
-        slow((2, 2, 1, 2), (2, 2, 1, 1), 3),
-        slow((4, 1, 1, 2), (1, 2, 2, 2), 1),
-        slow((4, 1, 1, 2), (2, 1, 2, 2), 3),
-        slow((1, 2, 1, 2), (2, 1, 2, 2), 2),
-        ((2, 1, 1, 2), (2, 1, 1, 1), 2),
+        slow("mixtral", (2, 2, 1, 2), (1, 1, 2, 1), 1),
+        slow("mixtral", (1, 1, 1, 1), (2, 2, 1, 2), 2),
+        slow("mixtral", (2, 2, 1, 2), (2, 2, 1, 1), 3),
+        slow("mixtral", (4, 1, 1, 2), (1, 2, 2, 2), 1),
+        slow("mixtral", (4, 1, 1, 2), (2, 1, 2, 2), 3),
+        slow("mixtral", (1, 2, 1, 2), (2, 1, 2, 2), 2),
+        ("mixtral", (2, 1, 1, 2), (2, 1, 1, 1), 2),
+        ("separate", (2, 1, 1, 2), (1, 2, 1, 2), 2),
+        slow("separate", (2, 2, 1, 2), (4, 1, 1, 4), 1),
+        slow("separate", (1, 1, 1, 1), (4, 1, 1, 2), 2),
+        slow("all_called", (4, 1, 1, 2), (2, 1, 1, 1), 3),
     ],
 )
 def test_checkpoints_go_on_with_experts_split_otherwise(
-    pool: RankPool, tmp_path: Path, first: Layout, then: Layout, zero: int
+    pool: RankPool, tmp_path: Path, kind: str, first: Layout, then: Layout, zero: int
 ) -> None:
     def run(layout: Layout, own_zero: int, steps: range, folder: str) -> list[float]:
         dp, tp, pp, _ = layout
         where = str(tmp_path / folder)
-        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, "mixtral")
+        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, kind)
         found: list[float] = ranks[0]
         return found
 

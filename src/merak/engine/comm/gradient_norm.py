@@ -96,7 +96,7 @@ def _pieces(
     """A gradient, or its fused parts where only some are split; and whether they are."""
     if shard is None or not shard.whole:
         return [(gradient, shard is not None)]
-    sizes = shard.sizes()
+    sizes = shard.sizes(0)  # of what is split in parts, all ranks have as much
     if rows is not None and shard.dim == 0:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         inside = [min(max(end, rows.start), rows.stop) - rows.start for end in ends]

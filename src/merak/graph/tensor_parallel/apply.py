@@ -251,8 +251,9 @@ def check_degree(
 
 
 def _shard(placed: WeightPlacement, degree: int) -> ParameterShard:
-    whole = tuple(sorted(placed.whole)) if isinstance(placed, PartlySharded) else ()
-    return ParameterShard(placed.dim, placed.parts, degree, whole)
+    if isinstance(placed, PartlySharded):
+        return ParameterShard(placed.dim, placed.parts, degree, tuple(sorted(placed.whole)))
+    return ParameterShard(placed.dim, placed.parts, degree, owner=placed.owner)
 
 
 def _check_shared(segment: Segment, own: WeightPlacements, chosen: WeightPlacements) -> None:
