@@ -65,9 +65,7 @@ def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
     return found
 
 
-def _joined(
-    shards: list[torch.Tensor | None], first: Outcome, name: str
-) -> torch.Tensor | None:
+def _joined(shards: list[torch.Tensor | None], first: Outcome, name: str) -> torch.Tensor | None:
     """A tensor of which ranks hold shards or copies; None where the one that has it all has none.
 
     Raises:

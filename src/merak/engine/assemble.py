@@ -377,7 +377,7 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
     groups = job.groups
 
     def has_shards(name: str) -> bool:
-        """A single number has no rows, other ranks' experts nothing, those of one replica no peers."""
+        """A single number has no rows, another rank's expert nothing, one replica's no peers."""
         own = parameters[name]
         return own.dim() > 0 and own.numel() > 0 and groups.of(name) is not None
 

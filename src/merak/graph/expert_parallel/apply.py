@@ -35,7 +35,11 @@ from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
-from merak.graph.tensor_parallel.search.expert_weights import check_experts, experts_of
+from merak.graph.tensor_parallel.search.expert_weights import (
+    check_experts,
+    experts_of,
+    refuse_other_readers,
+)
 from merak.graph.tensor_parallel.search.no_experts import no_experts
 from merak.ops.expert_dispatch import (
     batch_counts,
@@ -119,13 +123,15 @@ def expert_parallel(
         degree: the number of replicas that have the experts of a layer between them.
 
     Raises:
-        ShardError: there are no experts, or the degree does not divide their number.
+        ShardError: there are no experts, the degree does not divide their number, or something else
+            reads their weights.
     """
     found = {n: w for segment in model.segments for n, w in experts_of(segment).items()}
     for name, weight in found.items():
         check_experts(name, weight.num_experts, degree)
     if not found:
         raise no_experts(model, degree)
+    refuse_other_readers(model, degree)
     return ExpertParallel(degree, context)
 
 

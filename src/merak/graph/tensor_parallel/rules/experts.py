@@ -86,7 +86,7 @@ def separate(op: Operator) -> Decision:
     x, weights, offsets, skips_idle, *rest = op.node.args
     assert isinstance(x, fx.Node) and isinstance(offsets, fx.Node)
     assert isinstance(weights, (list, tuple))
-    placed = {weight: op.placement(weight) for weight in weights}
+    placed = {w: op.placement(w) for w in weights if isinstance(w, fx.Node)}
     if not all(isinstance(p, Shard) and p.owner is not None for p in placed.values()):
         raise op.error("reads parameters of experts of which some ranks have only some")
     rows = ExpertRows(sorted_by(offsets), offsets)

@@ -74,9 +74,11 @@ def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dic
         Placements by name.
 
     Raises:
-        ShardError: there are no experts, or the degree does not divide their number.
+        ShardError: there are no experts, the degree does not divide their number, or something else
+            reads their weights.
     """
     found: dict[str, Shard] = {}
+    refuse_other_readers(model, ep, only_separate=True)
     for segment in model.segments:
         experts = {n: w for n, w in experts_of(segment).items() if n not in excluded}
         for name, weight in experts.items():
@@ -117,6 +119,29 @@ def check_experts(name: str, num_experts: int, ep: int) -> None:
             f"ep={ep} does not divide the number of experts of {name.rpartition('.')[0]}, which is "
             f"{num_experts}; the {fitting} {last}."
         )
+
+
+def refuse_other_readers(model: ModelGraph, ep: int, *, only_separate: bool = False) -> None:
+    """Refuse weights that another segment reads than that of their experts, as for a penalty.
+
+    Args:
+        model: the traced model.
+        ep: the expert parallel degree.
+        only_separate: whether stacks may be read, as those that are split are.
+
+    Raises:
+        ShardError: there are such.
+    """
+    by_segment = [experts_of(segment) for segment in model.segments]
+    every = {name: weight for own in by_segment for name, weight in own.items()}
+    for segment, own in zip(model.segments, by_segment, strict=True):
+        for name in segment.parameters:
+            is_shared_out = name in every and not (only_separate and every[name].expert is None)
+            if is_shared_out and name not in own:
+                raise ShardError(
+                    f"ep={ep} gives every rank some of the experts, but {segment.name} reads "
+                    f"{name} on all of them; use ep=1, with tp, pp or zero=2 where memory is short."
+                )
 
 
 def experts_of(segment: Segment) -> Mapping[str, ExpertWeight]:
