@@ -91,6 +91,8 @@ class Around(TorchFunctionMode):
         given: the module's tensors, and its inputs; their numbers are their places.
         choices: number of the choices; None where the module makes them.
         choose: makes choices of a shape in place of those that the module's router would make.
+        num_before: how many integers the router makes of scores before the choices, such as those
+            of groups of experts.
 
     Attributes:
         num_classes: how many different choices there are, as far as a mask or scores tell; else 0.
@@ -102,9 +104,11 @@ class Around(TorchFunctionMode):
         given: Sequence[torch.Tensor],
         choices: int | None,
         choose: Callable[[tuple[int, ...]], torch.Tensor],
+        num_before: int = 0,
     ) -> None:
         super().__init__()
         self.follower, self.choices, self._choose = follower, choices, choose
+        self._num_before = num_before
         self.num_classes = 0
         self._given = len(given)
         self._next = len(given)
@@ -221,9 +225,12 @@ class Around(TorchFunctionMode):
     def _make_choices(
         self, found: list[torch.Tensor], numbers: Sequence[int], num_scores: int
     ) -> None:
-        """Take the first integers that come of scores for the experts that tokens choose."""
+        """Take integers that come of scores for the experts that tokens choose."""
         for i, tensor in enumerate(found):
             if tensor.is_meta and tensor.dtype is torch.int64:
+                self._num_before -= 1
+                if self._num_before >= 0:
+                    continue
                 found[i], self.choices = self._choose(tuple(tensor.shape)), numbers[i]
                 self.num_classes = num_scores
                 return

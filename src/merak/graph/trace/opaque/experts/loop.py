@@ -31,6 +31,10 @@ from merak.graph.trace.opaque.pytree import PLAIN
 from merak.graph.trace.opaque.run import attributes
 
 
+_MOST_BEFORE = 3
+"""Integers that a router may make of scores before its choices: groups, and the best in each."""
+
+
 def expert_loop_of(
     call: OpaqueCall, tensors: Sequence[torch.Tensor], has_mask: bool
 ) -> ExpertLoop | None:
@@ -70,11 +74,13 @@ class _Module:
         call: the call.
         tensors: its tensors; the module's own first.
         place: of the choices among its inputs; None where it makes them itself.
+        num_before: how many integers it then makes of scores before the choices.
     """
 
     call: OpaqueCall
     tensors: Sequence[torch.Tensor]
     place: int | None = None
+    num_before: int = 0
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -125,11 +131,15 @@ def _found(module: _Module) -> ExpertLoop | None:
     call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
         before, state = attributes(call.module), _state(call.module)
-        num_classes = _num_classes(module)
-        for num_experts in _possible_numbers(module, num_classes):
-            found = _programs(module, num_experts)
-            if found is not None:
-                break
+        for num_before in range(_MOST_BEFORE + 1 if module.place is None else 1):
+            module = replace(module, num_before=num_before)
+            num_classes = _num_classes(module)
+            for num_experts in _possible_numbers(module, num_classes):
+                found = _programs(module, num_experts)
+                if found is not None:
+                    break
+            if found is not None or not num_classes:
+                break  # no integers were left
         is_changed = _state(call.module) != state
         restore(call, before)
     if found is None or is_changed:
@@ -295,7 +305,8 @@ def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Te
     for number, tensor in enumerate(inputs, len(states)):
         follower.note_whole(tensor, number)
     choices = None if module.place is None else len(states) + module.place
-    return Around(follower, [*states, *inputs], choices, choose), [*states, *inputs]
+    around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
+    return around, [*states, *inputs]
 
 
 def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tensor:
