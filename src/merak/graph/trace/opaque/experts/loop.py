@@ -30,9 +30,8 @@ from merak.graph.trace.opaque.probe import called, restore, undisturbed
 from merak.graph.trace.opaque.pytree import PLAIN
 from merak.graph.trace.opaque.run import attributes
 
-
 _MOST_BEFORE = 3
-"""Integers that a router may make of scores before its choices: groups, and the best in each."""
+"""Integers that a router may make of scores before its choices, such as of groups of experts."""
 
 
 def expert_loop_of(
@@ -288,9 +287,11 @@ def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Te
     follower = Follower(None, num_tokens, states[: call.parameters], separate, call.autocast)
 
     def choose(shape: tuple[int, ...]) -> torch.Tensor:
-        if shape[:1] != (num_tokens,) or len(shape) > 3:
+        if shape[0] % num_tokens or len(shape) > (3 if shape[0] == num_tokens else 1):
             raise NotALoopError
-        follower.choices = routing.choices(shape[1] if len(shape) > 1 else 1)
+        chosen = replace(routing, num_tokens=shape[0]) if len(shape) == 1 else routing
+        follower.choose(chosen.choices(shape[1] if len(shape) > 1 else 1))
+        assert follower.choices is not None
         index = follower.choices.index if len(shape) > 1 else follower.choices.index[:, 0]
         # A mask has no place for the last, which is none.
         is_mask = len(shape) == 3
