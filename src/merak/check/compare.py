@@ -78,6 +78,8 @@ def _joined(shards: list[torch.Tensor | None], first: Outcome, name: str) -> tor
     if len(found) < len(shards):
         raise Disagreement(f"some ranks have no {name}, which others have.")
     if shard is not None:
+        if any(not _same(own, found[i - i % shard.copies]) for i, own in enumerate(found)):
+            raise Disagreement(f"ranks hold different copies of a shard of {name}.")
         return join(found, shard)
     if any(not _same(found[0], other) for other in found[1:]):
         raise Disagreement(f"ranks hold different copies of {name}.")

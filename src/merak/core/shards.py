@@ -16,7 +16,8 @@ class ParameterShard:
     its shard of each part, parts in their order. Where the degree does not divide the only part of
     a parameter (a vocabulary), the sizes of shards are rounded up, and the last ranks' are padded
     with zeros. A parameter with an owner, as of an expert that is a module of its own, is whole on
-    one rank and empty on the others.
+    one rank and empty on the others. With copies, neighbouring ranks hold the same shard, as of
+    the keys of fewer heads than ranks.
 
     Args:
         dim: the dim that is split.
@@ -25,6 +26,7 @@ class ParameterShard:
             there is only one.
         whole: indices of the parts that are replicated.
         owner: the rank that has everything; None where each has a shard.
+        copies: how many ranks in a row hold the same shard; divides the degree.
     """
 
     dim: int
@@ -32,6 +34,12 @@ class ParameterShard:
     degree: int
     whole: tuple[int, ...] = ()
     owner: int | None = None
+    copies: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """How many different shards there are."""
+        return self.degree // self.copies
 
     def sizes(self, index: int) -> tuple[int, ...]:
         """Return the sizes along `dim` of the fused parts that rank `index` holds."""
@@ -39,14 +47,15 @@ class ParameterShard:
             return self.parts if index == self.owner else (0,) * len(self.parts)
         parts = enumerate(self.parts)
         return tuple(
-            size if i in self.whole else shard_size(size, self.degree) for i, size in parts
+            size if i in self.whole else shard_size(size, self.num_shards) for i, size in parts
         )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
         is_first = self.owner is not None
-        firsts = [0 if is_first or i in self.whole else index for i in range(len(self.parts))]
+        own = index // self.copies
+        firsts = [0 if is_first or i in self.whole else own for i in range(len(self.parts))]
         end = sum(self.parts)
         return tuple(
             (min(start + first * size, end), min(start + (first + 1) * size, end))
@@ -77,6 +86,7 @@ def fill_up(part: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tens
 def join(shards: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
     """Concatenate the shards of all ranks, in rank order, to the whole; the inverse of `take`."""
     split = [own.split(shard.sizes(i), dim=shard.dim) for i, own in enumerate(shards)]
+    split = split[:: shard.copies]
     pieces = [
         own[part]
         for part in range(len(shard.parts))

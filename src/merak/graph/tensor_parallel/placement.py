@@ -55,12 +55,15 @@ class Shard:
         origin: the parameter whose attribute split it, for messages.
         owner: the rank that has all of a parameter of which the others have nothing, as of an
             expert with parameters of its own; None for a shard on every rank.
+        copies: how many ranks in a row hold the same shard, as of the keys of fewer heads than
+            ranks.
     """
 
     dim: int
     parts: tuple[int, ...]
     origin: str = field(default="", compare=False)
     owner: int | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +275,9 @@ def positive(dim: int, num_dims: int) -> int:
 
 def is_padded(placed: ResultPlacement, degree: Degree) -> bool:
     """Whether some rank's shard has padding; sub-microbatches never have."""
-    if not isinstance(degree, int) or not isinstance(placed, Shard) or placed.owner is not None:
+    if not isinstance(degree, int) or not isinstance(placed, Shard):
+        return False
+    if placed.owner is not None or placed.copies > 1:
         return False
     return any(size % degree for size in placed.parts)
 
@@ -291,6 +296,8 @@ def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
     if is_padded(placed, degree):
         shape[placed.dim] = shard_size(shape[placed.dim], int(degree))
         return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
+    if isinstance(placed, Shard):
+        shape[placed.dim] *= placed.copies
     whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, PartlySharded) else 0
     shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)

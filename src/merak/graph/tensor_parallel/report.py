@@ -136,6 +136,7 @@ def _report(
     tables: Collection[str],
 ) -> SegmentReport:
     found = parallel.split(segment)
+    segment = parallel.repeater(segment)
     nodes = parameter_nodes(segment.graph)
     experts, degree = experts_of(segment), parallel.auto_sharder.degree
     split = {
