@@ -204,6 +204,8 @@ def describe(placed: WeightPlacement, outputs: Sequence[int]) -> str:
             along with some outputs.
     """
     words = "row" if outputs and placed.dim not in outputs else "column"
+    if isinstance(placed, Shard) and placed.copies > 1:
+        return f"{words}, each head on {placed.copies} ranks"
     if len(placed.parts) == 1:
         return words
     whole = placed.whole if isinstance(placed, PartlySharded) else frozenset[int]()
