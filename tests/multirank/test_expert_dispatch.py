@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ from tests.unit.graph.expert_models import build
 
 Parameters = dict[str, torch.Tensor]
 
+UNCHOSEN = {"unused": "deepseek_v3", "idle": "separate"}
+"""Models of which no token chooses the second half of the experts."""
+
+NO_DRAWS = {"dropout_rate": 0.0, "router_jitter_noise": 0.0}
+"""Of Switch Transformers, as replicas draw for themselves."""
+
 
 def trained(
     kind: str, degrees: dict[str, int], options: dict[str, Any]
@@ -37,15 +44,18 @@ def trained(
         part = ids.narrow(0, mesh.dp_rank * num_samples, num_samples)
         return {"input_ids": part, "labels": part.clone()}
 
-    model = build("deepseek_v3" if kind == "unused" else kind)
-    if kind == "unused":  # no token comes to the experts of the last rank
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer[:4] = 100.0
+    model = build(UNCHOSEN.get(kind, kind), **(NO_DRAWS if kind == "switch" else {}))
+    with torch.no_grad():
+        for name, value in (*model.named_buffers(), *model.named_parameters()):
+            if kind in UNCHOSEN and name.endswith(("e_score_correction_bias", "gate.bias")):
+                value[: len(value) // 2] = 100.0  # no token comes to the experts of the last rank
+    decay = 0.01 if kind == "idle" else 0.0  # moves what has a gradient of zeros
     parallel = merak.parallelize(
         model,
         example_batch=own(0),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        optimizer=lambda parameters: torch.optim.SGD(
+            parameters, lr=0.1, momentum=0.9, weight_decay=decay
+        ),
         num_microbatches=4 // mesh.dp,
         max_grad_norm=0.5,
         **options,
@@ -63,8 +73,8 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
     """A parameter whose shards the ranks of a group hold."""
     if shard is None:
         return own.clone()
-    shards = [torch.empty_like(own) for _ in range(shard.degree)]
-    dist.all_gather(shards, own.contiguous(), group=mesh.group(mesh.shard_axis))
+    shards: list[Any] = [None] * shard.degree
+    dist.all_gather_object(shards, own, group=mesh.group(mesh.shard_axis))
     return join(shards, shard)
 
 
@@ -74,6 +84,14 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         ("mixtral", {"dp": 4, "ep": 2}, {"zero": 2}),
         ("unused", {"dp": 2, "ep": 2}, {}),
         ("gpt_oss", {"cp": 2, "ep": 2}, {}),
+        ("idle", {"dp": 4, "ep": 2}, {"zero": 2}),
+        slow("idle", {"dp": 2, "tp": 2, "ep": 2}, {}),
+        slow("separate", {"dp": 4, "ep": 4}, {"zero": 1}),
+        slow("all_called", {"dp": 4, "ep": 2}, {"zero": 3}),
+        slow("all_called", {"cp": 2, "ep": 2}, {}),
+        slow("switch", {"dp": 2, "ep": 2}, {}),
+        slow("switch", {"dp": 2, "pp": 2, "ep": 2}, {"zero": 1}),
+        slow("switch", {"dp": 2, "tp": 2, "pp": 2, "ep": 2}, {"zero": 2}),
         slow("mixtral", {"dp": 2, "ep": 2}, {}),
         slow("deepseek_v3", {"dp": 2, "ep": 2}, {"recompute": "selective"}),
         slow("qwen3_moe", {"dp": 4, "ep": 4}, {"zero": 1}),
@@ -96,18 +114,20 @@ def test_training_equals_one_process(
     pool: RankPool, kind: str, degrees: dict[str, int], options: dict[str, Any]
 ) -> None:
     ((losses, expected),) = pool.run(trained, 1, kind, {}, {})
-    num_ranks = degrees.get("dp", 1) * degrees.get("pp", 1) * degrees.get("cp", 1)
+    num_ranks = math.prod(degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
     ranks = pool.run(trained, num_ranks, kind, degrees, options)
     for own_losses, final in ranks:
         assert own_losses == pytest.approx(losses, rel=1e-5)
         cases.assert_gradients_equal(final, {name: expected[name] for name in final})
     assert {name for _, final in ranks for name in final} == expected.keys()
-    if kind == "unused":
-        before = dict(build("deepseek_v3").named_parameters())
-        for name, parameter in expected.items():
-            if "mlp.experts." in name:
-                assert torch.equal(parameter[4:], before[name][4:])
-                assert not torch.equal(parameter[:4], before[name][:4])
+    before = dict(build(UNCHOSEN.get(kind, kind)).named_parameters())
+    for name, parameter in expected.items():
+        if kind == "idle" and ".experts." in name:
+            is_chosen = int(name.partition(".experts.")[2][0]) < 2
+            assert torch.equal(parameter, before[name]) is not is_chosen
+        elif kind == "unused" and "mlp.experts." in name:
+            assert torch.equal(parameter[4:], before[name][4:])
+            assert not torch.equal(parameter[:4], before[name][:4])
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):

@@ -1,4 +1,7 @@
-"""Whole experts on real ranks: steps under ZeRO, and checkpoints that go on in other layouts."""
+"""Weights that only some ranks hold whole: steps under ZeRO, and checkpoints in other layouts.
+
+Whole experts, and heads of which there are fewer than ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import adamw
 from tests.tiers import slow
 from tests.unit.graph.expert_models import build
+from tests.unit.graph.tensor_parallel.test_repeated_heads import model
 
 Layout = tuple[int, int, int, int]
 """(dp, tp, pp, ep)."""
@@ -28,7 +32,7 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
         return {"input_ids": part, "labels": part.clone()}
 
     parallel = merak.parallelize(
-        build(kind),
+        model("Qwen2", 2) if kind == "few_heads" else build(kind),
         example_batch=own(0),
         optimizer=adamw,
         num_microbatches=2,
@@ -43,24 +47,31 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "zero"),
+    ("kind", "first", "then", "zero"),
     [
-        slow((2, 2, 1, 2), (1, 1, 2, 1), 1),
-        slow((1, 1, 1, 1), (2, 2, 1, 2), 2),
-        slow((2, 2, 1, 2), (2, 2, 1, 1), 3),
-        slow((4, 1, 1, 2), (1, 2, 2, 2), 1),
-        slow((4, 1, 1, 2), (2, 1, 2, 2), 3),
-        slow((1, 2, 1, 2), (2, 1, 2, 2), 2),
-        ((2, 1, 1, 2), (2, 1, 1, 1), 2),
+        slow("mixtral", (2, 2, 1, 2), (1, 1, 2, 1), 1),
+        slow("mixtral", (1, 1, 1, 1), (2, 2, 1, 2), 2),
+        slow("mixtral", (2, 2, 1, 2), (2, 2, 1, 1), 3),
+        slow("mixtral", (4, 1, 1, 2), (1, 2, 2, 2), 1),
+        slow("mixtral", (4, 1, 1, 2), (2, 1, 2, 2), 3),
+        slow("mixtral", (1, 2, 1, 2), (2, 1, 2, 2), 2),
+        ("mixtral", (2, 1, 1, 2), (2, 1, 1, 1), 2),
+        ("separate", (2, 1, 1, 2), (1, 2, 1, 2), 2),
+        slow("separate", (2, 2, 1, 2), (4, 1, 1, 4), 1),
+        slow("separate", (1, 1, 1, 1), (4, 1, 1, 2), 2),
+        slow("all_called", (4, 1, 1, 2), (2, 1, 1, 1), 3),
+        slow("few_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
+        slow("few_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
+        ("few_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
     ],
 )
-def test_checkpoints_go_on_with_experts_split_otherwise(
-    pool: RankPool, tmp_path: Path, first: Layout, then: Layout, zero: int
+def test_checkpoints_go_on_with_weights_split_otherwise(
+    pool: RankPool, tmp_path: Path, kind: str, first: Layout, then: Layout, zero: int
 ) -> None:
     def run(layout: Layout, own_zero: int, steps: range, folder: str) -> list[float]:
         dp, tp, pp, _ = layout
         where = str(tmp_path / folder)
-        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, "mixtral")
+        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, kind)
         found: list[float] = ranks[0]
         return found
 

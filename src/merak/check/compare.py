@@ -55,21 +55,35 @@ def whole(ranks: Sequence[Outcome], kind: str) -> Tensors:
     for rank in sorted(ranks, key=lambda r: r.place[1]):
         groups.setdefault((rank.place[0], rank.place[2]), []).append(rank)
     for own in groups.values():
-        for name in getattr(own[0], kind):
-            value = _joined([getattr(rank, kind)[name] for rank in own], own[0], name)
+        for name in dict.fromkeys(name for rank in own for name in getattr(rank, kind)):
+            value = _joined([getattr(rank, kind).get(name) for rank in own], own[0], name)
+            if value is None:
+                continue
             known = found.setdefault(name, value)
             if not _same(known, value):
                 raise Disagreement(f"ranks hold different copies of {name}.")
     return found
 
 
-def _joined(shards: list[torch.Tensor], first: Outcome, name: str) -> torch.Tensor:
+def _joined(shards: list[torch.Tensor | None], first: Outcome, name: str) -> torch.Tensor | None:
+    """A tensor of which ranks hold shards or copies; None where the one that has it all has none.
+
+    Raises:
+        Disagreement: copies differ, or some ranks have one and others have none.
+    """
     shard = first.shards.get(name)
+    if shard is not None and shard.owner is not None:
+        return shards[shard.owner]
+    found = [own for own in shards if own is not None]
+    if len(found) < len(shards):
+        raise Disagreement(f"some ranks have no {name}, which others have.")
     if shard is not None:
-        return join(shards, shard)
-    if any(not _same(shards[0], other) for other in shards[1:]):
+        if any(not _same(own, found[i - i % shard.copies]) for i, own in enumerate(found)):
+            raise Disagreement(f"ranks hold different copies of a shard of {name}.")
+        return join(found, shard)
+    if any(not _same(found[0], other) for other in found[1:]):
         raise Disagreement(f"ranks hold different copies of {name}.")
-    return shards[0]
+    return found[0]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

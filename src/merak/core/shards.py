@@ -15,7 +15,9 @@ class ParameterShard:
     A fused parameter (query, key and value in one matrix) is split part by part: every rank holds
     its shard of each part, parts in their order. Where the degree does not divide the only part of
     a parameter (a vocabulary), the sizes of shards are rounded up, and the last ranks' are padded
-    with zeros.
+    with zeros. A parameter with an owner, as of an expert that is a module of its own, is whole on
+    one rank and empty on the others. With copies, neighbouring ranks hold the same shard, as of
+    the keys of fewer heads than ranks.
 
     Args:
         dim: the dim that is split.
@@ -23,28 +25,41 @@ class ParameterShard:
         degree: the number of ranks it is split over; divides every part that is split, unless
             there is only one.
         whole: indices of the parts that are replicated.
+        owner: the rank that has everything; None where each has a shard.
+        copies: how many ranks in a row hold the same shard; divides the degree.
     """
 
     dim: int
     parts: tuple[int, ...]
     degree: int
     whole: tuple[int, ...] = ()
+    owner: int | None = None
+    copies: int = 1
 
-    def sizes(self) -> tuple[int, ...]:
-        """Return the sizes along `dim` of the fused parts on every rank."""
+    @property
+    def num_shards(self) -> int:
+        """How many different shards there are."""
+        return self.degree // self.copies
+
+    def sizes(self, index: int) -> tuple[int, ...]:
+        """Return the sizes along `dim` of the fused parts that rank `index` holds."""
+        if self.owner is not None:
+            return self.parts if index == self.owner else (0,) * len(self.parts)
         parts = enumerate(self.parts)
         return tuple(
-            size if i in self.whole else shard_size(size, self.degree) for i, size in parts
+            size if i in self.whole else shard_size(size, self.num_shards) for i, size in parts
         )
 
     def ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) intervals of the whole along `dim` that rank `index` holds."""
         starts = [sum(self.parts[:i]) for i in range(len(self.parts))]
-        firsts = [0 if i in self.whole else index for i in range(len(self.parts))]
+        is_first = self.owner is not None
+        own = index // self.copies
+        firsts = [0 if is_first or i in self.whole else own for i in range(len(self.parts))]
         end = sum(self.parts)
         return tuple(
             (min(start + first * size, end), min(start + (first + 1) * size, end))
-            for start, first, size in zip(starts, firsts, self.sizes(), strict=True)
+            for start, first, size in zip(starts, firsts, self.sizes(index), strict=True)
         )
 
 
@@ -56,12 +71,12 @@ def shard_size(size: int, degree: int) -> int:
 def take(whole: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor:
     """Cut rank `index`'s shard out of a whole parameter, as a new tensor."""
     pieces = [whole.narrow(shard.dim, a, b - a) for a, b in shard.ranges(index)]
-    return fill_up(torch.cat(pieces, dim=shard.dim), shard)
+    return fill_up(torch.cat(pieces, dim=shard.dim), shard, index)
 
 
-def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
-    """Pad a rank's shard to its size; returns it as it is where nothing is missing."""
-    missing = sum(shard.sizes()) - part.shape[shard.dim]
+def fill_up(part: torch.Tensor, shard: ParameterShard, index: int) -> torch.Tensor:
+    """Pad rank `index`'s shard to its size; returns it as it is where nothing is missing."""
+    missing = sum(shard.sizes(index)) - part.shape[shard.dim]
     if not missing:
         return part
     shape = (*part.shape[: shard.dim], missing, *part.shape[shard.dim + 1 :])
@@ -70,7 +85,8 @@ def fill_up(part: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
 
 def join(shards: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
     """Concatenate the shards of all ranks, in rank order, to the whole; the inverse of `take`."""
-    split = [own.split(shard.sizes(), dim=shard.dim) for own in shards]
+    split = [own.split(shard.sizes(i), dim=shard.dim) for i, own in enumerate(shards)]
+    split = split[:: shard.copies]
     pieces = [
         own[part]
         for part in range(len(shard.parts))

@@ -375,8 +375,14 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
             "'float32', or use zero=2."
         )
     groups = job.groups
-    segments = [  # a single number has no rows, and experts of one replica alone no others
-        [n for n in s.segment.parameters if parameters[n].dim() and groups.of(n) is not None]
+
+    def has_shards(name: str) -> bool:
+        """A single number has no rows, another rank's expert nothing, one replica's no peers."""
+        own = parameters[name]
+        return own.dim() > 0 and own.numel() > 0 and groups.of(name) is not None
+
+    segments = [
+        [name for name in s.segment.parameters if has_shards(name)]
         for stage in job.stages
         for s in stage.segments
     ]

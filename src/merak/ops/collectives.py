@@ -58,6 +58,17 @@ def copy_parts_to(
     return with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
+def copy_shared_to(tensor: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
+    """Identity whose gradient is summed over the ranks that hold the same shard.
+
+    Args:
+        tensor: the same on so many neighbouring ranks of the axis.
+        copies: how many.
+        axis: name of the mesh axis.
+    """
+    return with_gradient(tensor, partial(_sum_shared, copies=copies, axis=axis))
+
+
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """All-reduce of partial sums, whose gradient passes as it is.
 
@@ -233,6 +244,14 @@ def _sum_parts(
     for i, piece in zip(whole, reduced, strict=True):
         pieces[i] = piece
     return torch.cat(pieces, dim)
+
+
+def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
+    own = axis_rank(axis) // copies
+    every = gradient.new_zeros(axis_degree(axis) // copies, *gradient.shape)
+    every[own] = gradient
+    summed: torch.Tensor = _all_reduce(every, axis)[own]
+    return summed
 
 
 class _ReplicateToPartial(torch.autograd.Function):

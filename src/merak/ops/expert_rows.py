@@ -7,6 +7,7 @@ rows, whatever the routing, and nothing is read on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,80 @@ def grouped_mm_fallback_rows(
     return result
 
 
+def grouped_linear_rows(  # as `merak::grouped_linear`, and the axis
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    skips_idle: bool,
+    is_transposed: bool,
+    axis: str,
+) -> torch.Tensor:
+    """Grouped product as `grouped_mm_rows`, where experts have weights of their own.
+
+    Args:
+        rows: (rows, inputs), the rank's own in front.
+        weights: of all experts; those of other ranks' experts are empty.
+        offsets: (experts,), where every expert's rows end in the whole value.
+        skips_idle: whether an expert without rows gets no gradient.
+        is_transposed: whether weights are (outputs, inputs).
+        axis: name of the mesh axis.
+
+    Returns:
+        (rows, outputs), zeros behind the rank's own.
+    """
+    ends = _own_ends(offsets, axis)
+    return own_grouped_linear(rows, weights, ends, skips_idle, is_transposed, axis)
+
+
+def own_grouped_linear(
+    rows: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    skips_idle: bool,
+    is_transposed: bool,
+    axis: str,
+) -> torch.Tensor:
+    """`grouped_linear_rows`, with offsets (own experts,) of the rank's own rows alone."""
+    own, product = _own_of(weights, axis), torch.ops.merak.grouped_linear
+    result: torch.Tensor = product(rows, own, offsets, skips_idle, is_transposed)
+    return result
+
+
+def grouped_values_rows(
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    skips_idle: bool,
+    axis: str,
+) -> torch.Tensor:
+    """The value of its expert for each of the rank's own rows, such as biases; zeros behind.
+
+    Args:
+        rows: as many as the whole value has.
+        values: one of each expert; those of other ranks' experts are empty.
+        offsets: (experts,), where every expert's rows end in the whole value.
+        skips_idle: whether an expert without rows gets no gradient.
+        axis: name of the mesh axis.
+
+    Returns:
+        (rows, …), the rank's own in front.
+    """
+    return own_grouped_values(rows, values, _own_ends(offsets, axis), skips_idle, axis)
+
+
+def own_grouped_values(
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    offsets: torch.Tensor,
+    skips_idle: bool,
+    axis: str,
+) -> torch.Tensor:
+    """`grouped_values_rows`, with offsets (own experts,) of the rank's own rows alone."""
+    own = _own_of(values, axis)
+    result: torch.Tensor = torch.ops.merak.grouped_values(rows, own, offsets, skips_idle)
+    return result
+
+
 def pick_expert_rows(values: torch.Tensor, experts: torch.Tensor, axis: str) -> torch.Tensor:
     """One of the own experts' values for each of the rank's own rows; zeros behind.
 
@@ -137,6 +212,13 @@ def _own_rows(offsets: torch.Tensor, axis: str) -> tuple[torch.Tensor, torch.Ten
     first = axis_rank(axis) * num_own
     start = offsets[first - 1] if first else torch.zeros_like(offsets[0])
     return start, offsets[first + num_own - 1]
+
+
+def _own_of(weights: Sequence[torch.Tensor], axis: str) -> list[torch.Tensor]:
+    """Of a parameter that every expert has one of, those of the rank's own experts."""
+    num_own = len(weights) // axis_degree(axis)
+    first = axis_rank(axis) * num_own
+    return list(weights[first : first + num_own])
 
 
 def _own_ends(offsets: torch.Tensor, axis: str) -> torch.Tensor:

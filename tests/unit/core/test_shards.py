@@ -30,3 +30,14 @@ def test_shares_are_filled_up_with_zeros(
         )
         assert not share.narrow(dim, stop - start, share.shape[dim] - (stop - start)).any()
     assert torch.equal(join(shares, shard), whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_one_rank_owns_is_empty_on_the_others(dim: int) -> None:
+    shard, whole = ParameterShard(dim, (3,), 3, owner=1), torch.rand(3, 3)
+    shares = [take(whole, shard, rank) for rank in range(3)]
+    assert [shard.sizes(rank) for rank in range(3)] == [(0,), (3,), (0,)]
+    assert [shard.ranges(rank) for rank in range(3)] == [((0, 0),), ((0, 3),), ((0, 0),)]
+    assert [share.shape[dim] for share in shares] == [0, 3, 0]
+    assert torch.equal(shares[1], whole)
+    assert torch.equal(join(shares, shard), whole)

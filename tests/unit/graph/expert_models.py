@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
-# Experts in modules of their own, called by a loop over the choices: the loop is opaque.
+# Experts in modules of their own, called by a loop over the choices.
 LOOPED_MODULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "switch": (
         hf.SwitchTransformersForConditionalGeneration,
@@ -100,13 +101,14 @@ LOOPED_MODULES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def build(name: str) -> torch.nn.Module:
-    if name in ("gshard", "looped"):
+def build(name: str, **changed: Any) -> torch.nn.Module:
+    """A small model, with some fields of its configuration changed."""
+    if name in PLAIN:
         torch.manual_seed(0)
-        return PlainTokens(Dispatched() if name == "gshard" else Looped())
+        return PlainTokens(PLAIN[name]())
     model_class, config_class, fields = {**MODELS, **LOOPED_MODULES}[name]
     torch.manual_seed(0)
-    config = config_class(**{**SMALL, **fields})
+    config = config_class(**{**SMALL, **fields, **changed})
     model: torch.nn.Module = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -169,6 +171,37 @@ class LoopedExperts(nn.Module):
                 rows = nn.functional.linear(inner, self.down[expert[0]])
             out.index_add_(0, token, rows * weights[token, place, None])
         return out
+
+
+class Separate(nn.Module):
+    """Experts that are modules; one that no token chooses is not called, or called for none."""
+
+    def __init__(self, experts: int = 4, skips_idle: bool = True) -> None:
+        super().__init__()
+        self.skips_idle = skips_idle
+        self.gate = nn.Linear(16, experts)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16, bias=False))
+            for _ in range(experts)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if len(token) or not self.skips_idle:
+                out.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return x + out
+
+
+PLAIN: dict[str, Any] = {
+    "gshard": Dispatched,
+    "looped": Looped,
+    "separate": Separate,
+    "all_called": partial(Separate, skips_idle=False),
+}
+"""Layers of experts that are no model of transformers'."""
 
 
 class PlainTokens(nn.Module):

@@ -62,6 +62,14 @@ def _sum_parts(
     return backward
 
 
+def _sum_shared(copies: int) -> Callable[[list[torch.Tensor]], Any]:
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        groups = [gradients[i : i + copies] for i in range(0, len(gradients), copies)]
+        return [torch.stack(group).sum(0) for group in groups for _ in group]
+
+    return backward
+
+
 def _divide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t / len(tensors) for t in tensors]
 
@@ -84,6 +92,8 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
         return _Together.apply(_keep, _sum, *tensors)
     if name == "copy_parts_to":
         return _Together.apply(_keep, _sum_parts(*args[:3]), *tensors)
+    if name == "copy_shared_to":
+        return _Together.apply(_keep, _sum_shared(args[0]), *tensors)
     if name == "leave_partial_grad":
         return _Together.apply(_keep, _divide, *tensors)
     if name == "replicate_to_partial":
@@ -100,7 +110,7 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
 
 
 _COLLECTIVES = (
-    "copy_to",
+    "copy_to", "copy_shared_to",
     "copy_parts_to", "leave_partial_grad", "replicate_to_partial", "reduce_from", "gather_from",
     "slice_to",
     "reduce_scatter_to", "gather_with_partial_grad"
@@ -201,10 +211,15 @@ def assert_parity(
     expected = {name: t.grad for name, t in alone.items() if t.grad is not None}
     for rank in range(degree):
         found = {
-            name: join([s[name].grad for s in shares], shards[name])
+            name: join([_gradient(s[name]) for s in shares], shards[name])
             if name in shards
             else shares[rank][name].grad
             for name in expected
         }
         cases.assert_gradients_equal(found, expected)
     return ranks
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient; zeros of a parameter that another rank has all of."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

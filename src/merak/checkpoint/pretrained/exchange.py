@@ -52,9 +52,9 @@ class Held:
         """Bytes of the whole tensor."""
         return TensorMeta(self.holders.shape, self.holders.dtype).num_bytes
 
-    def shard_meta(self) -> TensorMeta:
-        """Shape and type of a rank's shard."""
-        shape = shard_shape(self.holders.shape, self.holders.shard)
+    def shard_meta(self, index: int) -> TensorMeta:
+        """Shape and type of shard number `index`."""
+        shape = shard_shape(self.holders.shape, self.holders.shard, index)
         return TensorMeta(shape, self.holders.dtype)
 
     def senders(self, writer: int, mesh: Mesh) -> tuple[int, ...]:
@@ -139,9 +139,11 @@ class Exchange:
         """The first tensor that this rank should send or write and has not; None for none."""
         for step in steps:
             for name in step.sources:
-                if self._mesh.rank not in self._held[name].senders(step.writer, self._mesh):
+                senders = self._held[name].senders(step.writer, self._mesh)
+                if self._mesh.rank not in senders:
                     continue
-                own, meta = self._tensors.get(name), self._held[name].shard_meta()
+                index = senders.index(self._mesh.rank)
+                own, meta = self._tensors.get(name), self._held[name].shard_meta(index)
                 if own is None or TensorMeta(tuple(own.shape), own.dtype) != meta or own.is_meta:
                     return f"rank {self._mesh.rank} does not hold {name}, of shape {meta.shape}"
         return None
@@ -175,9 +177,10 @@ class Exchange:
         rank = self._mesh.rank
         for name in step.sources:
             held = self._held[name]
-            for sender in held.senders(step.writer, self._mesh):
+            for index, sender in enumerate(held.senders(step.writer, self._mesh)):
                 if rank == step.writer:
-                    part = self._tensors[name].detach() if rank == sender else self._room(held)
+                    own = self._tensors[name] if rank == sender else self._room(held, index)
+                    part = own.detach()
                     begun.parts.setdefault(name, []).append(part)
                     if rank != sender and part.numel():
                         work = dist.irecv(part, src=sender, group=self._group)
@@ -189,8 +192,8 @@ class Exchange:
                     begun.works.append((work, f"{name} to be taken by", step.writer))
         return begun
 
-    def _room(self, held: Held) -> torch.Tensor:
-        meta = held.shard_meta()
+    def _room(self, held: Held, index: int) -> torch.Tensor:
+        meta = held.shard_meta(index)
         return torch.empty(meta.shape, dtype=meta.dtype, device=self._travel)
 
     def _finish(self, begun: _Pending) -> Iterator[tuple[Step, dict[str, torch.Tensor]]]:

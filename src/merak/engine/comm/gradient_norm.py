@@ -76,13 +76,12 @@ def global_norm(
         piece
         for p in parameters
         if p.grad is not None
-        for piece in _pieces(_values(p.grad), sharded.get(id(p)), (rows or {}).get(id(p)))
+        for piece in _pieces(_values(p.grad), sharded.get(id(p)), (rows or {}).get(id(p)), degree)
     ]
-    for split in (True, False):
-        gradients = [gradient for gradient, is_split in pieces if is_split is split]
-        if gradients:
-            norms = torch.stack(torch._foreach_norm(gradients)).double()
-            total += norms.square().sum() / (1 if split else degree)
+    for copies in sorted({copies for _, copies in pieces}):
+        gradients = [gradient for gradient, own in pieces if own == copies]
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        total += norms.square().sum() / copies
     for group in groups:
         if group is not None:
             dist.all_reduce(total, group=group)
@@ -91,18 +90,20 @@ def global_norm(
 
 
 def _pieces(
-    gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShard | None
-) -> list[tuple[torch.Tensor, bool]]:
-    """A gradient, or its fused parts where only some are split; and whether they are."""
-    if shard is None or not shard.whole:
-        return [(gradient, shard is not None)]
-    sizes = shard.sizes()
+    gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShard | None, degree: int
+) -> list[tuple[torch.Tensor, int]]:
+    """A gradient, or its fused parts where only some are split; and how many ranks have each."""
+    if shard is None:
+        return [(gradient, degree)]
+    if not shard.whole:
+        return [(gradient, shard.copies)]
+    sizes = shard.sizes(0)  # of what is split in parts, all ranks have as much
     if rows is not None and shard.dim == 0:
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         inside = [min(max(end, rows.start), rows.stop) - rows.start for end in ends]
         sizes = tuple(b - a for a, b in zip([0, *inside], inside))
     parts = gradient.split(sizes, shard.dim)
-    return [(part, i not in shard.whole) for i, part in enumerate(parts)]
+    return [(part, degree if i in shard.whole else 1) for i, part in enumerate(parts)]
 
 
 def clip_gradients(

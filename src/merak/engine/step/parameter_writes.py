@@ -79,10 +79,12 @@ def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) 
         _update_master(own, low, _run(write, low.clone(), values))
         return
     data = state.parameters[name].detach()
+    shard = state.base.shards.get(name)
+    if shard is not None and not any(shard.sizes(state.mesh.shard_rank)):
+        return  # another rank has all of it
     rows = None if item is None or not item.is_master else item.own_rows()
     before = None if rows is None else rows.clone()
-    shard = state.base.shards.get(name)
-    if shard is None or write.elementwise:
+    if shard is None or write.elementwise or shard.owner is not None:
         _run(write, data, values)
     else:
         data.copy_(

@@ -22,13 +22,24 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.context_parallel.apply import ContextParallel
 from merak.graph.expert_parallel.rows import ExpertRegion, expert_regions, rows_of
 from merak.graph.ir.ir import ModelGraph, Segment
-from merak.graph.ir.operators import RESHAPES, SAME_VALUES, TRANSPOSES, family
+from merak.graph.ir.operators import (
+    RESHAPES,
+    SAME_VALUES,
+    SEPARATE_EXPERTS,
+    SEPARATE_GEMMS,
+    TRANSPOSES,
+    family,
+)
 from merak.graph.segment.cut import copy_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
-from merak.graph.tensor_parallel.search.expert_weights import check_experts, expert_stacks
+from merak.graph.tensor_parallel.search.expert_weights import (
+    check_experts,
+    experts_of,
+    refuse_other_readers,
+)
 from merak.graph.tensor_parallel.search.no_experts import no_experts
 from merak.ops.expert_dispatch import (
     batch_counts,
@@ -41,6 +52,7 @@ from merak.ops.expert_dispatch import (
     to_experts,
     value_of_each_row,
 )
+from merak.ops.expert_rows import own_grouped_linear, own_grouped_values
 
 EXPERT_AXIS = "ep"
 """The mesh axis of the ranks that have the experts of a layer between them."""
@@ -82,11 +94,13 @@ class ExpertParallel:
             The segment that every rank runs, and the layout of its experts.
         """
         own = segment if self.context is None else self.context(segment)[0]
-        stacks = expert_stacks(own)
-        if not stacks:
+        placed = {n: w.placed(n, self.degree) for n, w in experts_of(own).items()}
+        if not placed:
             return own, {}
-        graph = _spread(own.graph, stacks, self.degree)
-        shards = {n: ParameterShard(p.dim, p.parts, self.degree) for n, p in stacks.items()}
+        graph = _spread(own.graph, placed, self.degree)
+        shards = {
+            n: ParameterShard(p.dim, p.parts, self.degree, owner=p.owner) for n, p in placed.items()
+        }
         return replace(own, graph=graph), shards
 
     def like(self, segment: Segment) -> Segment:
@@ -109,35 +123,37 @@ def expert_parallel(
         degree: the number of replicas that have the experts of a layer between them.
 
     Raises:
-        ShardError: there are no experts, or the degree does not divide their number.
+        ShardError: there are no experts, the degree does not divide their number, or something else
+            reads their weights.
     """
-    found = {n: p for segment in model.segments for n, p in expert_stacks(segment).items()}
-    for name, placed in found.items():
-        check_experts(name, placed.parts[0], degree)
+    found = {n: w for segment in model.segments for n, w in experts_of(segment).items()}
+    for name, weight in found.items():
+        check_experts(name, weight.num_experts, degree)
     if not found:
         raise no_experts(model, degree)
+    refuse_other_readers(model, degree)
     return ExpertParallel(degree, context)
 
 
 def spread_weights(model: ModelGraph) -> frozenset[str]:
     """Names of the parameters that expert parallelism shares out over replicas."""
-    return frozenset(name for segment in model.segments for name in expert_stacks(segment))
+    return frozenset(name for segment in model.segments for name in experts_of(segment))
 
 
-def _spread(graph: fx.Graph, stacks: Mapping[str, Shard], degree: int) -> fx.Graph:
+def _spread(graph: fx.Graph, experts: Mapping[str, Shard], degree: int) -> fx.Graph:
     """Graph of a rank with some of the experts."""
     new, _ = copy_graph(graph)
     weights = parameter_nodes(new)
-    for name, placed in stacks.items():
+    for name, placed in experts.items():
         _shrink(weights[name], placed, degree)
-    for region in expert_regions(new, [weights[name] for name in stacks]):
+    for region in expert_regions(new, {weights[name] for name in experts}):
         _Exchange(region, degree).rewrite()
     new.lint()
     return new
 
 
 def _shrink(node: fx.Node, placed: Shard, degree: int) -> None:
-    """Give a stack of weights, and what shows it in another way, the sizes of a rank's part."""
+    """Give weights of experts, and what shows them in another way, the sizes of a rank's part."""
     node.meta = {**node.meta, "tensor": local_meta(node.meta["tensor"], placed, degree)}
     for user in node.users:
         name, dims = family(user.target), tuple(range(len(shape_of(node))))
@@ -183,6 +199,8 @@ class _Exchange:
                 node.replace_input_with(operand, self._own_values(operand, node))
             if node in region.products and region.offsets is not None:
                 node.replace_input_with(region.offsets, self._ends(node))
+                if family(node.target) in SEPARATE_GEMMS:
+                    node.target, node.args = own_grouped_linear, (*node.args, EXPERT_AXIS)
             elif family(node.target) in RESHAPES:
                 self._free_rows(node)
         for node in list(region.leaving()):
@@ -229,6 +247,12 @@ class _Exchange:
 
     def _look_up(self, node: fx.Node) -> None:
         """Values that are picked for the rows of this rank's own experts, of all ranks."""
+        if family(node.target) in SEPARATE_EXPERTS:
+            _, values, _, *rest = node.args
+            rows = self._enter(rows_of(self.region.products[0]), node)  # for their number
+            node.args = (rows, values, self._ends(node), *rest, EXPERT_AXIS)
+            node.target = own_grouped_values
+            return
         node.args = (node.args[0], self.counts, self.region.rows[0], EXPERT_AXIS)
         node.kwargs = {}
         node.target = value_of_each_row

@@ -14,7 +14,13 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.ir.operators import GROUPED_GEMMS, MATMULS, family
+from merak.graph.ir.operators import (
+    GROUPED_GEMMS,
+    MATMULS,
+    SEPARATE_EXPERTS,
+    SEPARATE_GEMMS,
+    family,
+)
 from merak.graph.tensor_parallel.placement import shape_of, where
 from merak.graph.tensor_parallel.rules.experts import grouped_operands, is_rowwise, offsets_of
 
@@ -27,7 +33,7 @@ class ExpertRegion:
         offsets: (experts,), where every expert's rows end among the rank's own; None where rows
             lie in batches.
         rows: sizes in front of every value that enters: (rows,), or (experts, rows of each).
-        products: with stacks of weights.
+        products: with weights of experts.
         lookups: values that are picked by the expert of each row, such as biases.
         inside: all operators of it, in their order.
     """
@@ -62,12 +68,12 @@ class ExpertRegion:
                 yield node
 
 
-def expert_regions(graph: fx.Graph, stacks: Collection[fx.Node]) -> list[ExpertRegion]:
+def expert_regions(graph: fx.Graph, weights: Collection[fx.Node]) -> list[ExpertRegion]:
     """The regions of a segment's graph.
 
     Args:
         graph: the segment's graph.
-        stacks: placeholders of the weights with an expert dim.
+        weights: placeholders of the experts' weights.
 
     Raises:
         ShardError: a product with experts whose rows are not in front.
@@ -75,12 +81,12 @@ def expert_regions(graph: fx.Graph, stacks: Collection[fx.Node]) -> list[ExpertR
     groups: dict[fx.Node, list[fx.Node]] = {}
     batches: dict[tuple[int, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not any(_is_of(n, stacks) for n in node.all_input_nodes):
+        if node.op != "call_function" or not any(_is_of(n, weights) for n in node.all_input_nodes):
             continue
-        if family(node.target) in GROUPED_GEMMS:
+        if family(node.target) in GROUPED_GEMMS | SEPARATE_EXPERTS:
             groups.setdefault(grouped_operands(node)[2], []).append(node)
         elif family(node.target) == "index":
-            offsets = offsets_of(node.args[1][0])  # as `expert_stacks` has found it to be
+            offsets = offsets_of(node.args[1][0])  # as `experts_of` has found it to be
             assert offsets is not None
             groups.setdefault(offsets, []).append(node)
         elif family(node.target) in MATMULS | {"einsum"}:
@@ -90,7 +96,7 @@ def expert_regions(graph: fx.Graph, stacks: Collection[fx.Node]) -> list[ExpertR
 
 
 def rows_of(product: fx.Node) -> fx.Node:
-    """The operand of a product with experts that has rows, beside the stack of weights."""
+    """The operand of a product with experts that has rows, beside the weights."""
     found = product.args[0]
     if family(product.target) == "einsum":
         terms, result = _terms(product)
@@ -106,11 +112,11 @@ def has_rows(node: fx.Node, like: fx.Node, rows: tuple[int, ...]) -> bool:
     return shape[: len(rows)] == rows and len(shape) == len(shape_of(like))
 
 
-def _is_of(node: fx.Node, stacks: Collection[fx.Node]) -> bool:
-    """Whether a value is a stack of weights, or shows one in another way."""
+def _is_of(node: fx.Node, weights: Collection[fx.Node]) -> bool:
+    """Whether a value is one of some weights, or shows one in another way."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return node in stacks
+    return node in weights
 
 
 def _batch_of(product: fx.Node) -> tuple[int, ...]:
@@ -134,7 +140,8 @@ def _terms(product: fx.Node) -> tuple[list[str], str]:
 
 
 def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) -> ExpertRegion:
-    products = [n for n in anchors if family(n.target) != "index"]
+    of_products = GROUPED_GEMMS | SEPARATE_GEMMS | MATMULS | {"einsum"}
+    products = [n for n in anchors if family(n.target) in of_products]
     rows = shape_of(products[0])[: 1 if offsets is not None else 2]
     fixed = _of_weights(graph)
     reached: dict[fx.Node, None] = {}

@@ -39,11 +39,11 @@ EXPERT_GEMMS = _names("grouped_mm_rows grouped_mm_fallback_rows")
 GROUPED_GEMMS = _names("_grouped_mm grouped_mm_fallback") | EXPERT_GEMMS
 """Rows in groups, each group with a weight of its own, as of experts."""
 
-SEPARATE_GEMMS = _names("grouped_linear")
+SEPARATE_GEMMS = _names("grouped_linear grouped_linear_rows own_grouped_linear")
 """Rows in groups, as of experts, whose weights are a list and not one stack."""
 
-SEPARATE_EXPERTS = SEPARATE_GEMMS | {"grouped_values"}
-"""Operators that read a parameter of each expert."""
+SEPARATE_EXPERTS = SEPARATE_GEMMS | _names("grouped_values grouped_values_rows own_grouped_values")
+"""Operators that read a parameter of each expert: (rows, parameters, offsets, skips_idle, …)."""
 
 CONVOLUTIONS = _names("conv1d conv2d conv3d")
 

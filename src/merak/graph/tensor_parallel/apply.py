@@ -36,6 +36,7 @@ from merak.graph.tensor_parallel.propagate import (
     place_weights,
     propagate,
 )
+from merak.graph.tensor_parallel.repeated_heads import HeadRepeater, few_heads
 from merak.graph.tensor_parallel.rewrite import rewrite
 from merak.graph.tensor_parallel.search.auto_shard import (
     AutoSharder,
@@ -58,12 +59,14 @@ class TensorParallel:
     Args:
         auto_sharder: fits operators to split weights, and remembers how.
         weights: the split parameters.
+        repeater: repeats heads of which there are fewer than ranks.
         sequence: whether values are sharded over the sequence where they can be.
         sequence_plan: which do, in the graph that `fit` has seen.
     """
 
     auto_sharder: AutoSharder
     weights: WeightPlacements
+    repeater: HeadRepeater
     sequence: bool = False
     sequence_plan: SequencePlan | None = None
 
@@ -79,7 +82,7 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1 or not self.sequence:
             return model, self
-        plan = plan_sequence(model, self.split, degree)
+        plan = plan_sequence(self.repeater.model(model), self.split, degree)
         fitted = replace(model, values=plan.local_values(model, degree))
         return fitted, replace(self, sequence_plan=plan)
 
@@ -99,13 +102,13 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1:
             return segment, {}
-        split = self.split(segment)
+        split, graph = self.split(segment), self.repeater(segment).graph
         if self.sequence_plan is None:
-            layout = propagate(segment.graph, split.weights, degree, decide_or_gather, split.inside)
+            layout = propagate(graph, split.weights, degree, decide_or_gather, split.inside)
         else:
             layout = self.sequence_plan.segments[segment.index].propagated.propagation
         shards = {name: _shard(p, degree) for name, p in split.weights.items()}
-        return replace(segment, graph=rewrite(segment.graph, layout, degree)), shards
+        return replace(segment, graph=rewrite(graph, layout, degree)), shards
 
     def like(self, segment: Segment) -> Segment:
         """The first segment of which this one's rewriting differs in names alone.
@@ -120,7 +123,8 @@ class TensorParallel:
     def split(self, segment: Segment) -> SegmentSharding:
         """Sharding of one segment's weights, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
-        return self.auto_sharder(SegmentTask(segment, own, frozenset(segment.parameters)))
+        task = SegmentTask(self.repeater(segment), own, frozenset(segment.parameters))
+        return self.auto_sharder(task)
 
 
 def tensor_parallel(
@@ -148,17 +152,17 @@ def tensor_parallel(
             than anything that can be split, or experts cannot be split over `ep` ranks.
     """
     if degree == 1:
-        return TensorParallel(AutoSharder(model.parameters, degree), {})
+        return TensorParallel(AutoSharder(model.parameters, degree), {}, HeadRepeater(degree, ()))
     auto_sharder = AutoSharder(model.parameters, degree)
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
     replicated = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
     if ep > 1:
         given = expert_weights(model, ep, attributes.keys()) | given
-    weights = auto_shard(model, auto_sharder, given, replicated)
+    weights, repeater = _sharded(model, auto_sharder, given, replicated)
     if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
-    return TensorParallel(auto_sharder, weights, sequence)
+    return TensorParallel(auto_sharder, weights, repeater, sequence)
 
 
 def auto_tensor_parallel(
@@ -167,8 +171,27 @@ def auto_tensor_parallel(
     """Automatic sharding of a model's weights; none where the degree is too large."""
     auto_sharder = AutoSharder(model.parameters, degree)
     experts = expert_weights(model, ep, ()) if ep > 1 else {}
-    weights = auto_shard(model, auto_sharder, experts, frozenset()) if degree > 1 else {}
-    return TensorParallel(auto_sharder, weights, sequence)
+    if degree == 1:
+        return TensorParallel(auto_sharder, {}, HeadRepeater(degree, ()), sequence)
+    weights, repeater = _sharded(model, auto_sharder, experts, frozenset())
+    return TensorParallel(auto_sharder, weights, repeater, sequence)
+
+
+def _sharded(
+    model: ModelGraph,
+    auto_sharder: AutoSharder,
+    given: WeightPlacements,
+    replicated: frozenset[str],
+) -> tuple[dict[str, WeightPlacement], HeadRepeater]:
+    """Placements of a model's weights, and what repeats heads of which there are few."""
+    names = few_heads(model, auto_sharder.degree) - given.keys() - replicated
+    while True:
+        repeater = HeadRepeater(auto_sharder.degree, names)
+        weights = auto_shard(repeater.model(model), auto_sharder, given, replicated)
+        kept = frozenset(n for n, p in weights.items() if isinstance(p, Shard) and p.copies > 1)
+        if kept == names:
+            return weights, repeater
+        names = kept  # those of the others would be repeated on every rank
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:
@@ -251,8 +274,11 @@ def check_degree(
 
 
 def _shard(placed: WeightPlacement, degree: int) -> ParameterShard:
-    whole = tuple(sorted(placed.whole)) if isinstance(placed, PartlySharded) else ()
-    return ParameterShard(placed.dim, placed.parts, degree, whole)
+    if isinstance(placed, PartlySharded):
+        return ParameterShard(placed.dim, placed.parts, degree, tuple(sorted(placed.whole)))
+    return ParameterShard(
+        placed.dim, placed.parts, degree, owner=placed.owner, copies=placed.copies
+    )
 
 
 def _check_shared(segment: Segment, own: WeightPlacements, chosen: WeightPlacements) -> None:

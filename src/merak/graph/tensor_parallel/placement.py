@@ -53,11 +53,17 @@ class Shard:
         dim: the dim that is split, counted from the front.
         parts: sizes along `dim` of the fused parts in the whole value, (n,) when not fused.
         origin: the parameter whose attribute split it, for messages.
+        owner: the rank that has all of a parameter of which the others have nothing, as of an
+            expert with parameters of its own; None for a shard on every rank.
+        copies: how many ranks in a row hold the same shard, as of the keys of fewer heads than
+            ranks.
     """
 
     dim: int
     parts: tuple[int, ...]
     origin: str = field(default="", compare=False)
+    owner: int | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,20 +277,27 @@ def is_padded(placed: ResultPlacement, degree: Degree) -> bool:
     """Whether some rank's shard has padding; sub-microbatches never have."""
     if not isinstance(degree, int) or not isinstance(placed, Shard):
         return False
+    if placed.owner is not None or placed.copies > 1:
+        return False
     return any(size % degree for size in placed.parts)
 
 
 def local_meta(meta: Any, placed: ResultPlacement, degree: Degree) -> Any:
-    """Local shape and dtype of a value of some placement."""
+    """Local shape and dtype of a value of some placement; on the first rank, where ranks differ."""
     if isinstance(meta, tuple):
         each = placed if isinstance(placed, tuple) else (placed,) * len(meta)
         return tuple(local_meta(m, p, degree) for m, p in zip(meta, each, strict=True))
     if not isinstance(meta, TensorMeta) or not isinstance(placed, (Shard, PartlySharded)):
         return meta
     shape = list(meta.shape)
+    if isinstance(placed, Shard) and placed.owner is not None:
+        shape[placed.dim] *= placed.owner == 0
+        return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
     if is_padded(placed, degree):
         shape[placed.dim] = shard_size(shape[placed.dim], int(degree))
         return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)
+    if isinstance(placed, Shard):
+        shape[placed.dim] *= placed.copies
     whole = sum(placed.parts[i] for i in placed.whole) if isinstance(placed, PartlySharded) else 0
     shape[placed.dim] = (shape[placed.dim] - whole) // degree + whole
     return TensorMeta(tuple(shape), meta.dtype, meta.requires_grad)

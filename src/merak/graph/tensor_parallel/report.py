@@ -20,7 +20,7 @@ from merak.graph.tensor_parallel.search.cost import (
     parameter_nodes,
     weights_only,
 )
-from merak.graph.tensor_parallel.search.expert_weights import expert_stacks
+from merak.graph.tensor_parallel.search.expert_weights import experts_of
 from merak.graph.tensor_parallel.search.search import whole_share
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
@@ -136,12 +136,13 @@ def _report(
     tables: Collection[str],
 ) -> SegmentReport:
     found = parallel.split(segment)
+    segment = parallel.repeater(segment)
     nodes = parameter_nodes(segment.graph)
-    stacks = expert_stacks(segment)
+    experts, degree = experts_of(segment), parallel.auto_sharder.degree
     split = {
         name: "experts"
-        if stacks.get(name) == found.weights[name]
-        else _of_vocabulary(found.weights[name], parallel.auto_sharder.degree)
+        if name in experts and experts[name].placed(name, degree) == found.weights[name]
+        else _of_vocabulary(found.weights[name], degree)
         if name in tables and len(found.weights[name].parts) == 1
         else describe(found.weights[name], [out for out, _ in weight_dims(node)])
         for name, node in nodes.items()
@@ -203,6 +204,8 @@ def describe(placed: WeightPlacement, outputs: Sequence[int]) -> str:
             along with some outputs.
     """
     words = "row" if outputs and placed.dim not in outputs else "column"
+    if isinstance(placed, Shard) and placed.copies > 1:
+        return f"{words}, each head on {placed.copies} ranks"
     if len(placed.parts) == 1:
         return words
     whole = placed.whole if isinstance(placed, PartlySharded) else frozenset[int]()

@@ -30,6 +30,7 @@ from merak.graph.tensor_parallel.placement import (
 from merak.graph.tensor_parallel.propagate import Propagation
 from merak.ops.collectives import (
     copy_parts_to,
+    copy_shared_to,
     copy_to,
     gather_from,
     gather_with_partial_grad,
@@ -118,6 +119,9 @@ class Rewriter:
             )
             args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), self.axis)
             self.env[node] = self.insert(copy_parts_to, args, node, placed)
+        elif isinstance(placed, Shard) and placed.copies > 1:
+            own = (self.env[node], placed.copies, self.axis)
+            self.env[node] = self.insert(copy_shared_to, own, node, placed)
 
     def local(self, node: fx.Node) -> dict[str, Any]:
         """Metadata of a rank's share of a value."""

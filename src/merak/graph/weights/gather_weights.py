@@ -104,13 +104,12 @@ def _whole_tensors(model: nn.Module, part: Part) -> Iterator[tuple[str, torch.Te
     for name in sorted(holders):
         held = holders[name]
         pieces = []
-        for rank in held.ranks:
-            piece = torch.empty(
-                shard_shape(held.shape, held.shard), dtype=held.dtype, device=device
-            )
+        for index, rank in enumerate(held.ranks):
+            shape = shard_shape(held.shape, held.shard, index)
+            piece = torch.empty(shape, dtype=held.dtype, device=device)
             if mesh.rank == rank:
                 piece.copy_(own[name].detach())
-            if mesh.world_size > 1:
+            if mesh.world_size > 1 and piece.numel():
                 with waiting_for_all(f"{name} on"):
                     dist.broadcast(piece, src=rank)
             pieces.append(piece)

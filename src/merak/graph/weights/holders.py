@@ -54,11 +54,13 @@ def full_shape(tensor: torch.Tensor, shard: ParameterShard | None) -> tuple[int,
     return (*before, sum(shard.parts), *after)
 
 
-def shard_shape(shape: tuple[int, ...], shard: ParameterShard | None) -> tuple[int, ...]:
-    """Shape of a rank's shard of a full shape."""
+def shard_shape(
+    shape: tuple[int, ...], shard: ParameterShard | None, index: int
+) -> tuple[int, ...]:
+    """Shape of shard number `index` of a full shape."""
     if shard is None:
         return shape
-    return (*shape[: shard.dim], sum(shard.sizes()), *shape[shard.dim + 1 :])
+    return (*shape[: shard.dim], sum(shard.sizes(index)), *shape[shard.dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)

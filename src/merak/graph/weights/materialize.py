@@ -13,6 +13,7 @@ from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, fill_up, take
 from merak.graph.weights.deferred_init import InitTape, replay
 from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE, InitOrigin, is_building, origin_of
+from merak.graph.weights.holders import shard_shape
 from merak.graph.weights.pretrained import CheckpointTensor
 from merak.graph.weights.rank_agreement import broadcast_from_rank0
 
@@ -118,11 +119,15 @@ def _value(
     shard_index: int,
     maker: _Materializer,
 ) -> torch.Tensor:
+    if shard is not None and not any(shard.sizes(shard_index)):  # another rank has all of it
+        return parameter.data.new_empty(
+            shard_shape(tuple(parameter.shape), shard, shard_index), device=maker.device
+        )
     if shard is not None and parameter.is_meta:
         stored = _stored(_known_origin(parameter, name))
         if stored is not None:
             part = stored.read(shard.dim, shard.ranges(shard_index))
-            return fill_up(part.to(maker.device, parameter.dtype), shard)
+            return fill_up(part.to(maker.device, parameter.dtype), shard, shard_index)
     whole = parameter.data if not parameter.is_meta else _make(parameter, name, maker)
     if shard is not None:
         whole = take(whole, shard, shard_index)

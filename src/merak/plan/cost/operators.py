@@ -306,8 +306,11 @@ def _separate_products(node: fx.Node) -> NodeWork:
     weights = [_tensor(weight) for weight in node.args[1]]  # type: ignore[union-attr]
     assert x is not None and weights[0] is not None
     flops = 2.0 * _size(out) * x.shape[-1]
+    own = [weight for weight in weights if weight is not None and _size(weight)]
+    if family(node.target) == "grouped_linear_rows":
+        flops *= len(own) / len(weights)  # as above
     shape = _product_shape(weights[0], out, flops)
-    product = Work(_num_bytes(x, *weights, out), flops, x.dtype, kernels=len(weights), shape=shape)
+    product = Work(_num_bytes(x, *own, out), flops, x.dtype, kernels=len(own), shape=shape)
     of_weights = bool(_gradients(tuple(weights)))
     return NodeWork(
         (product,), tuple(_product_gradients(product, shape, x.requires_grad, of_weights))

@@ -16,15 +16,16 @@ from torch import nn
 from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
 from merak.graph.expert_parallel.apply import expert_parallel
-from merak.graph.ir.operators import GROUPED_GEMMS, family
+from merak.graph.ir.operators import GROUPED_GEMMS, SEPARATE_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
+from merak.graph.tensor_parallel.placement import shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import SMALL, Dispatched, build
+from tests.unit.graph.expert_models import SMALL, Dispatched, PlainTokens, Separate, build
 from tests.unit.graph.lockstep import assert_parity
 
 
@@ -33,7 +34,9 @@ from tests.unit.graph.lockstep import assert_parity
     [
         ("mixtral", 2, False),
         *(slow(name, 2, True) for name in ("mixtral", "deepseek_v3")),
-        *(slow(name, 4, False) for name in ("gpt_oss", "qwen3_moe")),
+        *(slow(name, 4, False) for name in ("gpt_oss", "qwen3_moe", "switch", "separate")),
+        slow("switch", 2, True),
+        ("separate", 2, False),
     ],
 )
 def test_gradients_equal_those_of_one_process(
@@ -114,17 +117,19 @@ def test_whole_experts_send_no_more_than_split_ones(name: str) -> None:
     assert transfers(whole, graph) == transfers(split, graph)
 
 
-def test_other_ranks_rows_cost_no_flops() -> None:
-    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+@pytest.mark.parametrize("name", ["mixtral", slow("separate")])
+def test_other_ranks_rows_cost_no_flops(name: str) -> None:
+    graph = cases.traced(build(name), cases.batch(padded=False))
     flops = []
     for degree in (1, 2, 4):
         parallel = tensor_parallel(graph, None, degree, ep=degree)
         nodes = [n for s in graph.segments for n in parallel(s)[0].graph.nodes]
-        products = [n for n in nodes if family(n.target) in GROUPED_GEMMS]
-        assert len(products) == 4
+        products = [n for n in nodes if family(n.target) in GROUPED_GEMMS | SEPARATE_GEMMS]
+        assert len(products) == (4 if name == "mixtral" else 2)
         flops.append(sum(work.flops for n in products for work in node_work(n, "cpu").forward))
-    rows, (hidden, inner) = cases.BATCH * cases.SEQUENCE * 2, (32, 64)
-    assert flops == [2 * 2 * rows * 3 * hidden * inner / degree for degree in (1, 2, 4)]
+    rows = cases.BATCH * cases.SEQUENCE * 2
+    of_a_row = 2 * 2 * 3 * 32 * 64 if name == "mixtral" else 2 * 2 * 16 * 32
+    assert flops == [rows * of_a_row / degree for degree in (1, 2, 4)]
 
 
 def test_experts_that_cannot_be_split_are_refused() -> None:
@@ -155,9 +160,9 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
             "splits, but not ep; use ep=1, with tp, pp or zero=3 where memory is short.",
         ),
         (
-            "switch",
-            "those of encoder.block.0.layer.1.mlp.experts have weights of their own, one by one, "
-            "which tp splits, but not ep; use ep=1, with tp, pp or zero=2 where memory is short.",
+            "read_beside",
+            "something else reads weights of those of layers.0.inner.experts, too; use ep=1, with "
+            "tp, pp or zero=2 where memory is short.",
         ),
         (
             "mixtral",
@@ -167,7 +172,7 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     ],
 )
 def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
-    model: Any = build(name)
+    model: Any = PlainTokens(ReadBeside()) if name == "read_beside" else build(name)
     if name == "mixtral":
         model.set_experts_implementation("batched_mm")
     graph = cases.traced(model, cases.batch(padded=False))
@@ -182,7 +187,61 @@ def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
         n in tensor_parallel(graph, None, 2).weights for n in graph.parameters if "expert" in n
     ]
     assert split
-    assert all(split) if name in ("dbrx", "switch") else not any(split)
+    assert all(split) if name in ("dbrx", "read_beside") else not any(split)
+
+
+def test_experts_that_are_modules_are_each_on_one_rank() -> None:
+    graph = cases.traced(build("separate"), cases.batch(padded=False))
+    experts = {name: int(name.split(".")[3]) for name in graph.parameters if ".experts." in name}
+    for degree in (2, 4):
+        expected = {name: expert // (4 // degree) for name, expert in experts.items()}
+        for parallel in (
+            tensor_parallel(graph, None, degree, ep=degree),
+            expert_parallel(graph, None, degree),
+        ):
+            shards = {n: shard for s in graph.segments for n, shard in parallel(s)[1].items()}
+            assert {n: s.owner for n, s in shards.items() if s.owner is not None} == expected
+            local = [n for s in graph.segments for n in parallel(s)[0].graph.nodes]
+            sizes = {n.meta["name"]: shape_of(n) for n in local if n.meta.get("name") in experts}
+            for name, owner in expected.items():
+                shape = graph.parameters[name].shape
+                assert sizes[name] == (shape if owner == 0 else (0, *shape[1:]))
+
+
+@pytest.mark.parametrize("layer", [Separate, Dispatched])
+def test_weights_that_another_segment_reads_are_refused(layer: type[nn.Module]) -> None:
+    graph = cases.traced(Penalized(layer()), cases.batch(padded=False))
+    first = next(name for name in graph.parameters if ".experts." in name or ".up" in name)
+    refusal = rf"ep=2 gives every rank some of the experts, but \S+ reads {first} on all of them"
+    with pytest.raises(ShardError, match=refusal):
+        expert_parallel(graph, None, 2)
+    if layer is Separate:
+        with pytest.raises(ShardError, match=refusal):
+            tensor_parallel(graph, None, 2, ep=2)
+
+
+class ReadBeside(nn.Module):
+    """A layer that reads the experts' weights for something else, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Separate()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x)
+        return found + 1e-3 * _penalty(self.inner)
+
+
+class Penalized(PlainTokens):
+    """Whose loss has a summand of the experts' weights."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = super().forward(input_ids, labels)["loss"]
+        return {"loss": loss + 1e-3 * _penalty(self.layers[0])}
+
+
+def _penalty(layer: nn.Module) -> torch.Tensor:
+    return sum((p.square().sum() for p in layer.parameters()), torch.zeros(()))
 
 
 def build_dense() -> nn.Module:

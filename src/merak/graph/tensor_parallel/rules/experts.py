@@ -16,6 +16,8 @@ from merak.graph.ir.operators import (
     NARROWS,
     NORMS,
     RESHAPES,
+    SEPARATE_EXPERTS,
+    SEPARATE_GEMMS,
     SOFTMAXES,
     SPLITS,
     family,
@@ -35,7 +37,13 @@ from merak.graph.tensor_parallel.placement import (
     positive,
     shape_of,
 )
-from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows, pick_expert_rows
+from merak.ops.expert_rows import (
+    grouped_linear_rows,
+    grouped_mm_fallback_rows,
+    grouped_mm_rows,
+    grouped_values_rows,
+    pick_expert_rows,
+)
 
 _PRODUCTS: dict[str, Callable[..., torch.Tensor]] = {
     "_grouped_mm": grouped_mm_rows,
@@ -73,6 +81,28 @@ def pick(op: Operator) -> Decision:
     return Decision(rows, needs, pick_expert_rows, (values, ids, AXIS), {})
 
 
+def separate(op: Operator) -> Decision:
+    """Products by, and values of, experts with parameters of their own: the rank's own ones'."""
+    x, weights, offsets, skips_idle, *rest = op.node.args
+    assert isinstance(x, fx.Node) and isinstance(offsets, fx.Node)
+    assert isinstance(weights, (list, tuple))
+    placed = {w: op.placement(w) for w in weights if isinstance(w, fx.Node)}
+    if not all(isinstance(p, Shard) and p.owner is not None for p in placed.values()):
+        raise op.error("reads parameters of experts of which some ranks have only some")
+    rows = ExpertRows(sorted_by(offsets), offsets)
+    is_product = family(op.node.target) in SEPARATE_GEMMS
+    target = grouped_linear_rows if is_product else grouped_values_rows
+    needs: dict[fx.Node, Placement] = {offsets: REPLICATE, **placed}
+    needs[x] = rows if is_product else REPLICATE
+    return Decision(rows, needs, target, (x, weights, offsets, skips_idle, *rest, AXIS), {})
+
+
+def are_owned(op: Operator, weights: Collection[fx.Node]) -> bool:
+    """Whether some of an operator's parameters are each on one rank alone."""
+    placed = map(op.placement, weights)
+    return any(isinstance(p, Shard) and p.owner is not None for p in placed)
+
+
 def decide_rows(op: Operator) -> Decision | None:
     """Decision on the rank's own rows, for operators that treat every row by itself.
 
@@ -82,7 +112,7 @@ def decide_rows(op: Operator) -> Decision | None:
     Returns:
         The decision; None where the rows must leave the experts before.
     """
-    if family(op.node.target) in GROUPED_GEMMS:
+    if family(op.node.target) in GROUPED_GEMMS | SEPARATE_EXPERTS:
         return None
     operands = op.node.all_input_nodes
     found = {n: p for n in operands if isinstance(p := op.raw(n), ExpertRows)}
@@ -167,7 +197,7 @@ def offsets_of(experts: fx.Node) -> fx.Node | None:
     """The offsets of the grouped products whose rows are sorted as some experts are."""
     by = sorted_by(experts)
     for node in by.graph.nodes:
-        if family(node.target) in GROUPED_GEMMS:
+        if family(node.target) in GROUPED_GEMMS | SEPARATE_GEMMS:
             offsets = grouped_operands(node)[2]
             if isinstance(offsets, fx.Node) and sorted_by(offsets) is by:
                 return offsets

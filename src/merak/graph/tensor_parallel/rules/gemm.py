@@ -139,6 +139,8 @@ def grouped(op: Operator) -> Decision:
 def separate(op: Operator) -> Decision:
     """grouped_linear: rows in groups, each with its own weight of a list."""
     x, weights = op.arg("rows"), op.arg("weights")
+    if experts.are_owned(op, weights):
+        return experts.separate(op)
     labels = ("out", "in") if op.arg("is_transposed") else ("in", "out")
     if isinstance(of_x := op.placement(x), Shard) and of_x.dim == 0:
         raise op.error("multiplies groups of rows that are split")

@@ -178,6 +178,8 @@ def concatenate(op: Operator) -> Decision:
 
 def grouped_values(op: Operator) -> Decision:
     """grouped_values: a value of each row's group, whose dims come behind that of the rows."""
+    if experts.are_owned(op, op.arg("values")):
+        return experts.separate(op)
     placed = {op.placement(value) for value in op.arg("values")} - {REPLICATE}
     if len(placed) > 1 or op.placement(op.arg("rows")) != REPLICATE:
         raise op.error("picks values that are split differently")

@@ -167,6 +167,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     views.squeeze: ("squeeze",),
     views.expand: EXPANDS,
     views.repeat: ("repeat",),
+    views.repeat_heads: ("repeat_heads",),
     views.repeat_interleave: ("repeat_interleave",),
     # pointwise too, but not tagged so
     elementwise.elementwise: COPIES | FILLS_LIKE | {"copy_", "detach", "hardswish"},

@@ -125,7 +125,9 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
             add(node, kind)
     for node, placed in propagation.placements.items():
         entered = (
-            placed == REPLICATE_PARTIAL_GRAD or isinstance(placed, PartlySharded)
+            placed == REPLICATE_PARTIAL_GRAD
+            or isinstance(placed, PartlySharded)
+            or (isinstance(placed, Shard) and placed.copies > 1)
         ) and node.op == "placeholder"
         if entered and has_gradient(node):
             add(node, Collective.COPY)

@@ -48,8 +48,8 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
         weights = [n.meta["name"] for n in product.all_input_nodes if _is_parameter(n)]
         if (path := numbered_modules(weights)) is not None:
             yield (
-                f"those of {path} have weights of their own, one by one, which tp splits, but not "
-                "ep; ep=1, with tp, pp or zero=2 where memory is short"
+                f"something else reads weights of those of {path}, too; ep=1, with tp, pp or "
+                "zero=2 where memory is short"
             )
     for call in opaque_nodes(model):
         weights = [n.meta["name"] for n in call.all_input_nodes if _is_parameter(n)]

@@ -17,7 +17,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment, returned_nodes
-from merak.graph.ir.operators import is_weight_gemm
+from merak.graph.ir.operators import SAME_VALUES, family, is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     ExpertRows,
@@ -303,6 +303,8 @@ class Search:
 
     def splits(self, name: str) -> tuple[Shard | PartlySharded, ...]:
         """Candidate placements of a parameter that the degree divides."""
+        if (repeated := _repeated(self.nodes[name])) is not None:
+            return (Shard(0, self.shapes[name][:1], name, copies=repeated),)
         if name not in self._splits:
             found: list[Shard] = []
             for dim, size in enumerate(self.shapes[name]):
@@ -374,6 +376,16 @@ def _joined(group: Assignment, best: Assignment) -> Iterator[Assignment]:
     yield {**group, **best}
     if any(best.get(name, placed) != placed for name, placed in group.items()):
         yield {**best, **group}
+
+
+def _repeated(node: fx.Node) -> int | None:
+    """How often the heads of a parameter are repeated; None where they are not."""
+    for user in node.users:
+        if family(user.target) == "repeat_heads":
+            return int(str(user.args[2]))
+        if family(user.target) in SAME_VALUES and (found := _repeated(user)) is not None:
+            return found
+    return None
 
 
 def whole_share(placed: Placement | None) -> float:

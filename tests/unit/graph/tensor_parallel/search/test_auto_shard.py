@@ -19,6 +19,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Replicate
 from merak.graph.tensor_parallel.placement import Shard
+from merak.graph.tensor_parallel.repeated_heads import HeadRepeater
 from merak.graph.tensor_parallel.report import replication_warning
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
@@ -41,9 +42,10 @@ def blocks_of(name: str) -> int:
 
 def collectives(graph: ModelGraph, weights: dict[str, Shard], degree: int) -> list[Transfer]:
     deriver = AutoSharder(graph.parameters, degree)
+    few = [name for name, placed in weights.items() if getattr(placed, "copies", 1) > 1]
     return [
         transfer
-        for segment in graph.segments
+        for segment in HeadRepeater(degree, few).model(graph).segments
         for transfer in deriver(
             SegmentTask(
                 segment,
@@ -121,7 +123,9 @@ def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
     model = architecture.build(num_key_value_heads=kv_heads, attn_implementation=attention)
     graph = cases.traced(model, architecture.batch())
     weights = dict(tensor_parallel(graph, None, 4).weights)
-    assert not any("k_proj" in name or "v_proj" in name for name in weights)
+    of_kv = {n: p for n, p in weights.items() if "k_proj" in n or "v_proj" in n}
+    assert all(isinstance(p, Shard) and p.copies == 2 for p in of_kv.values())
+    assert bool(of_kv) is (kv_heads > 1)  # one head is whole on every rank
     assert any("q_proj" in name for name in weights)
     kinds = Counter(transfer.kind for transfer in collectives(graph, weights, 4))
     assert kinds == {Collective.COPY: 4, Collective.REDUCE: 4}

@@ -121,6 +121,52 @@ def with_other_scores(self: Block, x: Tensor) -> Tensor:
     return (total + self.shared(flat)).view(x.shape)
 
 
+def with_limited_groups(self: Block, x: Tensor) -> Tensor:
+    """Experts are chosen in the better half of their groups, as in DeepSeek-V3's own code."""
+    flat = x.view(-1, WIDTH)
+    scores = self.gate(flat).sigmoid()
+    grouped = scores.view(-1, 2, EXPERTS // 2)
+    best = grouped.topk(2, dim=-1)[0].sum(-1)
+    group = torch.topk(best, k=1, dim=-1, sorted=False)[1]
+    mask = torch.zeros_like(best).scatter_(1, group, 1)
+    mask = mask.unsqueeze(-1).expand_as(grouped).reshape(scores.shape)
+    chosen = torch.topk(scores.masked_fill(~mask.bool(), 0.0), k=1, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, chosen) * 2.5
+    total = torch.zeros_like(flat)
+    choices = F.one_hot(chosen, num_classes=EXPERTS).permute(2, 0, 1)
+    for i, expert in enumerate(self.experts):
+        rows, place = torch.where(choices[i])
+        if rows.numel() > 0:
+            own = expert(flat[rows]) * weights[rows, place].unsqueeze(-1)
+            total.index_add_(0, rows, own)
+    return (total + self.shared(flat)).view(x.shape)
+
+
+def on_repeated_rows(self: Block, x: Tensor) -> Tensor:
+    """Every token has a row for each of its choices, as in DeepSeek-MoE's own code."""
+    flat = x.view(-1, WIDTH)
+    weights, chosen = torch.topk(self.gate(flat).softmax(-1), k=2, dim=-1, sorted=False)
+    numbers = chosen.view(-1)
+    rows = flat.repeat_interleave(2, dim=0)
+    made = torch.empty_like(rows)
+    for i, expert in enumerate(self.experts):
+        made[numbers == i] = expert(rows[numbers == i])
+    summed = (made.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+    return summed.view(x.shape) + self.shared(x)
+
+
+def from_every_second_row(self: Block, x: Tensor) -> Tensor:
+    """The choices are numbered in one row, the tokens are not."""
+    flat = x.view(-1, WIDTH)
+    chosen = torch.topk(self.gate(flat).softmax(-1), k=2, dim=-1)[1].view(-1)
+    total = torch.zeros_like(flat)
+    for i, expert in enumerate(self.experts):
+        rows = (chosen == i).nonzero()[:, 0] // 2
+        if len(rows):
+            total.index_add_(0, rows, expert(flat[rows]))
+    return total.view_as(x)
+
+
 def scaled_by_a_count(self: Block, x: Tensor) -> Tensor:
     """A number that the code reads from the choices goes into what all tokens get."""
     flat = x.view(-1, WIDTH)
@@ -227,7 +273,17 @@ def assert_like_eager(model: Model, graph: ModelGraph) -> None:
     [
         by_a_mask,
         with_other_scores,
-        *(slow(way) for way in (added_to_rows, with_a_shared_one, one_for_each)),
+        with_limited_groups,
+        on_repeated_rows,
+        *(
+            slow(way)
+            for way in (
+                added_to_rows,
+                with_a_shared_one,
+                one_for_each,
+                from_every_second_row,
+            )
+        ),
     ],
 )
 def test_a_block_is_operators_whose_weights_are_split(

@@ -32,7 +32,9 @@ _OF_VALUES = frozenset((
 ))  # fmt: skip
 """Functions whose result has a size that depends on values."""
 
-_MAKES_ZEROS = frozenset(("zeros", "zeros_like", "new_zeros"))
+_MAKES_SUM = frozenset(("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"))
+"""Functions whose result rows may be added to, or put into."""
+
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Properties that are tensors."""
 
@@ -91,6 +93,8 @@ class Around(TorchFunctionMode):
         given: the module's tensors, and its inputs; their numbers are their places.
         choices: number of the choices; None where the module makes them.
         choose: makes choices of a shape in place of those that the module's router would make.
+        num_before: how many integers the router makes of scores before the choices, such as those
+            of groups of experts.
 
     Attributes:
         num_classes: how many different choices there are, as far as a mask or scores tell; else 0.
@@ -102,9 +106,12 @@ class Around(TorchFunctionMode):
         given: Sequence[torch.Tensor],
         choices: int | None,
         choose: Callable[[tuple[int, ...]], torch.Tensor],
+        num_before: int = 0,
     ) -> None:
         super().__init__()
         self.follower, self.choices, self._choose = follower, choices, choose
+        self._num_before = num_before
+        self._classes: dict[int, int] = {}  # of integers, by number, how many scores they come of
         self.num_classes = 0
         self._given = len(given)
         self._next = len(given)
@@ -195,7 +202,7 @@ class Around(TorchFunctionMode):
         values = [t.to("meta") if is_meta and not t.is_meta else t for t in tensors]
         args, kwargs = fill(arguments, values)
         is_weight = bool(tensors) and all(self.follower.is_weight(t) for t in tensors)
-        with self.follower.paused(not is_weight and name not in _MAKES_ZEROS):
+        with self.follower.paused(not is_weight and name not in _MAKES_SUM):
             result = func(*args, **kwargs)
         if func is functional.one_hot:
             self.num_classes = result.shape[-1]
@@ -215,16 +222,24 @@ class Around(TorchFunctionMode):
         writes = any(own is value for own in found for value in values)
         self._calls.append(Call(func, arguments, operands, numbers, writes, is_after))
         if self.choices is None and is_meta:
-            self._make_choices(found, numbers, values[0].shape[-1])
+            scores = values[0].shape[-1] if values[0].is_floating_point() else 0
+            classes = [self._classes[n] for n in operands if n in self._classes] or [scores]
+            self._make_choices(found, numbers, classes[0])
         return fill(template, [self._noted(*own) for own in zip(found, numbers, strict=True)])
 
     def _make_choices(
         self, found: list[torch.Tensor], numbers: Sequence[int], num_scores: int
     ) -> None:
-        """Take the first integers that come of scores for the experts that tokens choose."""
+        """Take integers that come of scores for the experts that tokens choose."""
         for i, tensor in enumerate(found):
             if tensor.is_meta and tensor.dtype is torch.int64:
+                self._num_before -= 1
+                if self._num_before >= 0:
+                    self._classes[numbers[i]] = num_scores
+                    continue
                 found[i], self.choices = self._choose(tuple(tensor.shape)), numbers[i]
+                for known, number in list(self._known.values()):
+                    self.follower.note_whole(known, number)
                 self.num_classes = num_scores
                 return
 

@@ -119,6 +119,7 @@ class Follower(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.choices, self.num_tokens, self.autocast = choices, num_tokens, autocast
         self._blank: list[torch.Tensor] = []
+        self._unfilled: list[torch.Tensor] = []
         self.start: torch.Tensor | None = None
         self.total: torch.Tensor | None = None
         self.is_read = False
@@ -158,6 +159,14 @@ class Follower(TorchDispatchMode):
         """Whether a tensor is a parameter, or a view of one."""
         return isinstance(self.meaning(tensor), (_Stack, _Own))
 
+    def choose(self, choices: Choices) -> None:
+        """Note the choices that the module has made; where they are in one row, each is a token."""
+        self.choices = choices
+        if (size := choices.index.shape[0]) != self.num_tokens:
+            self.num_tokens = size
+            is_input = {i for i, (_, one) in self.known.items() if isinstance(one, _Input)}
+            self.known = {i: one for i, one in self.known.items() if i not in is_input}
+
     def note_whole(self, tensor: torch.Tensor, number: int) -> None:
         """Note a whole tensor of all tokens, which rows may be picked from."""
         if not tensor.is_meta or self.meaning(tensor) is not None:
@@ -179,6 +188,9 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
         if ends != {e: r.step for e, r in self.ends.items() if r.item is None}:
             raise NotALoopError
+        chosen = set() if self.choices is None else {*self.choices.index.flatten().tolist()}
+        if self._is_unfilled(self.total) and not chosen <= self.ends.keys():
+            raise NotALoopError  # some rows stay what is in memory
 
     def meaning(self, value: Any) -> _Meaning | None:
         """What a value is; None for anything that is not followed."""
@@ -192,8 +204,9 @@ class Follower(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(self.meaning(value) for value in tree_leaves((args, kwargs))):
             made = func(*args, **kwargs)
-            if name == "zeros" and made.is_meta:
+            if name in ("zeros", "empty") and made.is_meta:
                 self._blank.append(self._note(made, _Sum()))
+                self._unfilled += [made] if name == "empty" else []
             return made
         rule = _RULES.get(name)
         made = None if rule is None else rule(self, func, args, kwargs)
@@ -316,6 +329,8 @@ class Follower(TorchDispatchMode):
             raise NotALoopError
         if not isinstance(row, _Row) or row.is_led or row.expert in self.ends:
             raise NotALoopError
+        if self._is_unfilled(total):
+            raise NotALoopError
         if tokens.tolist() != [token for token, _ in self.order[row.expert]]:
             raise NotALoopError
         made = func(*_meta(args))
@@ -326,6 +341,8 @@ class Follower(TorchDispatchMode):
         part, row = map(self.meaning, args)
         if not isinstance(part, _Part):
             return None
+        if self._unfilled:
+            raise NotALoopError
         if not isinstance(row, _Row) or row.is_led or row.expert != part.expert:
             raise NotALoopError
         if part.row is not None or kwargs:
@@ -374,10 +391,17 @@ class Follower(TorchDispatchMode):
         self._blank.append(made)
         return made
 
-    def noise(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """empty_like: what dropout fills with random numbers."""
+    def unfilled(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """empty_like and new_empty: what dropout fills, or the tensor that rows are put into."""
         found = self.meaning(args[0])
-        return self.ran(func, args, kwargs, _Noise(found)) if isinstance(found, _Row) else None
+        if isinstance(found, _Row):
+            return self.ran(func, args, kwargs, _Noise(found))
+        made = self.zeros(func, args, kwargs)
+        self._unfilled.append(made)
+        return made
+
+    def _is_unfilled(self, total: torch.Tensor) -> bool:
+        return any(is_same_memory(total, one) for one in self._unfilled)
 
     def drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         """bernoulli: the rows' elements that dropout keeps."""
@@ -498,7 +522,8 @@ _RULES: dict[str, Callable[[Follower, Any, Any, Any], Any]] = {
     "index_add": Follower.added,
     "index_add_": Follower.added,
     "detach": Follower.apart,
-    "empty_like": Follower.noise,
+    "empty_like": Follower.unfilled,
+    "new_empty": Follower.unfilled,
     "bernoulli_": Follower.drawn,
     "div_": Follower.scaled,
     "mul": Follower.dropped,

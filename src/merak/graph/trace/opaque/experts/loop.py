@@ -30,6 +30,9 @@ from merak.graph.trace.opaque.probe import called, restore, undisturbed
 from merak.graph.trace.opaque.pytree import PLAIN
 from merak.graph.trace.opaque.run import attributes
 
+_MOST_BEFORE = 3
+"""Integers that a router may make of scores before its choices, such as of groups of experts."""
+
 
 def expert_loop_of(
     call: OpaqueCall, tensors: Sequence[torch.Tensor], has_mask: bool
@@ -70,11 +73,13 @@ class _Module:
         call: the call.
         tensors: its tensors; the module's own first.
         place: of the choices among its inputs; None where it makes them itself.
+        num_before: how many integers it then makes of scores before the choices.
     """
 
     call: OpaqueCall
     tensors: Sequence[torch.Tensor]
     place: int | None = None
+    num_before: int = 0
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -125,11 +130,15 @@ def _found(module: _Module) -> ExpertLoop | None:
     call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
         before, state = attributes(call.module), _state(call.module)
-        num_classes = _num_classes(module)
-        for num_experts in _possible_numbers(module, num_classes):
-            found = _programs(module, num_experts)
-            if found is not None:
-                break
+        for num_before in range(_MOST_BEFORE + 1 if module.place is None else 1):
+            module = replace(module, num_before=num_before)
+            num_classes = _num_classes(module)
+            for num_experts in _possible_numbers(module, num_classes):
+                found = _programs(module, num_experts)
+                if found is not None:
+                    break
+            if found is not None or not num_classes:
+                break  # no integers were left
         is_changed = _state(call.module) != state
         restore(call, before)
     if found is None or is_changed:
@@ -278,9 +287,11 @@ def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Te
     follower = Follower(None, num_tokens, states[: call.parameters], separate, call.autocast)
 
     def choose(shape: tuple[int, ...]) -> torch.Tensor:
-        if shape[:1] != (num_tokens,) or len(shape) > 3:
+        if shape[0] % num_tokens or len(shape) > (3 if shape[0] == num_tokens else 1):
             raise NotALoopError
-        follower.choices = routing.choices(shape[1] if len(shape) > 1 else 1)
+        chosen = replace(routing, num_tokens=shape[0]) if len(shape) == 1 else routing
+        follower.choose(chosen.choices(shape[1] if len(shape) > 1 else 1))
+        assert follower.choices is not None
         index = follower.choices.index if len(shape) > 1 else follower.choices.index[:, 0]
         # A mask has no place for the last, which is none.
         is_mask = len(shape) == 3
@@ -295,7 +306,8 @@ def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Te
     for number, tensor in enumerate(inputs, len(states)):
         follower.note_whole(tensor, number)
     choices = None if module.place is None else len(states) + module.place
-    return Around(follower, [*states, *inputs], choices, choose), [*states, *inputs]
+    around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
+    return around, [*states, *inputs]
 
 
 def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tensor:
