@@ -58,7 +58,7 @@ from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
 from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
-from merak.trainer.subclass.optimizer import use_optimizer_tensors
+from merak.trainer.subclass.optimizer import parameter_order, use_optimizer_tensors
 from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
@@ -347,7 +347,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         optimizer = self._inner_optimizer()
         if optimizer is not None and optimizer is not self._connected:
             assert self.engine is not None
-            use_optimizer_tensors(optimizer, self.model, self.engine.optimizer_params)
+            own = self.engine.optimizer_params
+            decayed = self.get_decay_parameter_names(self.model)
+            self._order = parameter_order(optimizer, self.model, own, decayed)
+            use_optimizer_tensors(optimizer, self.model, own)
             self.engine.connect_optimizer(optimizer)
             self._connected = optimizer  # a second `train` goes on with it
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)

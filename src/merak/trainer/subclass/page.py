@@ -58,6 +58,9 @@ IN_JOBS = {
         "the model and `trainer_state.json` as in transformers; the rest is the ranks' shards and "
         "JSON, and no pickle such as `optimizer.pt`"
     ),
+    "`resume_from_checkpoint` of a folder that `transformers.Trainer` wrote": (
+        "goes on from it in any layout; adapters and checkpoints of FSDP and DeepSpeed are refused"
+    ),
     "a loss that is not finite": (
         "ends the training with a sentence; `nan_policy='skip'` leaves the step out"
     ),
