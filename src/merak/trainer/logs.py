@@ -21,6 +21,7 @@ from merak.engine.health.figures import (
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
+from merak.trainer.subclass.callbacks import AgreedCallbacks
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
@@ -89,6 +90,7 @@ class Logging(Trainer):
     _recorder: RunRecorder | None
     # MFU of a job with one microbatch a second; None where no peak is known.
     _utilisation: float | None
+    callback_handler: AgreedCallbacks
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None
 
@@ -100,6 +102,7 @@ class Logging(Trainer):
                 if self.args.should_log:
                     own = display_for(self.board, lines_only=bool(self.args.disable_tqdm))
                     self.add_callback(own)
+                    self.callback_handler.display = (kind, own)
 
     def _describe_job(
         self, forecast: Forecast, sample: Signature, process_bytes: int | None
@@ -139,14 +142,22 @@ class Logging(Trainer):
         self.throughput.leave_out(begin_s)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log some values; those of training with tokens per second and memory."""
+        """Log some values; loggers and callbacks get those of training with measured figures.
+
+        The history in the trainer's state has what transformers has there: figures that differ
+        from run to run would make the states of equal trainings differ.
+        """
         figures, self._measured = self._measured, None
-        if "loss" in logs and figures is not None:
-            logs |= figures.values
-            self.board.figures = figures
-            if self._recorder is not None:
-                self._recorder.add_log(self.state.global_step, logs, figures)
+        if "loss" not in logs or figures is None:
+            super().log(logs, *args, **kwargs)
+            return
+        logs |= figures.values
+        self.board.figures = figures
+        if self._recorder is not None:
+            self._recorder.add_log(self.state.global_step, logs, figures)
         super().log(logs, *args, **kwargs)
+        for name in figures.values:
+            self.state.log_history[-1].pop(name, None)
 
     def _measure(self, batch_exchange: BatchExchange) -> Figures:
         """Throughput, bubble and memory of the job; all ranks call it together."""

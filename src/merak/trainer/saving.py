@@ -45,7 +45,7 @@ from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
-from merak.trainer.unsupported import refuse_no_steps, refuse_search
+from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,6 @@ class Saving(Trainer):
         """
         call_the_roll("trainer.train")
         refuse_no_steps(self.args)
-        refuse_search(self, self.mesh.world_size)
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
             remove_partial(Path(output_dir))

@@ -50,7 +50,8 @@ IN_JOBS = {
         "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
         "has a copy of the whole model, and the ranks share out the batches"
     ),
-    "`hyperparameter_search`": "in a job of one rank; refused in others",
+    "`hyperparameter_search`": "with optuna in every job: rank 0 has the study, all "
+    "ranks train its trials together; other backends in a job of one rank",
     "`training_step`, `prediction_step` called by hand": "in a job of one rank; refused in others",
     "`get_train_dataloader()` called by hand": "the loader of one process",
     "`loss_is_scaled_for_ga`": "as in transformers",
@@ -64,7 +65,10 @@ IN_JOBS = {
     "a loss that is not finite": (
         "ends the training with a sentence; `nan_policy='skip'` leaves the step out"
     ),
-    "logs": "also have `tokens_per_second` and memory, as measured",
+    "logs": (
+        "loggers and `on_log` also get tokens per second, MFU and memory, as measured; "
+        "`state.log_history` is that of transformers"
+    ),
     "`args.world_size`, `args.process_index`": (
         "the number of replicas, by which batch sizes are multiplied; the global rank"
     ),

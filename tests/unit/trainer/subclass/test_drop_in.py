@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
+    PrinterCallback,
+    ProgressCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -23,7 +25,8 @@ from transformers.trainer_utils import HPSearchBackend
 
 import merak
 from merak.core import mesh
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, TrainingError
+from merak.trainer.live.display import LineDisplay, LiveDisplay
 from merak.trainer.unsupported import refuse_search
 
 
@@ -107,6 +110,33 @@ def test_accelerate_counts_the_microbatches_of_a_step(tmp_path: Path) -> None:
     assert trainer.train().global_step == 2  # of three batches
 
 
+class Dividing(Model):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.linear(x) / (x * 0)
+        return {"loss": nn.functional.mse_loss(logits, labels)}
+
+
+def test_an_overflow_is_looked_for(tmp_path: Path) -> None:
+    args = arguments(tmp_path, debug="underflow_overflow")
+    trainer = merak.MerakTrainer(Dividing(), args, train_dataset=SAMPLES)
+    with pytest.raises(TrainingError, match=r"logits = self.linear\(x\) / \(x \* 0\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_a_script_removes_the_display_by_the_name_of_the_bar(tmp_path: Path, tqdm: bool) -> None:
+    args = arguments(tmp_path)
+    args.disable_tqdm = not tqdm
+    trainer = merak.MerakTrainer(Model(), args, train_dataset=SAMPLES)
+    there, other = (ProgressCallback, PrinterCallback)[:: 1 if tqdm else -1]
+    shown = trainer.callback_handler.callbacks[-1]
+    assert isinstance(shown, LiveDisplay | LineDisplay)
+    trainer.remove_callback(other)
+    assert trainer.pop_callback(other) is None
+    assert trainer.pop_callback(there) is shown
+    assert shown not in trainer.callback_handler.callbacks
+
+
 class Searching(merak.MerakTrainer):
     def _get_output_dir(self, trial: object) -> str:  # which asks the backend, not installed here
         return str(self.args.output_dir)
@@ -137,13 +167,12 @@ def test_hyperparameters_are_searched(tmp_path: Path, monkeypatch: pytest.Monkey
     assert with_rate < without
 
 
-def test_several_ranks_do_not_search(tmp_path: Path) -> None:
-    trainer = merak.MerakTrainer(Model(), arguments(tmp_path), train_dataset=SAMPLES)
-    refuse_search(trainer, 2)  # there is none
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    refuse_search(trainer, 1)
-    with pytest.raises(ArgumentsError, match="in a job of one rank"):
-        refuse_search(trainer, 2)
+def test_several_ranks_search_with_optuna_alone() -> None:
+    refuse_search(HPSearchBackend.RAY, 1)
+    refuse_search("optuna", 2)
+    refuse_search(HPSearchBackend.OPTUNA, 2)
+    with pytest.raises(ArgumentsError, match=r"backend='ray' would run .*backend='optuna', or run"):
+        refuse_search(HPSearchBackend.RAY, 2)
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
