@@ -1,4 +1,4 @@
-"""Counters: numbers that forward itself changes, and that the next forward may compute with."""
+"""Counters, lists and dicts that forward itself changes and the next forward may compute with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from merak.core.source_lines import with_text
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.state_read import StateRead
 from merak.graph.segment.same_graph import is_same_graph
+from merak.graph.trace.state.containers import LeftContainer, warn_of_kept
 from merak.graph.trace.state.slots import Slot
+from merak.graph.trace.traced import KeptTensorError
 
 
 def refuse_counters(
@@ -50,6 +52,59 @@ def refuse_counters(
         f"{with_text(first.source)}, which a trace would freeze; register it with register_buffer "
         "and count in place (add_), or let a callback set it between steps."
     )
+
+
+def refuse_left(
+    left: Mapping[str, LeftContainer],
+    graph: ModelGraph,
+    trace_again: Callable[[], tuple[ModelGraph, Mapping[str, LeftContainer]]],
+) -> None:
+    """Refuse a model that computes with what each forward leaves in a list or dict.
+
+    The model is traced once more with them as its first forward has left them. A cache, which the
+    second forward leaves as it is, may well be read: a trace makes its values in every step.
+
+    Args:
+        left: lists and dicts that the first forward has changed, by their labels.
+        graph: of the first forward.
+        trace_again: traces the model; returns also what it has changed then.
+
+    Raises:
+        TraceError: forward changes one every time, and the graphs differ.
+    """
+    if not left:
+        return
+    found = _changing(list(left.values()), graph, trace_again)
+    if len(found) > 1:
+        found = [one for one in found if _changing([one], graph, trace_again)] or found
+    if found:
+        first = found[0]
+        where = f", at {with_text(first.line)}" if first.line else ""
+        raise TraceError(
+            f"forward changes model.{first.label} in every step and computes with what the step "
+            f"before has left there{where}, which a trace would freeze; keep it in a tensor of "
+            "fixed shape of register_buffer, and write into it in place (copy_, add_)."
+        )
+    warn_of_kept(left.values())
+
+
+def _changing(
+    left: Sequence[LeftContainer],
+    graph: ModelGraph,
+    trace_again: Callable[[], tuple[ModelGraph, Mapping[str, LeftContainer]]],
+) -> list[LeftContainer]:
+    """Those that a second forward changes again, if it is another one than the first."""
+    with ExitStack() as stack:
+        for one in left:
+            stack.enter_context(one.in_place())
+        try:
+            again, left_again = trace_again()
+        except KeptTensorError:
+            return list(left)
+        except TraceError:
+            return []  # of values that are zeros here, such as a cache's
+    found = [one for one in left if one.label in left_again]
+    return [] if not found or is_same_graph(again, graph) else found
 
 
 def _is_same(

@@ -29,8 +29,9 @@ IN_JOBS = {
     ),
     "tensors that forward writes": (
         "as in eager code: in buffers, plain attributes, and in lists and dicts of modules. "
-        "Refused is a plain tensor that forward replaces by another one from step to step; what it "
-        "adds to lists and dicts is warned of"
+        "Refused, with the line, is a plain tensor that forward replaces by another one from step "
+        "to step, and a list or dict that it fills for the next; what it adds there and does not "
+        "read is warned of"
     ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
     "the trainer's `model`": (

@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,8 @@ from merak.graph.trace.state.kept import FUNCTIONS, differs, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
-_RECORDED = frozenset((*PLAIN, list, tuple, dict)) | _CONSTANTS
+_CONTAINERS = (list, dict, deque)
+_RECORDED = frozenset((*PLAIN, *_CONTAINERS, tuple)) | _CONSTANTS
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -41,6 +43,7 @@ class StateReads:
         loss_fn: as given.
         found: the reads, once forward has run.
         counted: numbers of the model that forward reads and sets, as it has left them.
+        lines: of the model, which first read lists and dicts in attributes of modules, by label.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -61,6 +64,7 @@ class StateReads:
         self._written: dict[tuple[int, str], Any] = {}
         self.found: tuple[StateRead, ...] = ()
         self.counted: dict[StateRead, int | float] = {}
+        self.lines: dict[str, str] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -119,6 +123,9 @@ class StateReads:
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
+        if type(value) in _CONTAINERS and not (holder_of := self._holders[key[0]]).steps:
+            label = f"{holder_of.path}.{name}".removeprefix(".")
+            self.lines[label] = model_line(sys._getframe(2))
         if not (type(value) in _CONSTANTS or is_plain(value) or is_plain_dict(value)):
             return
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
