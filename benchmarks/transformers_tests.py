@@ -1,7 +1,7 @@
 """transformers' own tests of its trainer, run with Merak's classes in place of transformers'.
 
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers /tmp/their
-    pip install parameterized sentencepiece
+    pip install parameterized sentencepiece optuna
     python benchmarks/transformers_tests.py /tmp/their [-k NAME] [--json FILE]
 
 Every file `tests/trainer/test_*.py` that builds a trainer or training arguments runs twice in a

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.training_args import trainer_log_levels
 
+from merak.core.errors import TraceError
 from merak.engine.health.figures import (
     Figures,
     Interval,
@@ -91,6 +92,7 @@ class Logging(Trainer):
     # MFU of a job with one microbatch a second; None where no peak is known.
     _utilisation: float | None
     callback_handler: AgreedCallbacks
+    _is_traced: bool = False  # while a trace runs compute_loss
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None
 
@@ -146,7 +148,15 @@ class Logging(Trainer):
 
         The history in the trainer's state has what transformers has there: figures that differ
         from run to run would make the states of equal trainings differ.
+
+        Raises:
+            TraceError: a loss of a subclass's own logs, while it is traced.
         """
+        if self._is_traced:
+            raise TraceError(
+                f"compute_loss calls log with {', '.join(logs)}, but it is traced once, and has no "
+                "values then; log from a callback or an override of log."
+            )
         figures, self._measured = self._measured, None
         if "loss" not in logs or figures is None:
             super().log(logs, *args, **kwargs)

@@ -242,9 +242,13 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
         def loss_of_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
             count = batch.pop(TOKENS, None)
-            found: Any = self.compute_loss(
-                model, batch, return_outputs=True, num_items_in_batch=count
-            )
+            self._is_traced = True
+            try:
+                found: Any = self.compute_loss(
+                    model, batch, return_outputs=True, num_items_in_batch=count
+                )
+            finally:
+                self._is_traced = False
             return found[0], found[1]
 
         overridden = type(self).compute_loss is not Trainer.compute_loss

@@ -143,6 +143,7 @@ def build_timed(
             traced.counted,
             graph,
             lambda: trace_again()[0],
+            source.loss_fn,
         )
         refuse_left(traced.left, graph, trace_again)
         return graph, traced.sources | loaded_sources(source.model)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
 from merak.core.errors import TraceError
+from merak.core.rank0 import warn_on_rank0
 from merak.core.source_lines import with_text
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.state_read import StateRead
@@ -16,12 +19,15 @@ from merak.graph.trace.state.containers import LeftContainer, warn_of_kept
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.traced import KeptTensorError
 
+logger = logging.getLogger(__name__)
+
 
 def refuse_counters(
     model: nn.Module,
     counted: Mapping[StateRead, int | float],
     graph: ModelGraph,
     trace_again: Callable[[], ModelGraph],
+    loss_fn: Callable[..., Any] | None = None,
 ) -> None:
     """Refuse a model whose second forward would run another graph than its first one.
 
@@ -33,18 +39,30 @@ def refuse_counters(
         counted: by place, numbers that forward reads and sets, as it has left them.
         graph: of the first forward.
         trace_again: traces the model.
+        loss_fn: the model's loss function; None for none.
 
     Raises:
         TraceError: they differ, naming the number that makes the difference.
     """
-    if not counted or _is_same(model, counted, graph, trace_again):
+    if not counted:
+        return
+    if _is_same(model, counted, graph, trace_again, loss_fn):
+        for read in counted:
+            warn_on_rank0(
+                logger,
+                "forward sets %s, at %s, which has no effect on later steps: a trace sets it once. "
+                "What depends on it, in forward or in a callback, stays as in the first step; use "
+                "register_buffer and count in place (add_), or count in a callback.",
+                read,
+                with_text(read.source),
+            )
         return
     names: Sequence[StateRead] = list(counted)
     if len(names) > 1:
         names = [
             read
             for read, value in counted.items()
-            if not _is_same(model, {read: value}, graph, trace_again)
+            if not _is_same(model, {read: value}, graph, trace_again, loss_fn)
         ] or names
     first = names[0]
     raise TraceError(
@@ -81,7 +99,7 @@ def refuse_left(
         first = found[0]
         where = f", at {with_text(first.line)}" if first.line else ""
         raise TraceError(
-            f"forward changes model.{first.label} in every step and computes with what the step "
+            f"forward changes {first.where} in every step and computes with what the step "
             f"before has left there{where}, which a trace would freeze; keep it in a tensor of "
             "fixed shape of register_buffer, and write into it in place (copy_, add_)."
         )
@@ -112,10 +130,11 @@ def _is_same(
     counted: Mapping[StateRead, int | float],
     graph: ModelGraph,
     trace_again: Callable[[], ModelGraph],
+    loss_fn: Callable[..., Any] | None,
 ) -> bool:
     with ExitStack() as stack:
         for read, value in counted.items():
-            slot = Slot(read, model, None)
+            slot = Slot(read, model, loss_fn)
             stack.callback(slot.set, slot.own())
             slot.set(value)
         try:

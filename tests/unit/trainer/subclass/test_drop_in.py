@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +27,7 @@ from transformers.trainer_utils import HPSearchBackend
 
 import merak
 from merak.core import mesh
-from merak.core.errors import ArgumentsError, TrainingError
+from merak.core.errors import ArgumentsError, TraceError, TrainingError
 from merak.trainer.live.display import LineDisplay, LiveDisplay
 from merak.trainer.unsupported import refuse_search
 
@@ -135,6 +137,92 @@ def test_a_script_removes_the_display_by_the_name_of_the_bar(tmp_path: Path, tqd
     assert trainer.pop_callback(other) is None
     assert trainer.pop_callback(there) is shown
     assert shown not in trainer.callback_handler.callbacks
+
+
+class OwnLoss(merak.MerakTrainer):
+    """A loss that does more than to compute."""
+
+    calls = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: dict[str, list[Any]] = defaultdict(list)
+        super().__init__(*args, **kwargs)
+
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = self.beside(outputs["loss"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Counting(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss * self.calls
+
+
+class LoggingLoss(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log({"own": 1.0})
+        return loss
+
+
+class ReadingSeen(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        total = loss * (1 + len(self.seen["loss"]))
+        self.seen["loss"].append(loss.detach())
+        return total
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Counting, "forward sets the loss function.self.calls and computes with it in the next"),
+        (LoggingLoss, "compute_loss calls log with own, but it is traced once"),
+        (ReadingSeen, "forward changes the loss function.self.seen in every step and computes"),
+    ],
+)
+def test_a_loss_of_ones_own_that_changes_the_trainer_is_refused(
+    tmp_path: Path, kind: type[OwnLoss], sentence: str
+) -> None:
+    trainer = kind(Model(), arguments(tmp_path), train_dataset=SAMPLES)
+    with pytest.raises(TraceError) as caught:
+        trainer.train()
+    assert sentence in str(caught.value)
+    assert not any(trainer.seen.values())
+
+
+class LateBranch(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss if self.calls < 100 else loss * 2
+
+
+class KeepingLosses(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.seen["loss"].append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (LateBranch, "forward sets the loss function.self.calls, at"),
+        (KeepingLosses, "forward keeps values in the loss function.self.seen, a defaultdict"),
+    ],
+)
+def test_what_a_loss_of_ones_own_keeps_is_warned_of(
+    tmp_path: Path, kind: type[OwnLoss], sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = kind(Model(), arguments(tmp_path, max_steps=2), train_dataset=SAMPLES)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert sentence in caplog.text
+    assert not any(trainer.seen.values())
 
 
 class Searching(merak.MerakTrainer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from merak.core.rank0 import warn_on_rank0
+from merak.graph.ir.state_read import LOSS, MODEL, StateRead
+from merak.graph.trace.state.holders import Holder, attributes, label_of, loss_holders
 from merak.graph.trace.state.slots import is_plain
 
 logger = logging.getLogger(__name__)
@@ -34,14 +36,19 @@ class ContainerBefore:
         container: the object itself.
         items: what it had then, by index or key.
         inner: the containers among its items.
-        place: the module and the attribute's name; None for an inner one.
+        place: the holder and the attribute's name; None for an inner one.
     """
 
     label: str
     container: Any
     items: dict[Any, Any]
     inner: tuple[ContainerBefore, ...] = ()
-    place: tuple[nn.Module, str] | None = None
+    place: tuple[Holder, str] | None = None
+
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether the loss function's object has it, whose code runs behind the model's forward."""
+        return self.place is not None and self.place[0].root == LOSS
 
     @property
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,8 +92,9 @@ class ContainerBefore:
             line: of the model, which reads the attribute first; empty where it is not known.
         """
         assert self.place is not None
-        module, name = self.place
-        now = vars(module).get(name)
+        holder, name = self.place
+        now = attributes(holder.value).get(name)
+        where = str(StateRead(holder.root, holder.path, (*holder.steps, name), line))
         if type(now) is not type(self.container):
             return None
         known = {id(tensor) for _, tensor in self.tensors}
@@ -99,7 +107,7 @@ class ContainerBefore:
             return None
         is_replaced = any(True for _ in self.replaced())
         is_added_to = now is self.container and self.has_new() and not is_replaced
-        return LeftContainer(self.label, self.container, items, line, is_added_to)
+        return LeftContainer(self.label, self.container, items, line, is_added_to, where)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +120,7 @@ class LeftContainer:
         items: what forward has left in it, with functions that make zeros for new tensors.
         line: of the model, which reads it first; empty where it is not known.
         is_added_to: whether it is the object that it was, and has values that it had not.
+        where: the attribute, with the model or loss function that has it.
     """
 
     label: str
@@ -119,6 +128,7 @@ class LeftContainer:
     items: Mapping[Any, Any]
     line: str
     is_added_to: bool
+    where: str
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -131,19 +141,22 @@ class LeftContainer:
             _fill(self.container, before)
 
 
-def containers_of(model: nn.Module) -> list[ContainerBefore]:
-    """The lists, deques and dicts in attributes of a model's modules, as they are now.
+def containers_of(
+    model: nn.Module, loss_fn: Callable[..., Any] | None = None
+) -> list[ContainerBefore]:
+    """The lists, deques and dicts in attributes of modules and of a loss's object, as they are now.
 
     Args:
         model: the model.
+        loss_fn: its loss function, such as a method of a trainer; None for none.
     """
-    found = []
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH and isinstance(value, _KINDS):
-                label = f"{path}.{name}".removeprefix(".")
-                found.append(_before(label, value, (module, name)))
-    return found
+    modules = [Holder(module, MODEL, path) for path, module in model.named_modules()]
+    return [
+        _before(label_of(holder, name), value, (holder, name))
+        for holder in [*modules, *loss_holders(loss_fn)]
+        for name, value in attributes(holder.value).items()
+        if name not in _OF_TORCH and isinstance(value, _KINDS) and len(value) <= _MAX_ITEMS
+    ]
 
 
 def warn_of_kept(containers: Iterable[LeftContainer]) -> None:
@@ -165,13 +178,13 @@ def warn_of_kept(containers: Iterable[LeftContainer]) -> None:
 
 
 def _before(
-    label: str, value: Any, place: tuple[nn.Module, str] | None = None, depth: int = 1
+    label: str, value: Any, place: tuple[Holder, str] | None = None, depth: int = 1
 ) -> ContainerBefore:
     items = _items(value)
     inner = tuple(
         _before(f"{label}[{key!r}]", one, depth=depth + 1)
         for key, one in items.items()
-        if isinstance(one, _KINDS) and depth < _MAX_DEPTH and len(items) <= _MAX_ITEMS
+        if isinstance(one, _KINDS) and depth < _MAX_DEPTH and len(one) <= _MAX_ITEMS
     )
     return ContainerBefore(label, value, items, inner, place)
 

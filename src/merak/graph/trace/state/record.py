@@ -17,7 +17,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
-from merak.graph.trace.state.holders import Holder, attributes, find_holders
+from merak.graph.trace.state.holders import Holder, attributes, find_holders, label_of
 from merak.graph.trace.state.kept import FUNCTIONS, differs, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
@@ -42,8 +42,8 @@ class StateReads:
     Attributes:
         loss_fn: as given.
         found: the reads, once forward has run.
-        counted: numbers of the model that forward reads and sets, as it has left them.
-        lines: of the model, which first read lists and dicts in attributes of modules, by label.
+        counted: numbers that forward reads and sets, as it has left them.
+        lines: of the model, which first read lists and dicts, by label.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -123,9 +123,8 @@ class StateReads:
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
-        if type(value) in _CONTAINERS and not (holder_of := self._holders[key[0]]).steps:
-            label = f"{holder_of.path}.{name}".removeprefix(".")
-            self.lines[label] = model_line(sys._getframe(2))
+        if type(value) in _CONTAINERS:
+            self.lines[label_of(self._holders[key[0]], name)] = model_line(sys._getframe(2))
         if not (type(value) in _CONSTANTS or is_plain(value) or is_plain_dict(value)):
             return
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
@@ -171,8 +170,9 @@ class StateReads:
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
         for (key, name), now in self._written.items():
-            holder, before = self._holders[key], self._before[key].get(name)
-            if type(now) in (int, float) and type(before) in (int, float) and holder.root == MODEL:
+            holder = self._holders[key]
+            before = self._before[key].get(name, getattr(type(holder.value), name, None))
+            if type(now) in (int, float) and type(before) in (int, float):
                 steps, source = (*holder.steps, name), self._sources[key, name]
                 yield StateRead(holder.root, holder.path, steps, source), now
 

@@ -6,7 +6,7 @@ They are in attributes of modules, in lists and dicts there, in globals and in c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.graph.trace.state.containers import LeftContainer, containers_of
+from merak.graph.trace.state.containers import ContainerBefore, LeftContainer, containers_of
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.record import StateReads
@@ -44,10 +44,14 @@ def plain_tensors_stay(
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     ]
-    containers = containers_of(model)
+    containers = containers_of(model, reads.loss_fn)
     written = [_Before(value, version(value), _copy(value)) for _, _, _, value in own]
     written += [_Before(t, version(t), _copy(t)) for one in containers for _, t in one.tensors]
     shared = [(slot.label, value, version(value)) for slot, value in _shared(model, reads.loss_fn)]
+
+    def note_left(changed: Iterable[ContainerBefore]) -> None:
+        found = [one.left(reads.lines.get(one.label, "")) for one in changed]
+        left.update((one.label, one) for one in found if one is not None)
 
     def note(*_: Any) -> None:
         for label, module, name, value in own:
@@ -55,8 +59,7 @@ def plain_tensors_stay(
                 replaced[id(value)] = label
         for one in containers:
             replaced.update((id(tensor), label) for label, tensor in one.replaced())
-        found = [one.left(reads.lines.get(one.label, "")) for one in containers]
-        left.update((one.label, one) for one in found if one is not None)
+        note_left(containers)
         replaced.update((id(t), label) for label, t, known in shared if version(t) != known)
 
     handle = model.register_forward_hook(note)
@@ -64,6 +67,7 @@ def plain_tensors_stay(
         warnings.filterwarnings("ignore", message=".*assigned during export")
         try:
             yield
+            note_left(one for one in containers if one.is_of_loss)
         finally:
             handle.remove()
             for container in containers:
