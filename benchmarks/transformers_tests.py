@@ -1,7 +1,7 @@
 """transformers' own tests of its trainer, run with Merak's classes in place of transformers'.
 
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers /tmp/their
-    pip install parameterized sentencepiece
+    pip install parameterized sentencepiece optuna
     python benchmarks/transformers_tests.py /tmp/their [-k NAME] [--json FILE]
 
 Every file `tests/trainer/test_*.py` that builds a trainer or training arguments runs twice in a
@@ -150,9 +150,10 @@ def explain(found: Mapping[str, Mapping[str, Result]]) -> int:
         other = theirs.get(name, Result(unknown, "")).outcome
         if result.outcome == "passed" or result.outcome == other or other == "failed":
             continue
-        short = name.split("::")[-1]
-        unexplained += short not in meant
-        reason = meant.get(short, f"UNEXPLAINED: {result.reason[:400]}")
+        _, *ends = name.split("::")
+        reason = meant.get(ends[-1]) or meant.get("::".join(ends[-2:]))
+        unexplained += reason is None
+        reason = reason or f"UNEXPLAINED: {result.reason[:400]}"
         print(f"\n{result.outcome}: {name.split('/')[-1]}\n    {reason}")
     return int(unexplained > 0)
 

@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import TrainerCallback
 
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import SEQUENCE, Layout, Setup, make_merak
@@ -32,11 +33,25 @@ def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str,
     counted: list[int] = []
     said = io.StringIO()
     with mock.patch.object(Throughput, "add", _noting(counted)), contextlib.redirect_stderr(said):
-        trainer = make_merak(setup, dp, "")
+        trainer = make_merak(setup, dp, "", callbacks=[keeping := Keeping()])
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    logs = [log for log in keeping.logs if "loss" in log]
+    history = [log for log in trainer.state.log_history if "loss" in log]
+    assert {name for log in history for name in log} == {
+        "loss", "grad_norm", "learning_rate", "epoch", "step"
+    }  # fmt: skip
     record = read_run(trainer.args.output_dir) if merak.current_mesh().rank == 0 else None
     return counted, logs, said.getvalue(), record
+
+
+class Keeping(TrainerCallback):
+    """Keeps what loggers get."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
 
 
 def _noting(counted: list[int]) -> Any:

@@ -16,6 +16,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames, ParallelMode
 
@@ -43,7 +44,6 @@ SOME_VALUES: dict[str, object] = {
     "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
     "optim_target_modules": ["attn"],
-    "debug": "underflow_overflow",
     "train_sampling_strategy": "batch_rebalance",
     "ddp_backend": "gloo",
     "ddp_timeout": 60,
@@ -132,6 +132,13 @@ def test_checkpointing_of_modules_means_recomputation(job: Callable[..., None]) 
     assert (taken.recompute, taken.gradient_checkpointing) == ("full", False)
     assert arguments(gradient_checkpointing=True, recompute="selective").recompute == "selective"
     assert arguments().recompute != "full"
+
+
+def test_a_look_for_overflows_locates_them(job: Callable[..., None]) -> None:
+    taken = arguments(debug="underflow_overflow")
+    assert taken.locate_nan and taken.debug == [DebugOption.UNDERFLOW_OVERFLOW]
+    assert not arguments(debug="underflow_overflow", locate_nan=False).locate_nan
+    assert not arguments().locate_nan
 
 
 def test_use_cpu_needs_a_mesh_on_the_cpu(job: Callable[..., None]) -> None:

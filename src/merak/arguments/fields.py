@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from transformers import TrainingArguments
+from transformers.debug_utils import DebugOption
 
 from merak.core.errors import keyword_names, refuse_unknown, takes_any_name
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
@@ -88,6 +89,17 @@ def take_checkpointing(arguments: TrainingFields) -> None:
     for name in names:
         if hasattr(arguments, name):  # transformers would change the model's modules
             setattr(arguments, name, False)
+
+
+def take_debug(arguments: TrainingFields) -> None:
+    """Turn transformers' request to look for overflows into one to locate them.
+
+    Args:
+        arguments: of a job; `locate_nan` stays as it is where it is given.
+    """
+    looks = DebugOption.UNDERFLOW_OVERFLOW in arguments.debug
+    if looks and "locate_nan" not in given_arguments(arguments):
+        arguments.locate_nan = True
 
 
 def _on_command_line() -> set[str]:

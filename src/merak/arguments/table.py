@@ -124,10 +124,9 @@ LOGGING = {
     "trackio_space_id": _LOGGER,
     "trackio_bucket_id": _LOGGER,
     "trackio_static_space_id": _LOGGER,
-    "debug": refused(
-        "it hooks the model's modules, which a traced model does not run; use nan_policy='stop'",
-        [],
-        None,
+    "debug": honoured(
+        "'underflow_overflow' means `locate_nan=True`, where that is not given: the first step "
+        "that is not finite ends the job with the operator and source line where it began"
     ),
 }
 

@@ -18,7 +18,13 @@ from transformers import Seq2SeqTrainingArguments
 
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
-from merak.arguments.fields import OWN_FIELDS, TrainingFields, given_arguments, take_checkpointing
+from merak.arguments.fields import (
+    OWN_FIELDS,
+    TrainingFields,
+    given_arguments,
+    take_checkpointing,
+    take_debug,
+)
 from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
@@ -81,6 +87,7 @@ class MerakArguments(TrainingFields):
         if self.report_to is None:
             self.report_to = "none"  # which transformers would take for a logger
         self._post_init_of_transformers()
+        take_debug(self)
         set_accumulation(self, mesh)
         check_arguments(self)
         self._fill_defaults()

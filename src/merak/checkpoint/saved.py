@@ -1,4 +1,4 @@
-"""A saved checkpoint, opened: its tensors' metadata, small values and reader, in either format."""
+"""A saved checkpoint, opened: its tensors' metadata, small values and reader, in every format."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.storage import StorageReader
 
 from merak.checkpoint.files import damage
+from merak.checkpoint.formats.of_trainer import (
+    TrainerFiles,
+    TrainerReader,
+    is_of_trainer,
+    open_of_trainer,
+)
+from merak.checkpoint.formats.pickled import is_pickled, open_pickled
 from merak.checkpoint.manifest import MANIFEST, read_manifest
-from merak.checkpoint.pickled import is_pickled, open_pickled
 from merak.checkpoint.storage import CheckpointReader
 from merak.checkpoint.values import unpack_value
 from merak.core.errors import WeightsError
@@ -30,6 +36,8 @@ class SavedCheckpoint:
         values: small values by name.
         model: description of the model; None where it was not saved.
         reader: of its tensors.
+        of_trainer: its files where transformers' own Trainer wrote them, whose tensors get their
+            keys when they are loaded; None for one of Merak.
     """
 
     folder: Path
@@ -37,6 +45,7 @@ class SavedCheckpoint:
     values: Mapping[str, Any]
     model: Mapping[str, Any] | None
     reader: StorageReader
+    of_trainer: TrainerFiles | None = None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Return the whole shape of a tensor; None where there is none of that key."""
@@ -64,6 +73,9 @@ def open_checkpoint(folder: Path, allow_pickled: bool = False) -> SavedCheckpoin
             )
         metadata, values, reader = open_pickled(folder)
         return SavedCheckpoint(folder, metadata, values, None, reader)
+    if is_of_trainer(folder):
+        found, none = open_of_trainer(folder), TrainerReader({})
+        return SavedCheckpoint(folder, none.read_metadata(), found.values, None, none, found)
     manifest = read_manifest(folder)
     try:
         values = {name: unpack_value(value) for name, value in manifest.values.items()}

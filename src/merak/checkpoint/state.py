@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from merak.checkpoint.description import describe_model, first_difference
+from merak.checkpoint.formats.of_trainer import Order, with_names
 from merak.checkpoint.optimizer_state import (
     fill_optimizer,
     hyperparameters,
@@ -61,6 +62,8 @@ class RankState:
             parameter whose shards they are laid out like, None for tensors of their own.
         reset: begins anew with those of `further` that a checkpoint does not have, by their keys.
         outer_momenta: of an outer optimizer, by parameter name, shaped as what the optimizer steps.
+        order: of the parameters in the optimizer's groups, for checkpoints of transformers' own
+            Trainer; None where it is not known.
     """
 
     model: nn.Module
@@ -73,6 +76,7 @@ class RankState:
     further: Mapping[str, tuple[str | None, torch.Tensor]] = field(default_factory=dict)
     reset: Callable[[Collection[str]], None] | None = None
     outer_momenta: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    order: Order | None = None
 
     def view(self) -> RankView:
         """Return the tensors of this rank by name."""
@@ -162,9 +166,9 @@ def load_state(
     absent: list[str] = []
 
     def prepare() -> None:
-        saved = open_checkpoint(target, allow_pickled)
-        found.append(saved)
         view = state.view()
+        saved = _with_keys(open_checkpoint(target, allow_pickled), state, view)
+        found.append(saved)
         check_model(saved, state.description or describe_model(state.model), view)
         wanted.update(_model_shards(view, view.buffers))
         _check_shapes(wanted, saved)
@@ -193,6 +197,22 @@ def load_state(
     if absent and state.reset is not None:
         state.reset(absent)
     return saved.values
+
+
+def _with_keys(saved: SavedCheckpoint, state: RankState, view: RankView) -> SavedCheckpoint:
+    """The checkpoint with keys as Merak's own have, where it is transformers' own Trainer's."""
+    files = saved.of_trainer
+    if files is None:
+        return saved
+    if state.optimizer is not None and files.optimizer is not None and state.order is None:
+        raise WeightsError(
+            f"{saved.folder} was written by transformers' Trainer, which numbers the parameters of "
+            "the optimizer, and their order is not known here; resume with MerakTrainer and an "
+            "optimizer over the same groups, or start a new training from its weights."
+        )
+    order = state.order if state.optimizer is not None else None
+    values, reader = with_names(files, state.model, view, order)
+    return replace(saved, metadata=reader.read_metadata(), values=values, reader=reader)
 
 
 def check_model(

@@ -52,6 +52,8 @@ def least_checkpoint_bytes(trainer: Trainer) -> int:
         trainer: with its model and arguments.
     """
     model: Any = trainer.model
+    if model is None:  # released behind a trial of a search; `model_init` makes the next
+        return 0
     metas = [TensorMeta(tuple(p.shape), p.dtype) for p in model.parameters() if p.requires_grad]
     weights = sum(meta.num_bytes for meta in metas)
     if trainer.args.save_only_model or trainer.optimizer is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PrinterCallback, ProgressCallback, Trainer
 from transformers.training_args import trainer_log_levels
 
+from merak.core.errors import TraceError
 from merak.engine.health.figures import (
     Figures,
     Interval,
@@ -21,6 +22,7 @@ from merak.engine.health.figures import (
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
+from merak.trainer.subclass.callbacks import AgreedCallbacks
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
@@ -89,6 +91,8 @@ class Logging(Trainer):
     _recorder: RunRecorder | None
     # MFU of a job with one microbatch a second; None where no peak is known.
     _utilisation: float | None
+    callback_handler: AgreedCallbacks
+    _is_traced: bool = False  # while a trace runs compute_loss
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None
 
@@ -100,6 +104,7 @@ class Logging(Trainer):
                 if self.args.should_log:
                     own = display_for(self.board, lines_only=bool(self.args.disable_tqdm))
                     self.add_callback(own)
+                    self.callback_handler.display = (kind, own)
 
     def _describe_job(
         self, forecast: Forecast, sample: Signature, process_bytes: int | None
@@ -139,14 +144,30 @@ class Logging(Trainer):
         self.throughput.leave_out(begin_s)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log some values; those of training with tokens per second and memory."""
+        """Log some values; loggers and callbacks get those of training with measured figures.
+
+        The history in the trainer's state has what transformers has there: figures that differ
+        from run to run would make the states of equal trainings differ.
+
+        Raises:
+            TraceError: a loss of a subclass's own logs, while it is traced.
+        """
+        if self._is_traced:
+            raise TraceError(
+                f"compute_loss calls log with {', '.join(logs)}, but it is traced once, and has no "
+                "values then; log from a callback or an override of log."
+            )
         figures, self._measured = self._measured, None
-        if "loss" in logs and figures is not None:
-            logs |= figures.values
-            self.board.figures = figures
-            if self._recorder is not None:
-                self._recorder.add_log(self.state.global_step, logs, figures)
+        if "loss" not in logs or figures is None:
+            super().log(logs, *args, **kwargs)
+            return
+        logs |= figures.values
+        self.board.figures = figures
+        if self._recorder is not None:
+            self._recorder.add_log(self.state.global_step, logs, figures)
         super().log(logs, *args, **kwargs)
+        for name in figures.values:
+            self.state.log_history[-1].pop(name, None)
 
     def _measure(self, batch_exchange: BatchExchange) -> Figures:
         """Throughput, bubble and memory of the job; all ranks call it together."""

@@ -43,8 +43,8 @@ def checkpoint_to_resume(
     if not isinstance(request, str | os.PathLike) or not os.path.isdir(request):
         raise WeightsError(
             f"Can't find a valid checkpoint at {request}: resume_from_checkpoint={request!r} is "
-            "not a folder; name a checkpoint-… folder that Merak wrote, or leave it out to start "
-            "anew."
+            "not a folder; name a checkpoint-… folder that a trainer wrote, or leave it out to "
+            "start anew."
         )
     _check(Path(request), allow_pickled, reads_all)
     return os.fspath(request)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from transformers.trainer_utils import (
 
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
+from merak.checkpoint.formats.of_trainer import Order
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
 from merak.checkpoint.save_pretrained import on_rank0, save_pretrained
 from merak.checkpoint.saved import open_checkpoint
@@ -43,7 +45,7 @@ from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
-from merak.trainer.unsupported import refuse_no_steps, refuse_search
+from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ class Saving(Trainer):
     lr_scheduler: Any
     compute_loss_func: Any
     _planned_files: ModelFiles | None = None
+    _order: Order | None = None  # of the parameters in the optimizer's groups
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any
@@ -88,7 +91,6 @@ class Saving(Trainer):
         """
         call_the_roll("trainer.train")
         refuse_no_steps(self.args)
-        refuse_search(self, self.mesh.world_size)
         output_dir = str(self.args.output_dir)
         if self.args.should_save:
             remove_partial(Path(output_dir))
@@ -267,6 +269,7 @@ class Saving(Trainer):
         assert self.engine is not None
         with self.engine.whole_model():
             state = rank_state(self.engine, self.model, optimizer)
+            state = replace(state, order=self._order)
             return load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
 
     def _inner_optimizer(self) -> Any:

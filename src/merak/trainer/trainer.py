@@ -7,8 +7,10 @@ one step's microbatches forward and backward, the gradient norm, evaluation, sav
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.debug_utils import DebugOption
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
@@ -56,15 +59,17 @@ from merak.trainer.live.display import JobBoard
 from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
 from merak.trainer.planning.plan import check_plan_file, plan_training
+from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
-from merak.trainer.subclass.optimizer import use_optimizer_tensors
+from merak.trainer.subclass.optimizer import parameter_order, use_optimizer_tensors
 from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
     by_name,
     in_one_sentence,
     names_after,
+    refuse_search,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
     steps_other_tensors,
@@ -131,6 +136,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
+        # Its hooks are of modules, which a traced model does not run; `locate_nan` is in its place.
+        others: Any = [o for o in self.args.debug if o != DebugOption.UNDERFLOW_OVERFLOW]
+        self.args.debug = others
         self.callback_handler = AgreedCallbacks(self, self.board)
         self._show_progress()
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
@@ -147,6 +155,26 @@ class MerakTrainer(Stepping, Logging, Trainer):
             super().create_accelerator_and_postprocess()
         self.args.mixed_precision = precision  # which is in the traced graph
         self.accelerator.device_placement = False
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search as in transformers; with optuna on several ranks, which train trials together.
+
+        Args:
+            *args: as of transformers, in its order.
+            **kwargs: as of transformers.
+
+        Returns:
+            The best run or runs, on every rank.
+
+        Raises:
+            ArgumentsError: another backend on several ranks, or trials beside each other.
+        """
+        given = inspect.signature(super().hyperparameter_search).bind(*args, **kwargs).arguments
+        refuse_search(given.get("backend"), self.mesh.world_size)
+        call_the_roll("trainer.hyperparameter_search")
+        is_alone = self.mesh.world_size == 1
+        with nullcontext() if is_alone else shared_study(self.mesh.rank):
+            return super().hyperparameter_search(*args, **kwargs)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Call the user's `model_init`, for a new model and a new engine."""
@@ -214,9 +242,13 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
         def loss_of_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
             count = batch.pop(TOKENS, None)
-            found: Any = self.compute_loss(
-                model, batch, return_outputs=True, num_items_in_batch=count
-            )
+            self._is_traced = True
+            try:
+                found: Any = self.compute_loss(
+                    model, batch, return_outputs=True, num_items_in_batch=count
+                )
+            finally:
+                self._is_traced = False
             return found[0], found[1]
 
         overridden = type(self).compute_loss is not Trainer.compute_loss
@@ -347,7 +379,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         optimizer = self._inner_optimizer()
         if optimizer is not None and optimizer is not self._connected:
             assert self.engine is not None
-            use_optimizer_tensors(optimizer, self.model, self.engine.optimizer_params)
+            own = self.engine.optimizer_params
+            decayed = self.get_decay_parameter_names(self.model)
+            self._order = parameter_order(optimizer, self.model, own, decayed)
+            use_optimizer_tensors(optimizer, self.model, own)
             self.engine.connect_optimizer(optimizer)
             self._connected = optimizer  # a second `train` goes on with it
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)

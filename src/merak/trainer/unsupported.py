@@ -13,6 +13,7 @@ import accelerate  # type: ignore[import-untyped]
 import torch
 import transformers
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers.hyperparameter_search import default_hp_search_backend
 
 from merak.arguments import MerakArguments, MerakSeq2SeqArguments
 from merak.core.errors import (
@@ -98,22 +99,23 @@ def refuse_no_steps(args: MerakArguments) -> None:
         )
 
 
-def refuse_search(trainer: Trainer, world_size: int) -> None:
-    """Refuse a search for hyperparameters whose trials several ranks would have to share.
+def refuse_search(backend: object, world_size: int) -> None:
+    """Refuse a search for hyperparameters whose trials several ranks cannot share.
 
     Args:
-        trainer: about to train.
+        backend: of the search; None for transformers' default.
         world_size: the number of ranks.
 
     Raises:
-        ArgumentsError: it is in such a search.
+        ArgumentsError: they cannot.
     """
-    backend: object = trainer.hp_search_backend
-    if backend is not None and world_size > 1:
+    if world_size == 1:
+        return
+    kind = getattr(backend, "value", backend) or default_hp_search_backend()
+    if kind != "optuna":
         raise ArgumentsError(
-            f"hyperparameter_search would run its study in each of the {world_size} ranks, with "
-            "different trials; run it in a job of one rank, or start a job of its own for each "
-            "trial."
+            f"backend={kind!r} would run its search in each of the {world_size} ranks, with "
+            "different trials; use backend='optuna', or run it in a job of one rank."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_what_is_written_is_read_behind_it(
     expected = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING):
         engine = engine_of(model)
-    assert "forward keeps tensors" not in caplog.text
+    assert "forward keeps values" not in caplog.text
     for number in range(3):
         expected.zero_grad()
         loss = expected(**batch())["loss"]
@@ -114,9 +115,110 @@ def grow(model: Any, x: torch.Tensor) -> torch.Tensor:
     return x - sum(model.parts)
 
 
-def test_tensors_that_forward_keeps_there_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    model = Writes(grow)
+def read_before(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = x - sum(model.parts)
+    model.parts.append(x.detach().mean(0))
+    return found
+
+
+def read_length(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.seen.append(x.shape[0])
+    return x * len(model.seen)
+
+
+def read_last(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = x - model.queue[-1] if model.queue else x
+    model.queue.append(x.detach().mean(0))
+    return found
+
+
+def read_table(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = x - model.store["mean"] if "mean" in model.store else x
+    model.store["mean"] = x.detach().mean(0)
+    return found
+
+
+def read_inner(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = x * (1 + len(model.nested["all"]))
+    model.nested["all"].append(x.detach().mean(0))
+    return found
+
+
+def read_other(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = x * (1 + len(model.parts))
+    model.parts = [*model.parts, x.detach().mean(0)]
+    return found
+
+
+HISTORIES = {
+    "parts": (grow, read_before, read_other),
+    "seen": (read_length,),
+    "queue": (read_last,),
+    "store": (read_table,),
+    "nested": (read_inner,),
+}
+
+
+class Keeps(Writes):
+    """Has lists, deques and dicts that are filled from step to step."""
+
+    def __init__(self, use: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(use)
+        self.seen: list[int] = []
+        self.queue: deque[torch.Tensor] = deque(maxlen=2)
+        self.store: dict[str, torch.Tensor] = {}
+        self.nested: dict[str, list[torch.Tensor]] = {"all": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "use"), [(name, use) for name, uses in HISTORIES.items() for use in uses]
+)
+def test_what_forward_adds_and_reads_in_the_next_step_is_refused(name: str, use: Any) -> None:
+    model = Keeps(use)
+    with pytest.raises(TraceError) as caught:
+        engine_of(model)
+    assert f"forward changes model.{name} in every step and computes with what" in str(caught.value)
+    assert "test_written_tensors.py:" in str(caught.value)
+    assert not (model.parts or model.seen or model.queue or model.store or model.nested["all"])
+
+
+def add(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.parts.append(x.detach().mean(0))
+    return x
+
+
+def add_number(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.parts.append(x.shape[0])
+    return x
+
+
+@pytest.mark.parametrize("use", [add, add_number])
+def test_what_forward_adds_for_others_is_warned_of(
+    use: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Keeps(use)
     with caplog.at_level(logging.WARNING):
         engine_of(model)
-    assert "forward keeps tensors in parts, a list" in caplog.text
+    assert caplog.text.count("forward keeps values in parts, a list") == 1
     assert model.parts == []
+
+
+def from_cache(model: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[0] not in model.store:
+        model.store[x.shape[0]] = torch.arange(x.shape[0]).float()[:, None]
+    return x * model.store[x.shape[0]]
+
+
+def losses_beside(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.parts = []
+    model.parts.append(x.square().mean())
+    return x + sum(model.parts)
+
+
+@pytest.mark.parametrize("use", [from_cache, losses_beside])
+def test_caches_and_what_begins_anew_are_traced(use: Any) -> None:
+    model = Keeps(use)
+    expected = copy.deepcopy(model)
+    engine = engine_of(model)
+    for number in range(2):
+        assert step(engine, number) == pytest.approx(expected(**batch())["loss"].item(), rel=1e-6)

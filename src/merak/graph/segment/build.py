@@ -21,12 +21,13 @@ from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.counters import refuse_counters
+from merak.graph.segment.counters import refuse_counters, refuse_left
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.call import LossFunction, does_call_model
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.state.containers import LeftContainer
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
@@ -126,6 +127,10 @@ def build_timed(
     seconds = [0.0]
     outputs = ("loss",) if training else None
 
+    def trace_again() -> tuple[ModelGraph, Mapping[str, LeftContainer]]:
+        found = _trace(source, columns)
+        return cut_into_segments(found, outputs=outputs), found.left
+
     def make() -> Made:
         traced = _trace(source, columns)
         traced_at = time.perf_counter()
@@ -137,8 +142,10 @@ def build_timed(
             source.model,
             traced.counted,
             graph,
-            lambda: cut_into_segments(_trace(source, columns), outputs=outputs),
+            lambda: trace_again()[0],
+            source.loss_fn,
         )
+        refuse_left(traced.left, graph, trace_again)
         return graph, traced.sources | loaded_sources(source.model)
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():

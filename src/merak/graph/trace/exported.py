@@ -15,6 +15,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
+from merak.graph.trace.state.containers import LeftContainer
+from merak.graph.trace.traced import KeptTensorError
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Exported:
         sizes: policy for data-dependent sizes.
         reads: as of `Trace`.
         counted: as of `Trace`.
+        left: as of `Trace`.
     """
 
     graph: fx.Graph
@@ -48,6 +51,7 @@ class Exported:
     sizes: DynamicSizes = DynamicSizes.REFUSED
     reads: tuple[StateRead, ...] = ()
     counted: Mapping[StateRead, int | float] = field(default_factory=dict)
+    left: Mapping[str, LeftContainer] = field(default_factory=dict)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:
@@ -92,7 +96,7 @@ def _with_values(name: str, constant: Any) -> torch.Tensor:
 def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, str]) -> None:
     for constant in constants.values():
         if id(constant) in replaced:
-            raise TraceError(
+            raise KeptTensorError(
                 f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
                 "no buffer, which a trace would freeze; register it with register_buffer."
             )

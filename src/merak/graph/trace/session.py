@@ -40,6 +40,7 @@ from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.state.containers import LeftContainer
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.written import plain_tensors_stay
 
@@ -62,6 +63,7 @@ class Session:
         packed: follows packed sequences.
         autograd: records gradients that the model takes itself.
         replaced: names of attributes that forward has replaced, by the old tensor's identity.
+        left: lists and dicts of modules that forward has changed, by their labels.
         calls: opaque calls, in the order in which they were recorded.
     """
 
@@ -78,6 +80,7 @@ class Session:
     packed: PackedSequences = field(default_factory=PackedSequences)
     autograd: AutogradCalls = field(default_factory=AutogradCalls)
     replaced: dict[int, str] = field(default_factory=dict)
+    left: dict[str, LeftContainer] = field(default_factory=dict)
     calls: list[OpaqueCall] = field(default_factory=list)
 
 
@@ -118,7 +121,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "no function mode: compares the host generators' states before and after the run",
     ),
     (
-        lambda s: plain_tensors_stay(s.model, s.reads.loss_fn, s.replaced),
+        lambda s: plain_tensors_stay(s.model, s.reads, s.replaced, s.left),
         "no function mode: a hook that looks at what forward leaves behind",
     ),
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),

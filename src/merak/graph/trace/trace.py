@@ -40,7 +40,7 @@ from merak.graph.trace.passes import run_passes
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
-from merak.graph.trace.traced import Trace
+from merak.graph.trace.traced import KeptTensorError, Trace
 
 
 def trace(
@@ -91,7 +91,7 @@ def trace(
             if function is not None and function not in call.host_random:
                 call = replace(call, host_random=(*call.host_random, function))
                 continue
-            if type(error) is TraceError:
+            if type(error) in (TraceError, KeptTensorError):
                 raise
             # Subclasses steer the fallbacks alone: users catch, and read, one class.
             raise TraceError(str(error)) from error.__cause__
@@ -167,6 +167,7 @@ def export_model(
         opaque.sizes,
         reads.outside(opaque.modules),
         reads.counted,
+        session.left,
     )
 
 
@@ -211,6 +212,7 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         parameter_writes=rewriting.parameter_writes,
         reads=exported.reads,
         counted=exported.counted,
+        left=exported.left,
     )
 
 

@@ -8,9 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ParameterWrites
 from merak.graph.ir.state_read import StateRead
+from merak.graph.trace.state.containers import LeftContainer
+
+
+class KeptTensorError(TraceError):
+    """Error about a plain tensor that forward replaces and reads, from step to step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,7 @@ class Trace:
         parameter_writes: writes into parameters, done before the graph runs.
         reads: Python state that is constant in the graph.
         counted: numbers that forward reads and sets, as it has left them.
+        left: lists and dicts of modules that forward has changed, by their labels.
     """
 
     graph: fx.Graph
@@ -44,3 +51,4 @@ class Trace:
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
     counted: Mapping[StateRead, int | float] = field(default_factory=dict)
+    left: Mapping[str, LeftContainer] = field(default_factory=dict)

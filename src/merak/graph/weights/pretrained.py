@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
@@ -135,7 +136,10 @@ def skeletons(recorder: InitRecorder) -> Iterator[None]:
         _refuse_what_is_not_streamed(state_dict, checkpoint_files, load_config, expected_keys)
         assert checkpoint_files is not None
         with recorder.paused():
-            found = _find(model, read_headers(checkpoint_files), load_config)
+            mapping = load_config.weight_mapping or []
+            found = _find(model, read_headers(checkpoint_files), mapping)
+        used = [conversion for conversion in mapping if conversion.was_used()]
+        setattr(model, "_weight_conversions", used)  # noqa: B010, save_pretrained turns them round
         _apply_dtypes(model, load_config.dtype_plan)
         return _note(model, found, recorder, load_config.ignore_mismatched_sizes), None
 
@@ -180,6 +184,22 @@ def read_headers(files: Sequence[str]) -> list[Entry]:
     return sorted(entries, key=lambda entry: core_model_loading.dot_natural_key(entry.key))
 
 
+def stored_tensors(
+    model: PreTrainedModel, entries: Sequence[Entry]
+) -> tuple[dict[str, CheckpointTensor], dict[str, tuple[int, ...]], set[str]]:
+    """Find what a checkpoint's files have for a model, renamed as `from_pretrained` does.
+
+    Args:
+        model: with or without weights; it is left as it is.
+        entries: of the files; see `read_headers`.
+
+    Returns:
+        Tensors and their shapes by name in the model, and keys that it has no place for.
+    """
+    found = _find(model, entries, get_model_conversion_mapping(model))
+    return found.stored, found.shapes, found.unexpected
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """Tensors that a checkpoint has for a model.
@@ -195,9 +215,8 @@ class _Found:
     unexpected: set[str]
 
 
-def _find(model: PreTrainedModel, entries: Sequence[Entry], load_config: Any) -> _Found:
+def _find(model: PreTrainedModel, entries: Sequence[Entry], mapping: Sequence[Any]) -> _Found:
     """Rename and group a checkpoint's keys as `from_pretrained` does."""
-    mapping = load_config.weight_mapping or []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
@@ -218,8 +237,6 @@ def _find(model: PreTrainedModel, entries: Sequence[Entry], load_config: Any) ->
         for target, shape in _try(conversion).items():
             found.stored[target] = CheckpointTensor(target, conversion)
             found.shapes[target] = shape
-    used = [conversion for conversion in mapping if conversion.was_used()]
-    setattr(model, "_weight_conversions", used)  # noqa: B010, save_pretrained turns them round
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from merak.core.health.status import waiting_for_all
@@ -27,6 +27,10 @@ _WITHIN = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"
            "on_evaluate", "on_save")  # fmt: skip
 """Events that every rank comes to, and behind which the loop looks at requests."""
 _DEFAULTS = MappingProxyType(vars(TrainerCallback))
+
+
+class _Absent(TrainerCallback):
+    """A class of which there is no callback."""
 
 
 class AgreedCallbacks(CallbackHandler):
@@ -46,6 +50,24 @@ class AgreedCallbacks(CallbackHandler):
         self._is_own = not type(trainer).__module__.startswith("merak.")
         self._events: frozenset[str] = frozenset()
         self._group: dist.ProcessGroup | None = None
+        # The class of transformers' bar or printer, and the display in its place.
+        self.display: tuple[type[TrainerCallback], TrainerCallback] | None = None
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or the display in the place of the class that is named."""
+        super().remove_callback(self._meant(callback))  # type: ignore[no-untyped-call]
+
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:
+        """Remove a callback as `remove_callback` does, and return it."""
+        found: TrainerCallback | None = super().pop_callback(self._meant(callback))  # type: ignore[no-untyped-call]
+        return found
+
+    def _meant(self, callback: Any) -> Any:
+        if self.display is None or callback not in (PrinterCallback, ProgressCallback):
+            return callback
+        replaced, display = self.display
+        is_there = replaced is callback and display in self.callbacks
+        return display if is_there else _Absent
 
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any

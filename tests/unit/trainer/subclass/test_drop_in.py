@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
+    PrinterCallback,
+    ProgressCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -23,7 +27,8 @@ from transformers.trainer_utils import HPSearchBackend
 
 import merak
 from merak.core import mesh
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, TraceError, TrainingError
+from merak.trainer.live.display import LineDisplay, LiveDisplay
 from merak.trainer.unsupported import refuse_search
 
 
@@ -107,6 +112,119 @@ def test_accelerate_counts_the_microbatches_of_a_step(tmp_path: Path) -> None:
     assert trainer.train().global_step == 2  # of three batches
 
 
+class Dividing(Model):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.linear(x) / (x * 0)
+        return {"loss": nn.functional.mse_loss(logits, labels)}
+
+
+def test_an_overflow_is_looked_for(tmp_path: Path) -> None:
+    args = arguments(tmp_path, debug="underflow_overflow")
+    trainer = merak.MerakTrainer(Dividing(), args, train_dataset=SAMPLES)
+    with pytest.raises(TrainingError, match=r"logits = self.linear\(x\) / \(x \* 0\)"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("tqdm", [True, False])
+def test_a_script_removes_the_display_by_the_name_of_the_bar(tmp_path: Path, tqdm: bool) -> None:
+    args = arguments(tmp_path)
+    args.disable_tqdm = not tqdm
+    trainer = merak.MerakTrainer(Model(), args, train_dataset=SAMPLES)
+    there, other = (ProgressCallback, PrinterCallback)[:: 1 if tqdm else -1]
+    shown = trainer.callback_handler.callbacks[-1]
+    assert isinstance(shown, LiveDisplay | LineDisplay)
+    trainer.remove_callback(other)
+    assert trainer.pop_callback(other) is None
+    assert trainer.pop_callback(there) is shown
+    assert shown not in trainer.callback_handler.callbacks
+
+
+class OwnLoss(merak.MerakTrainer):
+    """A loss that does more than to compute."""
+
+    calls = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.seen: dict[str, list[Any]] = defaultdict(list)
+        super().__init__(*args, **kwargs)
+
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def compute_loss(  # type: ignore[override]
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        outputs = model(**inputs)
+        loss = self.beside(outputs["loss"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class Counting(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss * self.calls
+
+
+class LoggingLoss(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log({"own": 1.0})
+        return loss
+
+
+class ReadingSeen(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        total = loss * (1 + len(self.seen["loss"]))
+        self.seen["loss"].append(loss.detach())
+        return total
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (Counting, "forward sets the loss function.self.calls and computes with it in the next"),
+        (LoggingLoss, "compute_loss calls log with own, but it is traced once"),
+        (ReadingSeen, "forward changes the loss function.self.seen in every step and computes"),
+    ],
+)
+def test_a_loss_of_ones_own_that_changes_the_trainer_is_refused(
+    tmp_path: Path, kind: type[OwnLoss], sentence: str
+) -> None:
+    trainer = kind(Model(), arguments(tmp_path), train_dataset=SAMPLES)
+    with pytest.raises(TraceError) as caught:
+        trainer.train()
+    assert sentence in str(caught.value)
+    assert not any(trainer.seen.values())
+
+
+class LateBranch(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss if self.calls < 100 else loss * 2
+
+
+class KeepingLosses(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.seen["loss"].append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (LateBranch, "forward sets the loss function.self.calls, at"),
+        (KeepingLosses, "forward keeps values in the loss function.self.seen, a defaultdict"),
+    ],
+)
+def test_what_a_loss_of_ones_own_keeps_is_warned_of(
+    tmp_path: Path, kind: type[OwnLoss], sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = kind(Model(), arguments(tmp_path, max_steps=2), train_dataset=SAMPLES)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert sentence in caplog.text
+    assert not any(trainer.seen.values())
+
+
 class Searching(merak.MerakTrainer):
     def _get_output_dir(self, trial: object) -> str:  # which asks the backend, not installed here
         return str(self.args.output_dir)
@@ -137,13 +255,12 @@ def test_hyperparameters_are_searched(tmp_path: Path, monkeypatch: pytest.Monkey
     assert with_rate < without
 
 
-def test_several_ranks_do_not_search(tmp_path: Path) -> None:
-    trainer = merak.MerakTrainer(Model(), arguments(tmp_path), train_dataset=SAMPLES)
-    refuse_search(trainer, 2)  # there is none
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    refuse_search(trainer, 1)
-    with pytest.raises(ArgumentsError, match="in a job of one rank"):
-        refuse_search(trainer, 2)
+def test_several_ranks_search_with_optuna_alone() -> None:
+    refuse_search(HPSearchBackend.RAY, 1)
+    refuse_search("optuna", 2)
+    refuse_search(HPSearchBackend.OPTUNA, 2)
+    with pytest.raises(ArgumentsError, match=r"backend='ray' would run .*backend='optuna', or run"):
+        refuse_search(HPSearchBackend.RAY, 2)
 
 
 class Pairs(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

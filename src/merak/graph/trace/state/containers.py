@@ -1,22 +1,30 @@
-"""Lists and dicts of modules, whose tensors forward may replace, write into, or add to."""
+"""Lists and dicts of modules, whose items forward may replace, write into, or add to."""
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from merak.core.rank0 import warn_on_rank0
+from merak.graph.ir.state_read import LOSS, MODEL, StateRead
+from merak.graph.trace.state.holders import Holder, attributes, label_of, loss_holders
+from merak.graph.trace.state.slots import is_plain
 
 logger = logging.getLogger(__name__)
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has, which torch keeps itself."""
+_KINDS = (list, deque, dict)
+_MAX_DEPTH, _MAX_ITEMS = 3, 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +35,20 @@ class ContainerBefore:
         label: the attribute, as people write it.
         container: the object itself.
         items: what it had then, by index or key.
+        inner: the containers among its items.
+        place: the holder and the attribute's name; None for an inner one.
     """
 
     label: str
     container: Any
     items: dict[Any, Any]
+    inner: tuple[ContainerBefore, ...] = ()
+    place: tuple[Holder, str] | None = None
+
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether the loss function's object has it, whose code runs behind the model's forward."""
+        return self.place is not None and self.place[0].root == LOSS
 
     @property
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,62 +56,182 @@ class ContainerBefore:
         for key, value in self.items.items():
             if isinstance(value, torch.Tensor):
                 yield f"{self.label}[{key!r}]", value
+        for one in self.inner:
+            yield from one.tensors
 
     def replaced(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Those of its tensors that it has no longer in their places."""
         now = _items(self.container)
-        for label, tensor in self.tensors:
-            if not any(tensor is value for value in now.values()):
-                yield label, tensor
+        for key, value in self.items.items():
+            if isinstance(value, torch.Tensor) and not any(value is one for one in now.values()):
+                yield f"{self.label}[{key!r}]", value
+        for one in self.inner:
+            yield from one.replaced()
 
     def has_new(self) -> bool:
-        """Whether it has tensors that it had not then."""
+        """Whether it has tensors or plain values that it had not then."""
         old = {id(value) for value in self.items.values()}
-        found = _items(self.container).values()
-        return any(isinstance(value, torch.Tensor) and id(value) not in old for value in found)
+        found = [value for value in _items(self.container).values() if id(value) not in old]
+        plain = [value for value in self.items.values() if is_plain(value)]
+        return any(one.has_new() for one in self.inner) or any(
+            isinstance(value, (torch.Tensor, *_KINDS)) or (is_plain(value) and value not in plain)
+            for value in found
+        )
 
     def restore(self) -> None:
-        """Put back what it had, where tensors have come or gone."""
-        if not self.has_new() and not any(True for _ in self.replaced()):
-            return
-        self.container.clear()
-        if isinstance(self.container, dict):
-            self.container.update(self.items)
-        else:
-            self.container.extend(self.items.values())
+        """Put back what it had."""
+        for one in self.inner:
+            one.restore()
+        if not _are_same(self.items, _items(self.container)):
+            _fill(self.container, self.items)
+
+    def left(self, line: str) -> LeftContainer | None:
+        """What forward has left in it, once it has run; None where that is what it had.
+
+        Args:
+            line: of the model, which reads the attribute first; empty where it is not known.
+        """
+        assert self.place is not None
+        holder, name = self.place
+        now = attributes(holder.value).get(name)
+        where = str(StateRead(holder.root, holder.path, (*holder.steps, name), line))
+        if type(now) is not type(self.container):
+            return None
+        known = {id(tensor) for _, tensor in self.tensors}
+        is_same = _are_same(self.items, _items(now))
+        if is_same and not any(_is_changed(one) for one in self.inner):
+            return None
+        try:
+            items = {key: _placed(value, known) for key, value in _items(now).items()}
+        except Exception:  # of sizes that are symbols
+            return None
+        is_replaced = any(True for _ in self.replaced())
+        is_added_to = now is self.container and self.has_new() and not is_replaced
+        return LeftContainer(self.label, self.container, items, line, is_added_to, where)
 
 
-def containers_of(model: nn.Module) -> list[ContainerBefore]:
-    """The lists, deques and dicts in attributes of a model's modules, as they are now.
+@dataclass(frozen=True, slots=True, eq=False)
+class LeftContainer:
+    """A list, deque or dict of a module that forward has changed.
+
+    Args:
+        label: the attribute, as people write it.
+        container: the object itself.
+        items: what forward has left in it, with functions that make zeros for new tensors.
+        line: of the model, which reads it first; empty where it is not known.
+        is_added_to: whether it is the object that it was, and has values that it had not.
+        where: the attribute, with the model or loss function that has it.
+    """
+
+    label: str
+    container: Any
+    items: Mapping[Any, Any]
+    line: str
+    is_added_to: bool
+    where: str
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the container has what forward has left in it."""
+        before = _items(self.container)
+        _fill(self.container, {key: _made(value) for key, value in self.items.items()})
+        try:
+            yield
+        finally:
+            _fill(self.container, before)
+
+
+def containers_of(
+    model: nn.Module, loss_fn: Callable[..., Any] | None = None
+) -> list[ContainerBefore]:
+    """The lists, deques and dicts in attributes of modules and of a loss's object, as they are now.
 
     Args:
         model: the model.
+        loss_fn: its loss function, such as a method of a trainer; None for none.
     """
-    found = []
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OF_TORCH and isinstance(value, (list, deque, dict)):
-                label = f"{path}.{name}".removeprefix(".")
-                found.append(ContainerBefore(label, value, _items(value)))
-    return found
+    modules = [Holder(module, MODEL, path) for path, module in model.named_modules()]
+    return [
+        _before(label_of(holder, name), value, (holder, name))
+        for holder in [*modules, *loss_holders(loss_fn)]
+        for name, value in attributes(holder.value).items()
+        if name not in _OF_TORCH and isinstance(value, _KINDS) and len(value) <= _MAX_ITEMS
+    ]
 
 
-def warn_of_kept(containers: Sequence[ContainerBefore]) -> None:
-    """Warn of tensors that forward adds to lists and dicts, which steps of a graph do not.
+def warn_of_kept(containers: Iterable[LeftContainer]) -> None:
+    """Warn of what forward adds to lists and dicts, which steps of a graph do not.
 
     Args:
-        containers: as they were before forward.
+        containers: that forward has changed, and does not compute with.
     """
     for one in containers:
-        if one.has_new() and not any(True for _ in one.replaced()):  # else refused, where read
+        if one.is_added_to:  # else refused, where read
             warn_on_rank0(
                 logger,
-                "forward keeps tensors in %s, a %s, which stays as it was before training: a trace "
-                "adds nothing to it, and a step that reads it would find what the first one finds. "
-                "If the model reads there what earlier steps have kept, use register_buffer.",
+                "forward keeps values in %s, a %s, which stays as it was before training: a trace "
+                "adds nothing to it. A callback that reads there what steps have kept finds "
+                "nothing; use register_buffer, and write into it in place.",
                 one.label,
                 type(one.container).__name__,
             )
+
+
+def _before(
+    label: str, value: Any, place: tuple[Holder, str] | None = None, depth: int = 1
+) -> ContainerBefore:
+    items = _items(value)
+    inner = tuple(
+        _before(f"{label}[{key!r}]", one, depth=depth + 1)
+        for key, one in items.items()
+        if isinstance(one, _KINDS) and depth < _MAX_DEPTH and len(one) <= _MAX_ITEMS
+    )
+    return ContainerBefore(label, value, items, inner, place)
+
+
+def _is_changed(one: ContainerBefore) -> bool:
+    own = not _are_same(one.items, _items(one.container))
+    return own or any(_is_changed(inner) for inner in one.inner)
+
+
+def _are_same(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> bool:
+    """Whether two sets of items are the same objects, or equal plain values, in one order."""
+    return list(before) == list(now) and all(
+        old is new or (is_plain(old) and is_plain(new) and old == new)
+        for old, new in zip(before.values(), now.values(), strict=True)
+    )
+
+
+def _placed(value: Any, known: set[int]) -> Any:
+    """A value that forward has left, with a function in the place of a tensor of the trace."""
+    if isinstance(value, torch.Tensor):
+        if id(value) in known:
+            return value
+        shape = tuple(int(size) for size in value.shape)
+        # Made later: the trace that runs now would make a tensor of its own.
+        return partial(torch.zeros, shape, dtype=value.dtype, device=value.device)
+    if not isinstance(value, _KINDS):
+        return value
+    copied = copy.copy(value)
+    _fill(copied, {key: _placed(one, known) for key, one in _items(value).items()})
+    return copied
+
+
+def _made(value: Any) -> Any:
+    """A value that was placed, with real zeros."""
+    if isinstance(value, partial) and value.func is torch.zeros:
+        return value()
+    if isinstance(value, _KINDS):
+        _fill(value, {key: _made(one) for key, one in _items(value).items()})
+    return value
+
+
+def _fill(container: Any, items: Mapping[Any, Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(items)
+    else:
+        container.extend(items.values())
 
 
 def _items(container: Any) -> dict[Any, Any]:

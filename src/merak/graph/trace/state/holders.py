@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.graph.ir.state_read import LOSS, MODEL
+from merak.graph.ir.state_read import LOSS, MODEL, StateRead
 
 _MAX_DEPTH, _MAX_HOLDERS = 4, 20_000
 _NO_HOLDERS = (
@@ -38,6 +38,22 @@ class Holder:
     steps: tuple[str, ...] = ()
 
 
+def label_of(holder: Holder, name: str) -> str:
+    """An attribute of a holder, as people write it; of a module by its path in the model."""
+    if holder.root == MODEL and not holder.steps:
+        return f"{holder.path}.{name}".removeprefix(".")
+    return str(StateRead(holder.root, holder.path, (*holder.steps, name), ""))
+
+
+def loss_holders(loss_fn: Callable[..., Any] | None) -> list[Holder]:
+    """The objects that a loss function is a method of, or has in its closure.
+
+    Args:
+        loss_fn: the loss function; None for none.
+    """
+    return [] if loss_fn is None else list(_held_by_function(loss_fn, LOSS, "", (), 0))
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """An object's own attributes, without asking the object."""
     found: dict[str, Any] = object.__getattribute__(value, "__dict__")
@@ -52,8 +68,7 @@ def find_holders(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[H
         loss_fn: the loss function; None for none.
     """
     found = [Holder(m, MODEL, path) for path, m in model.named_modules()]
-    if loss_fn is not None:
-        found += _held_by_function(loss_fn, LOSS, "", (), 0)
+    found += loss_holders(loss_fn)
     seen = {id(attributes(holder.value)) for holder in found}
     for holder in found:  # which grows meanwhile
         if len(holder.steps) >= _MAX_DEPTH or len(found) > _MAX_HOLDERS:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,12 +17,13 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
-from merak.graph.trace.state.holders import Holder, attributes, find_holders
+from merak.graph.trace.state.holders import Holder, attributes, find_holders, label_of
 from merak.graph.trace.state.kept import FUNCTIONS, differs, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
-_RECORDED = frozenset((*PLAIN, list, tuple, dict)) | _CONSTANTS
+_CONTAINERS = (list, dict, deque)
+_RECORDED = frozenset((*PLAIN, *_CONTAINERS, tuple)) | _CONSTANTS
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -40,7 +42,8 @@ class StateReads:
     Attributes:
         loss_fn: as given.
         found: the reads, once forward has run.
-        counted: numbers of the model that forward reads and sets, as it has left them.
+        counted: numbers that forward reads and sets, as it has left them.
+        lines: of the model, which first read lists and dicts, by label.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -61,6 +64,7 @@ class StateReads:
         self._written: dict[tuple[int, str], Any] = {}
         self.found: tuple[StateRead, ...] = ()
         self.counted: dict[StateRead, int | float] = {}
+        self.lines: dict[str, str] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -119,6 +123,8 @@ class StateReads:
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
+        if type(value) in _CONTAINERS:
+            self.lines[label_of(self._holders[key[0]], name)] = model_line(sys._getframe(2))
         if not (type(value) in _CONSTANTS or is_plain(value) or is_plain_dict(value)):
             return
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
@@ -164,8 +170,9 @@ class StateReads:
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
         for (key, name), now in self._written.items():
-            holder, before = self._holders[key], self._before[key].get(name)
-            if type(now) in (int, float) and type(before) in (int, float) and holder.root == MODEL:
+            holder = self._holders[key]
+            before = self._before[key].get(name, getattr(type(holder.value), name, None))
+            if type(now) in (int, float) and type(before) in (int, float):
                 steps, source = (*holder.steps, name), self._sources[key, name]
                 yield StateRead(holder.root, holder.path, steps, source), now
 

@@ -6,7 +6,7 @@ They are in attributes of modules, in lists and dicts there, in globals and in c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.graph.trace.state.containers import containers_of, warn_of_kept
+from merak.graph.trace.state.containers import ContainerBefore, LeftContainer, containers_of
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.kept import version
+from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
 
 
 @contextmanager
 def plain_tensors_stay(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, replaced: dict[int, str]
+    model: nn.Module, reads: StateReads, replaced: dict[int, str], left: dict[str, LeftContainer]
 ) -> Iterator[None]:
     """Leave plain tensors of modules as they were before a trace, and find replaced ones.
 
@@ -31,10 +32,11 @@ def plain_tensors_stay(
 
     Args:
         model: the model.
-        loss_fn: its loss function; None for none.
+        reads: of the trace, with the lines that read lists and dicts.
         replaced: names of the old tensors' attributes, by identity; filled when forward has run. If
             the graph reads one as a constant, the model changes a plain attribute from step to
             step, which a trace would freeze. Globals and closures that are written are among them.
+        left: lists and dicts of modules that forward has changed, by their labels; filled likewise.
     """
     own = [
         (f"{path}.{name}".removeprefix("."), module, name, value)
@@ -42,10 +44,14 @@ def plain_tensors_stay(
         for name, value in vars(module).items()
         if isinstance(value, torch.Tensor)
     ]
-    containers = containers_of(model)
+    containers = containers_of(model, reads.loss_fn)
     written = [_Before(value, version(value), _copy(value)) for _, _, _, value in own]
     written += [_Before(t, version(t), _copy(t)) for one in containers for _, t in one.tensors]
-    shared = [(slot.label, value, version(value)) for slot, value in _shared(model, loss_fn)]
+    shared = [(slot.label, value, version(value)) for slot, value in _shared(model, reads.loss_fn)]
+
+    def note_left(changed: Iterable[ContainerBefore]) -> None:
+        found = [one.left(reads.lines.get(one.label, "")) for one in changed]
+        left.update((one.label, one) for one in found if one is not None)
 
     def note(*_: Any) -> None:
         for label, module, name, value in own:
@@ -53,7 +59,7 @@ def plain_tensors_stay(
                 replaced[id(value)] = label
         for one in containers:
             replaced.update((id(tensor), label) for label, tensor in one.replaced())
-        warn_of_kept(containers)
+        note_left(containers)
         replaced.update((id(t), label) for label, t, known in shared if version(t) != known)
 
     handle = model.register_forward_hook(note)
@@ -61,6 +67,7 @@ def plain_tensors_stay(
         warnings.filterwarnings("ignore", message=".*assigned during export")
         try:
             yield
+            note_left(one for one in containers if one.is_of_loss)
         finally:
             handle.remove()
             for container in containers:

@@ -1,0 +1,1 @@
+"""Searches for hyperparameters whose trials all ranks of a job train together."""
