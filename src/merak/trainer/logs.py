@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.training_args import trainer_log_levels
 
 from merak.core.errors import TraceError
@@ -92,19 +92,17 @@ class Logging(Trainer):
     # MFU of a job with one microbatch a second; None where no peak is known.
     _utilisation: float | None
     callback_handler: AgreedCallbacks
+    _display: TrainerCallback
     _is_traced: bool = False  # while a trace runs compute_loss
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None
 
     def _show_progress(self) -> None:
         """Put Merak's display in the place of transformers' bar or printer; rank 0 alone has it."""
-        for kind in (ProgressCallback, PrinterCallback):
-            if any(type(own) is kind for own in self.callback_handler.callbacks):
-                self.remove_callback(kind)
-                if self.args.should_log:
-                    own = display_for(self.board, lines_only=bool(self.args.disable_tqdm))
-                    self.add_callback(own)
-                    self.callback_handler.display = (kind, own)
+        self._display = TrainerCallback()  # which shows nothing
+        if self.args.should_log:
+            self._display = display_for(self.board, lines_only=bool(self.args.disable_tqdm))
+        self.callback_handler.show(self._display)
 
     def _describe_job(
         self, forecast: Forecast, sample: Signature, process_bytes: int | None
@@ -128,9 +126,8 @@ class Logging(Trainer):
         try:
             output = super().train(*args, **kwargs)
         finally:
-            for own in self.callback_handler.callbacks:
-                if isinstance(own, LiveDisplay):
-                    own.close()
+            if isinstance(self._display, LiveDisplay):
+                self._display.close()
         if self._recorder is not None and self.engine is not None:
             self._recorder.add_steps(self.engine.recorded_steps, last=True)
         return output

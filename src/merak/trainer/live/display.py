@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import has_length
 
 from merak.core.health.stderr import write_line
@@ -75,7 +75,7 @@ class StepClock:
         return float((state.max_steps - state.global_step) * self._step_s)
 
 
-class LineDisplay(PrinterCallback):
+class LineDisplay(TrainerCallback):
     """A line for each log, for output that is no terminal.
 
     Args:

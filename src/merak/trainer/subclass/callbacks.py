@@ -27,10 +27,7 @@ _WITHIN = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"
            "on_evaluate", "on_save")  # fmt: skip
 """Events that every rank comes to, and behind which the loop looks at requests."""
 _DEFAULTS = MappingProxyType(vars(TrainerCallback))
-
-
-class _Absent(TrainerCallback):
-    """A class of which there is no callback."""
+_EVENTS = tuple(name for name in _DEFAULTS if name.startswith("on_"))
 
 
 class AgreedCallbacks(CallbackHandler):
@@ -50,24 +47,15 @@ class AgreedCallbacks(CallbackHandler):
         self._is_own = not type(trainer).__module__.startswith("merak.")
         self._events: frozenset[str] = frozenset()
         self._group: dist.ProcessGroup | None = None
-        # The class of transformers' bar or printer, and the display in its place.
-        self.display: tuple[type[TrainerCallback], TrainerCallback] | None = None
 
-    def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, or the display in the place of the class that is named."""
-        super().remove_callback(self._meant(callback))  # type: ignore[no-untyped-call]
+    def show(self, display: TrainerCallback) -> None:
+        """Let a display handle the events of transformers' bar or printer.
 
-    def pop_callback(self, callback: Any) -> TrainerCallback | None:
-        """Remove a callback as `remove_callback` does, and return it."""
-        found: TrainerCallback | None = super().pop_callback(self._meant(callback))  # type: ignore[no-untyped-call]
-        return found
-
-    def _meant(self, callback: Any) -> Any:
-        if self.display is None or callback not in (PrinterCallback, ProgressCallback):
-            return callback
-        replaced, display = self.display
-        is_there = replaced is callback and display in self.callbacks
-        return display if is_there else _Absent
+        These stay among the callbacks, where scripts look for their classes, and remove them.
+        """
+        for callback in self.callbacks:
+            if type(callback) in (PrinterCallback, ProgressCallback):
+                vars(callback).update({event: getattr(display, event) for event in _EVENTS})
 
     def call_event(
         self, event: str, args: Any, state: Any, control: TrainerControl, **kwargs: Any

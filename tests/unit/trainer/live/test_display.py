@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, TrainerState
+from transformers import TrainerState
 
 from merak.core.units import step_time
 from merak.engine.health.figures import Figures
@@ -182,10 +182,6 @@ def test_where_there_are_lines_in_a_terminal(
     monkeypatch.setattr("sys.stderr", Terminal())
     monkeypatch.setenv("TERM", term)
     assert isinstance(display_for(JobBoard(), lines_only=lines_only), LineDisplay)
-
-
-def test_displays_go_by_the_names_of_transformers_own() -> None:
-    assert issubclass(LiveDisplay, ProgressCallback) and issubclass(LineDisplay, PrinterCallback)
 
 
 def test_handlers_of_other_streams_stay() -> None:

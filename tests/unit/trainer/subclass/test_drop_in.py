@@ -132,7 +132,8 @@ def test_a_script_removes_the_display_by_the_name_of_the_bar(tmp_path: Path, tqd
     trainer = merak.MerakTrainer(Model(), args, train_dataset=SAMPLES)
     there, other = (ProgressCallback, PrinterCallback)[:: 1 if tqdm else -1]
     shown = trainer.callback_handler.callbacks[-1]
-    assert isinstance(shown, LiveDisplay | LineDisplay)
+    assert type(shown) is there
+    assert isinstance(shown.on_log.__self__, LiveDisplay | LineDisplay)  # type: ignore[attr-defined]
     trainer.remove_callback(other)
     assert trainer.pop_callback(other) is None
     assert trainer.pop_callback(there) is shown
