@@ -20,14 +20,21 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import eliminate_dead_code, live_nodes
-from merak.graph.ir.operators import is_embedding, is_weight_gemm, reads_parameter
+from merak.graph.ir.operators import (
+    DROPOUTS,
+    SAME_VALUES,
+    family,
+    is_embedding,
+    is_weight_gemm,
+    reads_parameter,
+)
 from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
 from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
 from merak.graph.trace.branches.rng_stream import refuse_late_conditions
 from merak.graph.trace.traced import Trace
 
 _MAX_GEMMS_PER_BLOCK = 8
-"""A block with more weight GEMMs is searched for values that only pass through it."""
+"""A block with more weight GEMMs, adapters aside, is searched for values that only pass through."""
 
 _MAX_CARRIED = 6
 """How many values may be set aside at once to find cuts inside one block, and how often."""
@@ -94,9 +101,10 @@ def _segment_starts(flow: Liveness) -> list[int]:
     """
     embeddings = {i for i, node in enumerate(flow.main) if is_embedding(node)}
     gemms = (0, *accumulate(is_weight_gemm(node) for node in flow.main))
+    adapters = (0, *accumulate(2 * _is_low_rank(node) for node in flow.main))
     starts = [0]
     gemms_so_far = 0
-    for block in _blocks(flow, gemms):
+    for block in _blocks(flow, gemms, adapters):
         num_gemms = gemms[block.stop] - gemms[block.start]
         has_embedding = any(i in embeddings for i in range(block.start, block.stop))
         begins = num_gemms > 0 or (has_embedding and gemms_so_far > 0)
@@ -107,13 +115,28 @@ def _segment_starts(flow: Liveness) -> list[int]:
     return starts
 
 
-def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
+def _is_low_rank(node: fx.Node) -> bool:
+    """Whether a weight GEMM takes the result of another as it is, as the second one of LoRA does.
+
+    Such a pair is one product of low rank, beside the layer that it adapts.
+    """
+    if not is_weight_gemm(node):
+        return False
+    before = node.all_input_nodes[0]
+    while family(before.target) in SAME_VALUES | DROPOUTS and len(before.all_input_nodes) == 1:
+        before = before.all_input_nodes[0]
+    return is_weight_gemm(before)
+
+
+def _blocks(flow: Liveness, gemms: Sequence[int], adapters: Sequence[int]) -> list[Span]:
     """Spans between cuts; long-lived values of large blocks are set aside to cut these too.
 
     Args:
         flow: the graph's values.
         gemms: how many weight GEMMs come before each position.
+        adapters: how many of these are adapters'.
     """
+    layers = [every - own for every, own in zip(gemms, adapters, strict=True)]
     blocks = []
     todo = [(Span(0, len(flow.main), ()), frozenset[int](), _MAX_CARRIED + 1)]
     while todo:
@@ -123,7 +146,7 @@ def _blocks(flow: Liveness, gemms: Sequence[int]) -> list[Span]:
             blocks.append(span)
             continue
         for part in reversed(parts):
-            is_large = gemms[part.stop] - gemms[part.start] > _MAX_GEMMS_PER_BLOCK
+            is_large = layers[part.stop] - layers[part.start] > _MAX_GEMMS_PER_BLOCK
             aside = _set_aside(flow, part, carried, gemms) if is_large and tries else None
             todo.append((part, carried, 0) if aside is None else (part, aside, tries - 1))
     return blocks

@@ -6,6 +6,7 @@ import copy
 import re
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -52,6 +53,15 @@ def test_cuts_fall_at_blocks(family: str, layers: int, count: int) -> None:
         assert len(layer) == 1  # every block's weights are of its own layer
         own_weights = [n for s in own for n in s.parameters if n.endswith("weight")]
         assert sum(f".{number}." in name for name in own_weights) >= len(own_weights) - 1
+
+
+def test_adapters_leave_cuts_where_they_are() -> None:
+    """LoRA beside every layer: twelve products in an attention block."""
+    model = families.FAMILIES["llama"](2)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    graph = built(adapted, families.batch_for("llama"))
+    assert len(graph.segments) == 6
+    assert {len(crossing) for crossing in graph.boundaries()} == {1}
 
 
 def test_bert_has_a_segment_more_for_its_heads_transform() -> None:
