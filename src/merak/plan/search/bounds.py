@@ -28,7 +28,7 @@ from merak.plan.price.price import Misfit, Price
 from merak.plan.price.segments import SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
-from merak.plan.search.held import Held, held_of
+from merak.plan.search.held import Held, HeldEstimates
 from merak.plan.search.space import SPLIT
 
 _FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
@@ -161,7 +161,7 @@ class JobPricing:
     base: int = 1
     _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
     _states: dict[Form, tuple[_State, _State]] = field(init=False, default_factory=dict)
-    _saved: dict[Form, Held] = field(init=False, default_factory=dict)
+    _estimates: HeldEstimates | None = field(init=False, default=None)
 
     @property
     def device_bytes(self) -> float:
@@ -255,11 +255,9 @@ class JobPricing:
         return self.state_bytes(candidate) + activations + copies
 
     def _held(self, form: Form) -> Held:
-        key = replace(form, microbatch=self.base)
-        if key not in self._saved:
-            device = self.cluster.nodes[0].device
-            self._saved[key] = held_of(self.workload, device, key)
-        return self._saved[key]
+        if self._estimates is None:
+            self._estimates = HeldEstimates(self.workload, self.cluster.nodes[0].device)
+        return self._estimates(replace(form, microbatch=self.base))
 
     def _state(self, candidate: Candidate) -> tuple[_State, _State]:
         """State of the whole model on one rank, and that of its largest segment."""
