@@ -101,7 +101,7 @@ def test_a_model_that_fits_with_experts_over_replicas_alone_has_a_plan(mixtral: 
     small = replace(CLUSTER, nodes=(replace(nodes, device=device),))
     pinned = Pinned(tp=1, pp=1, microbatch=1, zero=0, recompute="off")
     found = search(mixtral, small, pinned, top=2)
-    assert [own.candidate.ep for own in found.plans] == [8]
+    assert sorted(own.candidate.ep for own in found.plans) == [4, 8]
 
 
 def test_cp_is_searched_where_nothing_fits_without(llama: Workload) -> None:
