@@ -1,8 +1,9 @@
 """How sure a price is: what the parts of a step are known to.
 
-The fractions are no less than the errors of 30 published runs (`python -m benchmarks.published_runs`)
-show: of a normal error of each part, the size that nine of ten do not exceed. Those runs have NVLink and
-InfiniBand, and long kernels; the fraction of kernels whose start counts is an estimate.
+The fractions are no less than what the errors of 30 published runs show: of a normal error of each
+part, the size that nine of ten do not exceed (`python -m benchmarks.published_runs`). Those runs
+have NVLink and InfiniBand, and long kernels; the fraction of kernels whose start counts is an
+estimate.
 """
 
 from __future__ import annotations
