@@ -10,10 +10,12 @@ choice with the shortest step that fits the memory.
 
 The runs had fused kernels. What else a framework had follows from the year, by the history of
 Megatron-LM (`KernelChoice`), one rule for all rows: products of weight gradients that add to their
-sums came in February 2022, reductions of gradients beside the backward in August 2023, and flash
-attention in 2023. Their selective recomputation is that of the attention's scores alone (arXiv
-2205.05198, section 5), which is what an attention operator without flash attention does; so rows
-with it save everything else.
+sums came in February 2022, reductions of gradients beside the backward in August 2023, flash
+attention and collectives of tensor parallelism beside products (`--tp-comm-overlap`) in 2023.
+S3 had the pipeline engine of DeepSpeed, which converts every gradient to float32 before it adds it
+(`update_hp_grads` of its `deepspeed/runtime/bf16_optimizer.py`, as it was published in 2022). Their
+selective recomputation is that of the attention's scores alone (arXiv 2205.05198, section 5), which
+is what an attention operator without flash attention does; so rows with it save everything else.
 
 `--suppose` prices the rows as if something were otherwise: kernels of one operator each, or an
 eighth of the network. It asks what a difference could come from; the published table has none.
@@ -58,6 +60,9 @@ TARGETS = {"S1": 0.15, "S2": 0.10, "S3": 0.15, "S4": 0.15}
 YEARS = {"S1": 2021, "S2": 2022, "S3": 2021, "S4": 2024}
 """When the runs of each set were made, which says what its framework had."""
 
+DEEPSPEED = frozenset({"S3"})
+"""Sets whose pipelines and sums of gradients were DeepSpeed's."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -91,6 +96,16 @@ class Row:
     @property
     def hides_reductions(self) -> bool:
         """Whether gradients were reduced beside the backward: in Megatron-LM from 2023 on."""
+        return YEARS[self.set] >= 2023
+
+    @property
+    def converts_gradients(self) -> bool:
+        """Whether gradients were copied to float32 before they were added: in DeepSpeed."""
+        return self.set in DEEPSPEED
+
+    @property
+    def overlaps_products(self) -> bool:
+        """Whether collectives of tp ran beside products: in Megatron-LM from 2023 on."""
         return YEARS[self.set] >= 2023
 
     @property
@@ -169,6 +184,8 @@ def workload_of(row: Row, recompute: str) -> Workload:
         fused_sums=row.has_fused_sums,
         flash_attention=row.has_flash,
         hides_reductions=row.hides_reductions,
+        overlaps_products=row.overlaps_products,
+        converted_gradients=row.converts_gradients,
     )
     return workload
 

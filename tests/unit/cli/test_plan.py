@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from merak.arguments.planned import planned_arguments
 from merak.cli.main import main
 from merak.cli.plan.page import frontier_svg, memory_svg
 from merak.cli.plan.plan import Started, commands, started_by
+from merak.cli.plan.report import row_of
 from merak.cli.plan.request import PlanRequest
 from merak.cli.recipe.planned_job import planned_job
 from merak.plan.cluster.parse import parse_cluster
@@ -65,6 +68,15 @@ def price_of(step_s: float, peak: int, most: float = 100.0) -> Price:
         device_bytes=(most,), model_flops=1.0, tokens=1, uncertainty=0.1,
         memory_uncertainty=0.1, bubble_fraction=0.0,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "teraflops"), [("h100", 989), ("a100", 312), ("rtx-4090", 165.2)]
+)
+def test_mfu_is_of_the_peak_that_the_data_sheet_prints(device, teraflops):
+    cluster = parse_cluster(f"{device}:2")
+    price = replace(price_of(2.0, 90), candidate=Candidate(dp=2), model_flops=2e12 * teraflops)
+    assert row_of(price, cluster, torch.bfloat16, None).mfu == pytest.approx(0.5)
 
 
 def test_the_frontier_joins_the_plans_that_no_other_beats_in_both():

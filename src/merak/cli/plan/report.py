@@ -46,7 +46,7 @@ class PlanRow:
         step_seconds: of a step.
         uncertainty: of it, as a fraction.
         tokens_per_second_per_device: throughput.
-        mfu: model FLOPs ÷ what the devices could do at their peak.
+        mfu: model FLOPs ÷ the peak of the devices, by their data sheets or as it was measured.
         bubble_fraction: idle time of pp ranks.
         seconds: of a step by cause.
         peak_memory_bytes: of every pp rank.
@@ -171,7 +171,7 @@ def row_of(
     """
     own = price.candidate
     whole = sum(nodes.num_devices for nodes in cluster.nodes)
-    peak = sum(n.device.flop_rate(dtype) * n.num_devices for n in cluster.nodes) / whole
+    peak = sum(n.device.peak_rate(dtype) * n.num_devices for n in cluster.nodes) / whole
     dollars = None
     if dollars_per_hour is not None:
         dollars = dollars_per_hour / whole * own.world_size * price.step_s / _SECONDS_PER_HOUR

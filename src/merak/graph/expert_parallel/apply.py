@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from merak.graph.ir.operators import (
     TRANSPOSES,
     family,
 )
+from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.cut import copy_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
@@ -69,6 +70,7 @@ class ExpertParallel:
 
     degree: int
     context: ContextParallel | None = None
+    _first: dict[Structure, Segment] = field(init=False, default_factory=dict)
 
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, ExpertParallel]:
         """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
@@ -104,8 +106,16 @@ class ExpertParallel:
         return replace(own, graph=graph), shards
 
     def like(self, segment: Segment) -> Segment:
-        """The segment itself: no other is known to be rewritten in the same way."""
-        return segment
+        """The first segment of which this one's rewriting differs in names alone.
+
+        With context parallelism it is the segment itself: what tokens mix depends on its place.
+
+        Args:
+            segment: of the graph that `fit` has seen.
+        """
+        if self.context is not None:
+            return segment
+        return self._first.setdefault(structure_of_graph(segment.graph), segment)
 
 
 LocalRewrite = TensorParallel | ContextParallel | ExpertParallel

@@ -134,6 +134,7 @@ def tensor_parallel(
     *,
     sequence: bool = False,
     ep: int = 1,
+    auto_sharder: AutoSharder | None = None,
 ) -> TensorParallel:
     """Sharding of a model's weights: by a feature dict, and automatic for the rest.
 
@@ -143,6 +144,8 @@ def tensor_parallel(
         degree: the number of tensor parallel ranks.
         sequence: whether values are sharded over the sequence where they can be.
         ep: the expert parallel degree, that of the tensor parallel ranks; 1 splits every expert.
+        auto_sharder: of an earlier call for this model and degree, which knows the segments that
+            another ep leaves as they are; None for a new one.
 
     Returns:
         What rewrites its segments.
@@ -153,7 +156,7 @@ def tensor_parallel(
     """
     if degree == 1:
         return TensorParallel(AutoSharder(model.parameters, degree), {}, HeadRepeater(degree, ()))
-    auto_sharder = AutoSharder(model.parameters, degree)
+    auto_sharder = auto_sharder or AutoSharder(model.parameters, degree)
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
     replicated = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))

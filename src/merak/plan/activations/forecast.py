@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from torch import nn
 
@@ -158,6 +158,7 @@ class Forecast:
             of their selective operators.
         """
 
+        @cache  # a rank of few segments has few choices, which bisection asks for again and again
         def peak_of(saved: frozenset[int], partly: frozenset[int]) -> int:
             some = {index: selective[index] for index in partly}
             return self.peak(rank, schedule, ActivationPolicy(saved, some, offloaded(saved)))

@@ -150,6 +150,13 @@ LINKS: Mapping[str, LinkSheet] = MappingProxyType(
         ),
         "nvlink2": _nvlink(150, 6 * 20.0),
         "nvlink3": _nvlink(300, 12 * 20.0),
+        "nvlink3-8": replace(
+            _nvlink(200, 8 * 20.0), source="8 of the 12 links of NVLink 3; not compared"
+        ),
+        "nvlink4-8": replace(
+            _nvlink(200, 8 * 20.6, _HOPPER_SWITCH),
+            source="8 of the 18 links of NVLink 4; 160 GB/s: arXiv 2412.19437, section 3.2.2",
+        ),
         "nvlink4": _nvlink(450, 18 * 20.6, _HOPPER_SWITCH),
         "nvlink5": _nvlink(900, 18 * 40.1, _BLACKWELL_SWITCH),
         "nvlink-c2c": LinkSheet(
@@ -183,8 +190,15 @@ LINKS: Mapping[str, LinkSheet] = MappingProxyType(
 _MAMF = "products: the highest of many shapes, Machine Learning Engineering (S. Bekman), MAMF"
 _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engineering's source)"
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
+# Under long load the power limit lowers the clock. Ampere: derived from the training runs of arXiv
+# 2205.05198, table 5 (`benchmarks/published_runs.py`); 0.93 by clocks, 1,305 MHz under HPL of 1,410
+# (https://glennklockwood.com/garden/peak-FLOPS). Hopper: an H100 goes from 1,980 to 1,575 MHz
+# (https://github.com/deepseek-ai/DeepGEMM/issues/120), an H200 sustains 1,500 MHz at 700 W
+# (https://github.com/tile-ai/TileOPs/pull/1588). Blackwell: a B200 loses 15 % of its rate within
+# 80 kernels (https://github.com/flashinfer-ai/flashinfer/pull/2899). Others: as Ampere.
+_SUSTAINED_AMPERE, _SUSTAINED_HOPPER, _SUSTAINED_BLACKWELL = 0.9, 0.8, 0.85
 _AMPERE = Efficiency(
-    product=0.87, product_depth=128, tile=128,
+    product=0.87, sustained=_SUSTAINED_AMPERE, product_depth=128, tile=128,
     attention_forward=0.73, attention_backward=0.63,
     attention_small_head=0.86, attention_small_head_backward=0.88,
     attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
@@ -192,7 +206,7 @@ _AMPERE = Efficiency(
     + _USUAL,
 )  # fmt: skip
 _HOPPER = replace(
-    _AMPERE, product=0.80, product_depth=192,
+    _AMPERE, product=0.80, sustained=_SUSTAINED_HOPPER, product_depth=192,
     attention_forward=0.617, attention_backward=0.535,
     attention_small_head=0.68, attention_small_head_backward=0.84,
     source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
@@ -229,8 +243,8 @@ GENERATIONS: Mapping[str, Efficiency] = MappingProxyType(
         ),
         "hopper": _HOPPER,
         "blackwell": replace(
-            _HOPPER, product=0.775, attention_forward=0.68, attention_backward=0.5,
-            attention_length=200,
+            _HOPPER, product=0.775, sustained=_SUSTAINED_BLACKWELL,
+            attention_forward=0.68, attention_backward=0.5, attention_length=200,
             source="attention forward: cuDNN, which torch takes, "
             "https://github.com/Dao-AILab/flash-attention/pull/2605, backward an estimate; "
             f"{_MAMF}; {_USUAL}",
@@ -272,6 +286,12 @@ _V100 = DataSheet(
     f"NVIDIA V100 data sheet, {_SITE}/v100/ (SXM2)",
 )  # fmt: skip
 
+_MI300X = DataSheet(
+    _rates(163.4, 1307, tf32=653.7, fp8=2614.9), 191.98, 5300, 304, "infinity-fabric", "pcie5",
+    "roce-400", 1, "cdna3", "AMD Instinct MI300X data sheet, "
+    "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+)  # fmt: skip
+
 SHEETS: Mapping[str, DataSheet] = MappingProxyType(
     {
         "a10": DataSheet(
@@ -287,6 +307,9 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
         "a100-80gb": _A100,
         "a100-80gb-pcie": replace(
             _A100, memory_gigabytes_per_s=1935, link="pcie4", devices_per_adapter=4
+        ),
+        "a800-80gb": replace(
+            _A100, link="nvlink3-8", source=f"{_A100.source}, with fewer links; not compared"
         ),
         "b200": DataSheet(
             _rates(75, 2250, tf32=1125, fp8=4500), 178.35, 8000, 148, "nvlink5", "pcie5",
@@ -309,6 +332,10 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
             _H100, memory_gibibytes=139.8, memory_gigabytes_per_s=4800,
             source=f"NVIDIA H200 data sheet, {_SITE}/h200/",
         ),
+        "h800": replace(
+            _H100, link="nvlink4-8",
+            source=f"{_H100.source}, with the links of arXiv 2412.19437, section 3.2.2",
+        ),
         "l4": DataSheet(
             _rates(30.3, 121, tf32=60, fp8=242), 22.0, 300, 58, "pcie4", "pcie4", "ethernet-25", 8,
             "ada", f"NVIDIA L4 data sheet, {_SITE}/l4/; not compared",
@@ -317,11 +344,10 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
             _rates(91.6, 362, tf32=183, fp8=733), 44.4, 864, 142, "pcie4", "pcie4", "roce-200", 4,
             "ada", f"NVIDIA L40S data sheet, {_SITE}/l40s/",
         ),
-        "mi300x": DataSheet(
-            _rates(163.4, 1307, tf32=653.7, fp8=2614.9), 191.98, 5300, 304, "infinity-fabric",
-            "pcie5",
-            "roce-400", 1, "cdna3", "AMD Instinct MI300X data sheet, "
-            "https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html",
+        "mi300x": _MI300X,
+        "mi325x": replace(
+            _MI300X, memory_gibibytes=255.98, memory_gigabytes_per_s=6000,
+            source="AMD Instinct MI325X data sheet; not compared",
         ),
         "rtx-3090": DataSheet(
             _rates(35.6, 71, tf32=35.6), 23.69, 936, 82, "pcie4-host", "pcie4", "infiniband-edr", 8,

@@ -54,6 +54,11 @@ class DeviceProfile:
         """FLOPs per second of matrix products of an element type; float32's where it is unknown."""
         return self.flops_per_s.get(_dtype_name(dtype), self.flops_per_s["float32"])
 
+    def peak_rate(self, dtype: torch.dtype) -> float:
+        """FLOPs per second that MFU is a fraction of: the data sheet's, or as measured."""
+        achieved = 1.0 if self.efficiency is None else self.efficiency.product
+        return self.flop_rate(dtype) / achieved
+
 
 def to_json(profile: DeviceProfile) -> str:
     """A profile as one JSON object, without its calibration."""

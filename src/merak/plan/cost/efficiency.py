@@ -13,7 +13,10 @@ class Efficiency:
     """What the operators of a generation of devices achieve.
 
     Args:
-        product: of the peak FLOPs, in matrix products of many whole tiles and endless depth.
+        product: of the peak FLOPs, in matrix products of many whole tiles and endless depth, as
+            benchmarks of a few milliseconds find it.
+        sustained: rate of products and attention in training ÷ that in such a benchmark: under
+            long load, the power limit lowers the clock.
         product_depth: depth (k) at which a tile's start and end take as long as its sums.
         tile: side of the square of results that one multiprocessor computes at a time.
         attention_forward: of the peak FLOPs, in fused attention forward, heads of 128 features.
@@ -31,6 +34,7 @@ class Efficiency:
     """
 
     product: float
+    sustained: float
     product_depth: float
     tile: int
     attention_forward: float

@@ -16,6 +16,12 @@ from itertools import pairwise
 
 from merak.schedule.costs import Costs, stage_costs
 
+INTERFERENCE = 0.15
+"""Part of a hidden collective's time that the computation beside it takes longer.
+
+An estimate, until a profile of the links has it.
+"""
+
 Step = tuple[float, float]
 """Seconds of computation, and of the all-reduce after it, for a whole microbatch."""
 

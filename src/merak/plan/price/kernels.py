@@ -49,14 +49,20 @@ class KernelChoice:
         flash_attention: whether attention of one operator leaves its scores on the chip. Else they
             are written to memory, and computed again for the backward.
         float32_gradients: whether gradients of a low precision are accumulated in float32.
+        converted_gradients: whether gradients of a low precision are first converted to float32,
+            where kernels of their own add them.
         hides_reductions: whether replicas reduce gradients beside the backward; else after it.
+        overlaps_products: whether gathers and reduce-scatters over tp run beside the product that
+            reads or gives their values, in as many chunks as there are ranks; Merak has none.
     """
 
     fused: bool = False
     fused_sums: bool = True
     flash_attention: bool = True
     float32_gradients: bool = True
+    converted_gradients: bool = False
     hides_reductions: bool = True
+    overlaps_products: bool = False
 
     @property
     def adds_in_products(self) -> bool:
@@ -305,7 +311,10 @@ def _gradient_sums(
         adds = not (in_products and all(_accumulates(user, node) for user in node.users))
         if adds:
             deferred = any(u.target in SPLIT_GEMMS and _accumulates(u, node) for u in node.users)
-            size = meta.num_bytes + 2 * _gradient_bytes(meta, choice)
+            float32_bytes = _gradient_bytes(meta, choice)
+            size = meta.num_bytes + 2 * float32_bytes
+            if choice.converted_gradients and float32_bytes != meta.num_bytes:
+                size += 2 * float32_bytes  # the converted one, written and read
             yield Kernel(Work(size), is_weight_gradient=deferred)
 
 

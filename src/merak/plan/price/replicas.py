@@ -18,6 +18,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import Group, group_of, send_link
 from merak.plan.cluster.hierarchy import reduction_seconds
+from merak.plan.cost.overlap import INTERFERENCE
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
@@ -27,12 +28,6 @@ from merak.plan.price.stages import Stage
 from merak.plan.price.workload import Workload
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Schedule
-
-INTERFERENCE = 0.15
-"""Part of a hidden collective's time that the computation beside it takes longer.
-
-An estimate, until a profile of the links has it.
-"""
 
 
 @dataclass(frozen=True, slots=True)

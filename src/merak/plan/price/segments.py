@@ -5,7 +5,7 @@ Segments with equal graphs, such as the blocks of a model, are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Groups, groups_of
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work
-from merak.plan.cost.overlap import Step
+from merak.plan.cost.overlap import INTERFERENCE, Step
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
 from merak.plan.cost.segment_time import work_seconds
 from merak.plan.price.candidate import Candidate, Form
@@ -26,14 +26,6 @@ from merak.plan.price.workload import Workload
 
 Pass = tuple[Step, ...]
 """Seconds of computation, and of the collective after it, in order."""
-
-
-SUSTAINED = 0.9
-"""Rate of products in a training run ÷ that in a benchmark of one product, which data sheets have.
-
-Derived, with no measurement of its cause (such as lower clocks under long load), from
-the runs of arXiv 2205.05198, table 5, the same for all of them (`benchmarks/published_runs.py`).
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,7 +131,8 @@ def _sustained(device: DeviceProfile) -> DeviceProfile:
     """A device of a data sheet at the rates that it sustains; a measured one as it is."""
     if device.efficiency is None:
         return device
-    rates = {dtype: SUSTAINED * rate for dtype, rate in device.flops_per_s.items()}
+    sustained = device.efficiency.sustained
+    rates = {dtype: sustained * rate for dtype, rate in device.flops_per_s.items()}
     return replace(device, flops_per_s=MappingProxyType(rates))
 
 
@@ -170,7 +163,11 @@ def price_graph(
         return work_seconds(kernel.work, device), 0.0
 
     forward = tuple(map(seconds, kernels.forward))
-    backward = [(kernel, seconds(kernel)) for kernel in kernels.backward]
+    backward_steps = tuple(map(seconds, kernels.backward))
+    if choice.overlaps_products:
+        forward = _beside_products(kernels.forward, forward, groups.tp.size)
+        backward_steps = _beside_products(kernels.backward, backward_steps, groups.tp.size)
+    backward = list(zip(kernels.backward, backward_steps, strict=True))
     works = [k.work for k in (*kernels.forward, *kernels.backward) if k.work is not None]
     estimated = SegmentPrice(
         graph=graph,
@@ -183,6 +180,28 @@ def price_graph(
         seconds=forward,
     )
     return _calibrated(estimated, device)
+
+
+def _beside_products(kernels: Sequence[Kernel], steps: Pass, num_ranks: int) -> Pass:
+    """A pass whose gathers and reduce-scatters over tp run beside products, chunk by chunk.
+
+    A gather runs beside the next product, and a reduce-scatter beside the last: the product of one
+    rank's values beside the transfer of the next rank's. One chunk of them stays exposed.
+    """
+    found = list(steps)
+    products = [i for i, own in enumerate(kernels) if own.work is not None and own.work.flops]
+    left_s = {i: steps[i][0] for i in products}
+    for place, own in enumerate(kernels):
+        kind, _, axis = own.collective or ("", 0.0, "")
+        if axis != "tp" or kind not in ("all_gather", "reduce_scatter"):
+            continue
+        before = [i for i in products if i < place][-1:]
+        after = [i for i in products if i > place][:1]
+        for product in after if kind == "all_gather" else before:
+            hidden_s = min(steps[place][1], left_s[product]) * (1.0 - 1.0 / num_ranks)
+            left_s[product] -= hidden_s
+            found[place] = INTERFERENCE * hidden_s, steps[place][1] - hidden_s
+    return tuple(found)
 
 
 def _calibrated(estimated: SegmentPrice, device: DeviceProfile) -> SegmentPrice:

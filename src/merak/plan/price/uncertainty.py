@@ -1,8 +1,9 @@
 """How sure a price is: what the parts of a step are known to.
 
-The fractions follow from the errors of 30 published runs (`python -m benchmarks.published_runs`):
-of a normal error of each part, the size that nine of ten do not exceed. Those runs have NVLink and
-InfiniBand, and long kernels; the fraction of kernels whose start counts is an estimate.
+The fractions are no less than what the errors of 30 published runs show: of a normal error of each
+part, the size that nine of ten do not exceed (`python -m benchmarks.published_runs`). Those runs
+have NVLink and InfiniBand, and long kernels; the fraction of kernels whose start counts is an
+estimate.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 MEMORY_UNCERTAINTY = 0.08
 
-_COMPUTE, _COMMUNICATION, _BUBBLE, _OPTIMIZER = 0.15, 0.10, 0.27, 0.37
+_COMPUTE, _COMMUNICATION, _BUBBLE, _OPTIMIZER = 0.15, 0.10, 0.36, 0.39
 _LAUNCH = 0.5
 
 

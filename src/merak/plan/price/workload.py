@@ -227,7 +227,15 @@ class Workload:
                 own = replace(whole, sequence=True)
             else:
                 features = given_plan(self.model) if self.features is None else self.features
-                own = tensor_parallel(self.graph(form.microbatch), features, form.tp, ep=form.ep)
+                graph = self.graph(form.microbatch)
+                same = (
+                    known.auto_sharder
+                    for other, known in self._parallel.items()
+                    if replace(other, ep=form.ep, sequence_parallel=False) == form
+                )
+                own = tensor_parallel(
+                    graph, features, form.tp, ep=form.ep, auto_sharder=next(same, None)
+                )
             self._parallel[form] = own
         return self._parallel[form]
 

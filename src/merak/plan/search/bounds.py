@@ -17,6 +17,7 @@ import torch
 
 from merak.core.gradients import LOW_PRECISION
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.ir.ir import Kind, Segment
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
@@ -28,7 +29,7 @@ from merak.plan.price.price import Misfit, Price
 from merak.plan.price.segments import SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
-from merak.plan.search.held import Held, held_of
+from merak.plan.search.held import Held, HeldEstimates
 from merak.plan.search.space import SPLIT
 
 _FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
@@ -141,6 +142,30 @@ class _State:
         return held + self.optimizer / (dp if zero else 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """State of some parameters of one rank, by the ranks that hold the same.
+
+    Args:
+        shared: of those that all replicas hold.
+        experts: of those of which only every ep-th replica holds the same.
+    """
+
+    shared: _State
+    experts: _State
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of all gradients."""
+        return self.shared.gradients + self.experts.gradients
+
+    def held(self, candidate: Candidate) -> float:
+        """Bytes that a replica of a candidate holds of it."""
+        replicas, zero = candidate.replicas, candidate.zero
+        same = replicas // candidate.ep if candidate.form.spreads_experts else replicas
+        return self.shared.held(replicas, zero) + self.experts.held(same, zero)
+
+
 def _gradient_bytes(meta: TensorMeta, of_low: int) -> int:
     is_low = of_low and meta.dtype in LOW_PRECISION
     return math.prod(meta.shape) * of_low if is_low else meta.num_bytes
@@ -160,8 +185,8 @@ class JobPricing:
     cluster: Cluster
     base: int = 1
     _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
-    _states: dict[Form, tuple[_State, _State]] = field(init=False, default_factory=dict)
-    _saved: dict[Form, Held] = field(init=False, default_factory=dict)
+    _states: dict[Form, tuple[_Shares, _Shares]] = field(init=False, default_factory=dict)
+    _estimates: HeldEstimates | None = field(init=False, default=None)
 
     @property
     def device_bytes(self) -> float:
@@ -216,8 +241,14 @@ class JobPricing:
             return sent_s / self.workload.local_steps
         zero, count = candidate.zero, candidate.num_microbatches
         kind = "reduce_scatter" if zero else "all_reduce"
-        reduce_s = collective_seconds(kind, whole.gradients / candidate.pp, replicas)
-        gather_s = collective_seconds("all_gather", whole.parameters / candidate.pp, replicas)
+        parts = [(whole.shared, replicas)]
+        if candidate.form.spreads_experts:
+            ep = candidate.ep
+            parts.append((whole.experts, group_of(self.cluster, candidate.replicas // ep, ep)))
+        reduce_s = gather_s = 0.0
+        for state, group in parts:
+            reduce_s += collective_seconds(kind, state.gradients / candidate.pp, group)
+            gather_s += collective_seconds("all_gather", state.parameters / candidate.pp, group)
         # Sharded gradients are reduced behind every microbatch, others behind the last.
         reductions, gathers = count if zero >= 2 else 1, 2 * count if zero == 3 else 0
         beside_s = reductions * reduce_s + gathers * gather_s
@@ -231,8 +262,7 @@ class JobPricing:
         They are no less than the mean over pp ranks, and than those of the largest segment.
         """
         whole, largest = self._state(candidate)
-        replicas, zero = candidate.replicas, candidate.zero
-        return max(whole.held(replicas, zero) / candidate.pp, largest.held(replicas, zero))
+        return max(whole.held(candidate) / candidate.pp, largest.held(candidate))
 
     def rough_bytes(self, candidate: Candidate) -> float:
         """Estimate of the memory of a candidate's fullest rank."""
@@ -255,13 +285,11 @@ class JobPricing:
         return self.state_bytes(candidate) + activations + copies
 
     def _held(self, form: Form) -> Held:
-        key = replace(form, microbatch=self.base)
-        if key not in self._saved:
-            device = self.cluster.nodes[0].device
-            self._saved[key] = held_of(self.workload, device, key)
-        return self._saved[key]
+        if self._estimates is None:
+            self._estimates = HeldEstimates(self.workload, self.cluster.nodes[0].device)
+        return self._estimates(replace(form, microbatch=self.base))
 
-    def _state(self, candidate: Candidate) -> tuple[_State, _State]:
+    def _state(self, candidate: Candidate) -> tuple[_Shares, _Shares]:
         """State of the whole model on one rank, and that of its largest segment."""
         # Sharing out tokens leaves parameters as they are.
         form = Form(self.base, candidate.tp, ep=candidate.ep)
@@ -278,10 +306,18 @@ class JobPricing:
             states = dict(zip(kinds, sizes, strict=True))
             master_bytes = 4 if self.workload.master_weights else 0
             gradient_bytes = 4 if self.workload.kernels.float32_gradients else 0
-            found = [
-                _State.of(own, states, master_bytes, gradient_bytes) for own in (every, *segments)
-            ]
-            largest = max(found[1:], key=lambda own: own.held(1, 0), default=found[0])
+            spread = frozenset[str]()
+            if form.spreads_experts:
+                spread = spread_weights(self.workload.graph(self.base))
+
+            def shares(own: Mapping[str, TensorMeta]) -> _Shares:
+                parts = ({}, {})  # type: tuple[dict[str, TensorMeta], dict[str, TensorMeta]]
+                for name, meta in own.items():
+                    parts[name in spread][name] = meta
+                return _Shares(*(_State.of(p, states, master_bytes, gradient_bytes) for p in parts))
+
+            found = [shares(own) for own in (every, *segments)]
+            largest = max(found[1:], key=lambda own: own.held(Candidate()), default=found[0])
             self._states[form] = found[0], largest
         return self._states[form]
 

@@ -25,7 +25,7 @@ def check_degrees(num_devices: int, global_batch: int, pinned: Pinned) -> None:
     Raises:
         PlanError: the degrees do not divide the devices, or the batch; what would fit is named.
     """
-    # What is not pinned of cp is searched where nothing fits without.
+    # What is not pinned of cp may be 1 everywhere.
     degrees = {"dp": pinned.dp, "tp": pinned.tp, "pp": pinned.pp, "cp": pinned.cp or 1}
     for axis, degree in (*degrees.items(), ("microbatch", pinned.microbatch)):
         if degree is not None and degree < 1:

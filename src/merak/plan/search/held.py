@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merak.core.mesh import pretended
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.operators import family
+from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.segment_memory import saved_and_outputs
 from merak.plan.price.candidate import Candidate, Form
@@ -34,37 +35,75 @@ class Held:
     weight_copies: float = 0.0
 
 
-def held_of(workload: Workload, device: DeviceProfile, form: Form) -> Held:
-    """Estimate what a microbatch of some samples holds.
+class HeldEstimates:
+    """Estimates for a job's forms on one device; segments that forms share are run once.
 
     Args:
         workload: the model.
         device: whose kernels run.
-        form: the microbatch, and the degrees that its graph depends on.
     """
-    graph, local = workload.local_graph(form), workload.local_model(form)
-    fake = local.device
-    float32 = workload.options(Candidate()).float32_gradients
-    measured = local.measured(float32, device.device_type)
-    first = workload.unique(form)
-    known: dict[int, tuple[int, int, int]] = {}
-    with pretended(Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)):
-        for index in sorted(set(first)):
-            segment = graph.segments[index]
-            saved, outputs = saved_and_outputs(segment, fake, device.device_type)
-            trains = any(graph.values[name].requires_grad for name in segment.outputs)
-            found = measured.selective([(segment, saved)] if trains else [], device, fake)
-            copies = min(saved, _weight_copies(segment)) if trains else 0
-            selective = sum(own.saved_bytes for own in found.values())
-            known[index] = saved - copies + outputs, selective, copies
-    inputs = sum(graph.values[name].num_bytes for own in graph.segments for name in own.inputs)
-    saved_bytes = {
-        "off": float(sum(known[index][0] for index in first)),
-        "selective": float(inputs + sum(known[index][1] for index in first)),
-        "full": float(inputs),
-    }
-    largest = max((own for own, _, _ in known.values()), default=0)
-    return Held(saved_bytes, float(largest), float(sum(known[index][2] for index in first)))
+
+    def __init__(self, workload: Workload, device: DeviceProfile) -> None:
+        self._workload = workload
+        self._device = device
+        self._forms: dict[Form, Held] = {}
+        self._segments: dict[tuple[int, int, Structure], _HeldSegment] = {}
+
+    def __call__(self, form: Form) -> Held:
+        """Estimate what a microbatch of some samples holds.
+
+        Args:
+            form: the microbatch, and the degrees that its graph depends on.
+        """
+        if form not in self._forms:
+            self._forms[form] = self._held(form)
+        return self._forms[form]
+
+    def _held(self, form: Form) -> Held:
+        graph = self._workload.local_graph(form)
+        first = self._workload.unique(form)
+        with pretended(
+            Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, self._workload.device)
+        ):
+            known = {index: self._segment(form, graph, index) for index in sorted(set(first))}
+        own = [known[index] for index in first]
+        inputs = sum(graph.values[n].num_bytes for s in graph.segments for n in s.inputs)
+        saved_bytes = {
+            "off": float(sum(segment.saved for segment in own)),
+            "selective": float(inputs + sum(segment.selective for segment in own)),
+            "full": float(inputs),
+        }
+        largest = max((segment.saved for segment in own), default=0)
+        copies = sum(segment.weight_copies for segment in own)
+        return Held(saved_bytes, float(largest), float(copies))
+
+    def _segment(self, form: Form, graph: ModelGraph, index: int) -> _HeldSegment:
+        # What another ep changes has stacks of other sizes.
+        segment = graph.segments[index]
+        key = form.tp, form.cp, structure_of_graph(segment.graph)
+        if key not in self._segments:
+            self._segments[key] = self._run(form, graph, segment)
+        return self._segments[key]
+
+    def _run(self, form: Form, graph: ModelGraph, segment: Segment) -> _HeldSegment:
+        device, local = self._device, self._workload.local_model(form)
+        float32 = self._workload.options(Candidate()).float32_gradients
+        saved, outputs = saved_and_outputs(segment, local.device, device.device_type)
+        trains = any(graph.values[name].requires_grad for name in segment.outputs)
+        measured = local.measured(float32, device.device_type)
+        found = measured.selective([(segment, saved)] if trains else [], device, local.device)
+        copies = min(saved, _weight_copies(segment)) if trains else 0
+        selective = sum(own.saved_bytes for own in found.values())
+        return _HeldSegment(saved - copies + outputs, selective, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldSegment:
+    """Bytes that one segment holds of a microbatch: as of `Held`, outputs included."""
+
+    saved: int
+    selective: int
+    weight_copies: int
 
 
 def _weight_copies(segment: Segment) -> int:

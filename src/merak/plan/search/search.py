@@ -20,12 +20,9 @@ from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import memory_rejection
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
-from merak.plan.search.ranking import Cause, Ranking, Refusal, Rejection
+from merak.plan.search.ranking import Cause, Ranking, Refusal, Rejected, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
-from merak.plan.search.variants import with_variants
-
-MOST_CP = 64
-"""Largest context parallel degree that is searched."""
+from merak.plan.search.variants import MOST_CP, try_context, with_variants
 
 _NEAREST = 8
 """Candidates that do not fit, and are priced where no candidate does."""
@@ -69,17 +66,65 @@ def search(
     )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
-    if not found.plans and found.refusal is None and pinned.cp is None:
-        job = replace(job, cps=_context_degrees(job))
+    if pinned.cp is None and found.plans:
+        found = _with_context(found, job, pricing, pinned, top, most_priced, refusal)
+    elif pinned.cp is None and found.refusal is None:
+        job = replace(job, cps=context_degrees(job))
         with_context = search_job(job, pricing, pinned, top, most_priced, refusal)
         if with_context.plans:
             found = with_context
-    found = with_variants(found, workload, pricing, pinned, top, refusal)
+    found = with_variants(found, pricing, pinned, top, refusal)
     return replace(found, notes=tuple(_undivided(workload, job, pinned)))
 
 
-def _context_degrees(job: Job) -> tuple[int, ...]:
-    """Context parallel degrees of a search: 2, 4, 8, … that divide the number of devices."""
+def _with_context(
+    found: Ranking,
+    job: Job,
+    pricing: Pricing,
+    pinned: Pinned,
+    top: int,
+    most_priced: int,
+    refusal: Refusal | None,
+) -> Ranking:
+    """The ranking with plans of the context parallel degree that is fastest from its best plan."""
+    if pinned.sequence_parallel or pinned.sub_pipelining == "on":
+        return found
+    tried = try_context(found.plans[0], pricing, pinned, refusal)
+    cp, rejected = tried.best.candidate.cp, list(found.rejected)
+    if tried.rejected is not None or cp > 1:
+        rejected = [own for own in rejected if not own.what.startswith("cp≥")]
+    rejected += [] if tried.rejected is None else [tried.rejected]
+    found = replace(
+        found,
+        rejected=tuple(rejected),
+        num_priced=found.num_priced + tried.num_priced,
+        num_candidates=found.num_candidates + tried.num_priced,
+    )
+    if cp == 1:
+        return found
+    other = search_job(replace(job, cps=(cp,)), pricing, pinned, top, most_priced, refusal)
+    plans = [*found.plans, *other.plans]
+    plans += [] if any(own.candidate == tried.best.candidate for own in plans) else [tried.best]
+    plans.sort(key=lambda own: own.step_s)
+    rest = f"its other plans are slower, or do not fit; --cp {cp} lists them"
+    rejected.append(Rejected(f"cp={cp}", rest, other.num_candidates - len(other.plans)))
+    return replace(
+        found,
+        plans=tuple(plans[:top]),
+        behind=(*plans[top:], *found.behind, *other.behind),
+        rejected=tuple(rejected),
+        num_candidates=found.num_candidates + other.num_candidates,
+        num_priced=found.num_priced + other.num_priced,
+        is_proved=False,
+    )
+
+
+def context_degrees(job: Job) -> tuple[int, ...]:
+    """Context parallel degrees of a search: 2, 4, 8, … that divide the number of devices.
+
+    Args:
+        job: the devices.
+    """
     found = []
     degree = 2
     while degree <= MOST_CP and job.num_devices % degree == 0:

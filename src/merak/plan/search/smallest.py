@@ -16,7 +16,7 @@ from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import state_rejection
 from merak.plan.search.ranking import Ranking
-from merak.plan.search.search import job_of
+from merak.plan.search.search import context_degrees, job_of
 from merak.plan.search.space import RECOMPUTES, space_of
 
 MOST_DEVICES = 2**17
@@ -93,32 +93,36 @@ def _larger(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def _leanest(workload: Workload, cluster: Cluster, pinned: Pinned) -> Iterator[Price]:
-    """Prices of the candidates with the least memory."""
+    """Prices of the candidates with the least memory; those with cp where the others do not fit."""
     job = job_of(workload, cluster, pinned)
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
-    try:
-        candidates = space_of(job, pinned).candidates
-    except MerakError:
-        return
-    least = RECOMPUTES[-1] if pinned.recompute is None else pinned.recompute
-    is_sharded = pinned.sequence_parallel
-    if is_sharded is None:
-        is_sharded = pinned.sub_pipelining != "on"
-    own = [
-        candidate
-        for candidate in candidates
-        if candidate.recompute == least
-        and candidate.microbatch == (pinned.microbatch or 1)
-        and candidate.schedule == (pinned.schedule or "1f1b")
-        and candidate.sequence_parallel == (is_sharded and candidate.tp > 1)
-        and state_rejection(candidate, pricing) is None
-    ]
-    own.sort(key=pricing.rough_bytes)
-    of_degrees: dict[tuple[int, int, int], Candidate] = {}
-    for candidate in own:
-        of_degrees.setdefault((candidate.dp, candidate.tp, candidate.pp), candidate)
-    for candidate in list(of_degrees.values())[:_TRIES]:
+    contexts = () if pinned.cp is not None else context_degrees(job)
+    for cps in ((1,), contexts):
         try:
-            yield pricing.price(candidate)
+            candidates = space_of(replace(job, cps=cps), pinned).candidates
         except MerakError:
-            continue
+            return
+        own = [one for one in candidates if _is_lean(one, pinned)]
+        own = [one for one in own if state_rejection(one, pricing) is None]
+        own.sort(key=pricing.rough_bytes)
+        of_degrees: dict[tuple[int, int, int, int], Candidate] = {}
+        for one in own:
+            of_degrees.setdefault((one.dp, one.tp, one.pp, one.cp), one)
+        for one in list(of_degrees.values())[:_TRIES]:
+            try:
+                yield pricing.price(one)
+            except MerakError:
+                continue
+
+
+def _is_lean(own: Candidate, pinned: Pinned) -> bool:
+    """Whether a candidate takes the least memory of those with its degrees and ZeRO stage."""
+    shards = pinned.sequence_parallel
+    if shards is None:
+        shards = pinned.sub_pipelining != "on" and own.cp == 1
+    return (
+        own.recompute == (RECOMPUTES[-1] if pinned.recompute is None else pinned.recompute)
+        and own.microbatch == (pinned.microbatch or 1)
+        and own.schedule == (pinned.schedule or "1f1b")
+        and own.sequence_parallel == (shards and own.tp > 1)
+    )

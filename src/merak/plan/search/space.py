@@ -11,10 +11,10 @@ The rules, each of which is printed where it leaves something out:
 - ZeRO needs dp > 1; ZeRO 3 no split backward, and no layers that a step may leave out. Compressed
   gradients and local steps have none.
 - Offloading is searched where it is pinned.
-- Context parallelism is searched where nothing fits without it; it has no sequence parallelism
-  where tp > 1, and no sub-pipelining.
-- Where tp is 1, as many replicas as divide a layer's experts may have them between them, all or
-  those of a node. With tp > 1, whole experts on its ranks are tried at the best layout.
+- Context parallelism is searched where nothing fits without it, and where the best plan waits and
+  is faster with it; it has no sequence parallelism where tp > 1, and no sub-pipelining.
+- Where tp is 1, as many replicas may have a layer's experts between them as divide both; with
+  tp > 1, all its ranks or none.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int
         elif not problem.startswith("cp=") or tp == 1:
             space.reject(f"cp={cp}" if problem.startswith("cp=") else f"tp={tp}", problem)
     if pinned.cp is None and job.cps == (1,):
-        space.reject("cp≥2", "searched where nothing fits without, but can be pinned")
+        space.reject("cp≥2", "tried where the best plan waits, or nothing fits without")
     beyond = [tp for tp in divisors(job.num_devices) if tp > job.devices_per_node]
     if pinned.tp is None and beyond:
         where = f"the {counted(job.devices_per_node, 'device')} of a node"
@@ -179,7 +179,7 @@ def _within_stages(job: Job, pinned: Pinned, space: Space) -> Iterator[tuple[int
 def _expert_degrees(
     job: Job, pinned: Pinned, tp: int, cp: int, replicas: int, space: Space
 ) -> Iterator[int]:
-    """The expert parallel degrees of so many replicas: 1, a node's largest, and the largest."""
+    """The expert parallel degrees of so many replicas, or of the ranks of a larger tp."""
     if pinned.ep is not None:
         if tp > 1 or replicas % pinned.ep == 0:
             yield pinned.ep
@@ -188,13 +188,15 @@ def _expert_degrees(
             space.reject(what, f"ep={pinned.ep} does not divide the {counted(replicas, 'replica')}")
         return
     yield 1
-    most = math.gcd(job.experts, replicas) if tp == 1 and job.experts else 1
-    for ep in sorted({most, math.gcd(most, job.devices_per_node)} - {1}):
+    if not job.experts:
+        return
+    several = divisors(math.gcd(job.experts, replicas))[1:] if tp == 1 else [tp]
+    for ep in several:
         problem = job.problem(tp, cp, ep)
         if problem is None:
             yield ep
         else:
-            space.reject(f"ep={ep}, tp=1", problem)
+            space.reject(f"ep={ep}, tp={tp}", problem)
 
 
 def _pipelines(job: Job, pinned: Pinned, ranks: int, space: Space) -> Iterator[tuple[int, int]]:

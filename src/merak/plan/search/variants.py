@@ -1,29 +1,41 @@
 """Variants of the fastest plan that a search prices, and of no other, since each takes long.
 
-Whole experts on every rank need another rewrite of the graph, larger microbatches another trace,
-and recomputation that fills the memory weighs every segment of every pp rank.
+Larger microbatches need another trace, and recomputation that fills the memory weighs every segment
+of every pp rank. Context parallelism needs graphs of its own for every degree. Its ranks share the
+tokens of a sample, so that a job has uses for more devices than its samples feed; it is tried where
+the fastest plan waits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from merak.core.errors import MerakError
-from merak.graph.tensor_parallel.search.expert_weights import num_experts
+from merak.core.units import seconds
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.workload import Workload
+from merak.plan.price.price import Price
 from merak.plan.search.bounds import Pricing
+from merak.plan.search.explain import degrees
+from merak.plan.search.neighbours import without_idle
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.prune import memory_rejection
+from merak.plan.search.prune import memory_rejection, state_rejection
 from merak.plan.search.ranking import Ranking, Refusal, Rejected
 from merak.plan.search.space import MOST_MICROBATCH
+
+MOST_CP = 64
+"""Largest context parallel degree that is searched."""
+
+_WAITS = 0.1
+"""Part of a step of bubbles and exposed communication from which on it is tried."""
+
 
 _RECOMPUTES_SOME = ("selective", "full")
 
 
 def with_variants(
     found: Ranking,
-    workload: Workload,
     pricing: Pricing,
     pinned: Pinned,
     top: int,
@@ -31,13 +43,11 @@ def with_variants(
 ) -> Ranking:
     """The ranking with variants of its fastest layout.
 
-    These are larger microbatches, where it has the largest that is searched; whole experts, where
-    tensor parallelism splits them (over replicas they are searched with all the rest); and
+    These are larger microbatches, where it has the largest that is searched; and
     `recompute="auto"`, of which a plan that recomputes nothing has nothing to gain.
 
     Args:
         found: the ranking, maybe without a plan.
-        workload: the job.
         pricing: prices of its candidates.
         pinned: choices that are made already, of which there are no variants.
         top: plans that are wanted.
@@ -45,11 +55,6 @@ def with_variants(
     """
     if found.plans and pinned.microbatch is None:
         found = _with_larger_microbatches(found, pricing, top, refusal)
-    if found.plans and pinned.ep is None:
-        best = found.plans[0].candidate
-        if best.tp > 1 and num_experts(workload.graph(best.microbatch)):
-            variant = replace(best, ep=best.tp, partition=None)
-            found = _with_variant(found, variant, "ep", pricing, top, refusal)
     if found.plans and pinned.recompute is None:
         best = found.plans[0].candidate
         if best.recompute in _RECOMPUTES_SOME:
@@ -115,4 +120,99 @@ def _with_variant(
         rejected=tuple(rejected),
         num_priced=found.num_priced + (price is not None),
         num_candidates=found.num_candidates + 1,
+    )
+
+
+@dataclass(slots=True)
+class ContextClimb:
+    """Outcome of trying context parallelism.
+
+    Args:
+        best: the fastest plan.
+        num_priced: plans that were priced.
+        rejected: why no more of it is used; None where that was not asked.
+    """
+
+    best: Price
+    num_priced: int = 0
+    rejected: Rejected | None = None
+
+
+def try_context(
+    best: Price, pricing: Pricing, pinned: Pinned, refusal: Refusal | None
+) -> ContextClimb:
+    """Double cp from a plan on, instead of dp, pp or tp, as long as a step becomes faster.
+
+    Args:
+        best: the fastest plan without it.
+        pricing: prices of the job's candidates.
+        pinned: choices that are made already.
+        refusal: says which layouts the job cannot have, whatever the model; None for none.
+    """
+    found = ContextClimb(best)
+    while _waits(found.best) and found.best.candidate.cp < MOST_CP:
+        prices: list[Price] = []
+        why = "no more is possible"
+        for own in _doubled(found.best.candidate, pinned):
+            try:
+                problem = None if refusal is None else refusal(own)
+                state = state_rejection(own, pricing) if problem is None else None
+                if problem is None and state is None:
+                    prices.append(pricing.price(own))
+                why = problem or (state.why if state else why)
+            except MerakError as error:  # such as heads that it does not divide
+                why = str(error).rstrip(".")
+        found.num_priced += len(prices)
+        cp = 2 * found.best.candidate.cp
+        fastest = min((own for own in prices if own.fits), key=_step_s, default=None)
+        if fastest is not None and fastest.step_s < found.best.step_s:
+            found.best = fastest
+            continue
+        if fastest is not None:
+            before = f"{seconds(found.best.step_s)} with {degrees(found.best.candidate)}"
+            why = f"a step takes {seconds(fastest.step_s)} with {degrees(fastest.candidate)}, "
+            why += before
+        elif prices:
+            why = "from the best plan on, it does not fit"
+        found.rejected = Rejected(f"cp≥{cp}", why, len(prices))
+        break
+    return found
+
+
+def _step_s(own: Price) -> float:
+    return own.step_s
+
+
+def _waits(own: Price) -> bool:
+    return own.bubble_s + own.exposed_communication_s >= _WAITS * own.step_s
+
+
+def _doubled(own: Candidate, pinned: Pinned) -> Iterator[Candidate]:
+    """A candidate with twice the cp, and half of another degree."""
+    for axis, free in _free(own, pinned).items():
+        degree = getattr(own, axis)
+        if degree % 2 or not free:
+            continue
+        count = own.num_microbatches * (2 if axis == "dp" else 1)
+        half = replace(
+            own,
+            **{axis: degree // 2},
+            cp=2 * own.cp,
+            num_microbatches=count,
+            sequence_parallel=False,
+            sub_pipelining="off",
+            partition=pinned.partition,
+        )
+        yield without_idle(half)
+
+
+def _free(own: Candidate, pinned: Pinned) -> Mapping[str, bool]:
+    """Degrees that may be halved for it."""
+    return MappingProxyType(
+        {
+            "dp": pinned.dp is None,
+            "pp": pinned.pp is None and pinned.partition is None,
+            # Experts on all ranks of a tp go with it.
+            "tp": pinned.tp is None and own.ep == 1,
+        }
     )

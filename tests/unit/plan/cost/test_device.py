@@ -59,7 +59,7 @@ def changed(**fields):
         (changed(overhead_s=-1e-6), "overhead_s=-1e-06 is no overhead"),
         (changed(multiprocessors=-1), "multiprocessors=-1 is no number"),
         (changed(efficiency=[]), r"efficiency=\[\] is no object"),
-        (changed(efficiency={"product": 1}), "'product_depth' is not one of both"),
+        (changed(efficiency={"product": 1}), "'sustained' is not one of both"),
         (changed(memory_bytes=0), "memory_bytes=0 is no size"),
     ],
 )

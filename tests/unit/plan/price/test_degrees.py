@@ -13,6 +13,7 @@ from merak.plan.memory.ledger import Category
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
+from merak.plan.search.bounds import JobPricing
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search
 from merak.zoo.model_source import ModelSource
@@ -101,7 +102,18 @@ def test_a_model_that_fits_with_experts_over_replicas_alone_has_a_plan(mixtral: 
     small = replace(CLUSTER, nodes=(replace(nodes, device=device),))
     pinned = Pinned(tp=1, pp=1, microbatch=1, zero=0, recompute="off")
     found = search(mixtral, small, pinned, top=2)
-    assert [own.candidate.ep for own in found.plans] == [8]
+    assert sorted(own.candidate.ep for own in found.plans) == [4, 8]
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_the_state_of_experts_is_sharded_over_the_replicas_that_have_the_same(
+    mixtral: Workload, ep: int, zero: int
+) -> None:
+    own = Candidate(dp=8, ep=ep, zero=zero, num_microbatches=1)
+    (memory,) = memory_of(mixtral, CLUSTER, own)
+    state = sum(stage.parameters + stage.gradients + stage.optimizer for stage in memory.stages)
+    assert JobPricing(mixtral, CLUSTER).state_bytes(own) == state
 
 
 def test_cp_is_searched_where_nothing_fits_without(llama: Workload) -> None:

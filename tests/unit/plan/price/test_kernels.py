@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from merak.graph.ir.ir import Kind
 from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.groups import groups_of
+from merak.plan.cost.data_sheets import GENERATIONS
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.price.kernels import Kernel, KernelChoice, segment_kernels
 from merak.plan.price.segments import SegmentPrice, pass_seconds, price_graph
@@ -103,6 +105,10 @@ def test_gradients_of_low_precision_are_added_in_float32() -> None:
     own = KernelChoice(float32_gradients=False)
     less = sum(size for size, _ in sizes(segment_kernels(block.graph, own, "cuda").backward))
     assert num_bytes - less == 2 * (2 * WEIGHT // 2)
+    # A framework may convert each gradient first: what it writes is read again.
+    converted = KernelChoice(converted_gradients=True)
+    more = sum(size for size, _ in sizes(segment_kernels(block.graph, converted, "cuda").backward))
+    assert more - num_bytes == 2 * (2 * WEIGHT)
 
 
 DEVICE = DeviceProfile(
@@ -137,7 +143,8 @@ def test_collectives_over_tp_are_those_of_the_graph() -> None:
     assert pass_seconds(price.weight_gradient) == pytest.approx(2.0)
 
 
-def test_sequence_parallel_gathers_again_for_the_weights_gradient() -> None:
+def sequence_parallel_block() -> Block:
+    """The block of one of two ranks that share a sequence of twice its rows."""
     block = Block()
     nodes = {node.name: node for node in block.graph.nodes}
     with block.graph.inserting_before(nodes["linear_default"]):
@@ -149,11 +156,55 @@ def test_sequence_parallel_gathers_again_for_the_weights_gradient() -> None:
             reduce_scatter_to, (nodes["linear_default_1"], 0, (ROWS,), "tp"), (2, WIDTH)
         )
     nodes["add_tensor"].update_arg(0, scattered)
-    found = segment_kernels(block.graph, FUSED, "cuda")
+    return block
+
+
+def test_sequence_parallel_gathers_again_for_the_weights_gradient() -> None:
+    found = segment_kernels(sequence_parallel_block().graph, FUSED, "cuda")
     kinds = [k.collective[0] for k in found.forward if k.collective]
     assert kinds == ["all_gather", "reduce_scatter"]
     kinds = [k.collective[0] for k in found.backward if k.collective]
     assert kinds == ["all_gather", "all_gather", "reduce_scatter"]
+
+
+def test_collectives_may_run_beside_their_products_but_for_a_chunk() -> None:
+    graph = sequence_parallel_block().graph
+    apart = priced(graph, FUSED, 2)
+    beside = priced(graph, replace(FUSED, overlaps_products=True), 2)
+    for one, other, unshared in (
+        (apart.forward, beside.forward, True),
+        (apart.backward, beside.backward, False),  # two of its three may have one product
+    ):
+        collectives = [collective_s for _, collective_s in one if collective_s]
+        hidden_s = sum(min(own, 1.0) / 2 for own in collectives)  # products take a second each
+        spared_s = pass_seconds(one) - pass_seconds(other)
+        if unshared:
+            assert spared_s == pytest.approx(0.85 * hidden_s)
+        assert 0.5 * hidden_s < spared_s <= 0.85 * hidden_s + 1e-9
+
+
+def test_a_product_hides_no_more_than_it_takes() -> None:
+    graph = sequence_parallel_block().graph
+    slow = Link("an activation takes many seconds", 0.0, X / 100)
+    cluster = Cluster((Nodes(DEVICE, 2, 1, slow, slow),))
+    groups = groups_of(cluster, 2, 1)
+    apart = price_graph(graph, FUSED, DEVICE, groups)
+    beside = price_graph(graph, replace(FUSED, overlaps_products=True), DEVICE, groups)
+    assert apart.forward_s - beside.forward_s == pytest.approx(0.85 * 2 * 0.5)
+
+
+def test_training_runs_at_the_rate_that_a_device_sustains() -> None:
+    curve = GENERATIONS["hopper"]
+    burst, long = (
+        price_graph(
+            Block().graph,
+            FUSED,
+            replace(DEVICE, efficiency=replace(curve, sustained=sustained)),
+            groups_of(Cluster((Nodes(DEVICE, 1, 1, SECOND, SECOND),)), 1, 1),
+        )
+        for sustained in (1.0, 0.5)
+    )
+    assert long.forward_s == pytest.approx(2.0 * burst.forward_s)
 
 
 def test_a_replay_leaves_out_saved_operators() -> None:

@@ -20,7 +20,7 @@ from merak.plan.price.price import Misfit
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing
-from merak.plan.search.held import held_of
+from merak.plan.search.held import HeldEstimates
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import job_of
 from merak.plan.search.space import space_of
@@ -119,7 +119,7 @@ def test_a_first_rank_without_the_memory_is_found_before_the_price() -> None:
 def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
     found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)
     device = parse_cluster("h100:2x1").nodes[0].device
-    held = held_of(found, device, Form(1, 2, sequence_parallel))
+    held = HeldEstimates(found, device)(Form(1, 2, sequence_parallel))
     own = Candidate(tp=2, sequence_parallel=sequence_parallel)
     whole = Partition(len(found.graph(1).segments), ())
     sizes = found.forecast(own, whole, device_profile=device).saved_bytes()
@@ -133,7 +133,7 @@ def test_copies_of_weights_under_autocast_do_not_grow_with_the_microbatch() -> N
         LLAMA, global_batch=8, sequence=16, optimizer=adam, autocast=torch.bfloat16
     )
     device = parse_cluster("h100:1x1").nodes[0].device
-    one, four = (held_of(found, device, Form(size)) for size in (1, 4))
+    one, four = map(HeldEstimates(found, device), (Form(1), Form(4)))
     whole = Partition(len(found.graph(1).segments), ())
     sizes = found.forecast(Candidate(), whole, device_profile=device).saved_bytes()
     assert one.saved["off"] + one.weight_copies == sum(sizes.values())

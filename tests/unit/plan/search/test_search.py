@@ -13,6 +13,7 @@ from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search_job
 from merak.plan.search.space import RECOMPUTES, SCHEDULES, space_of
+from merak.plan.search.variants import ContextClimb, try_context
 from tests.unit.plan.search.doubles import Double, job_of
 
 MANY = 10**6
@@ -108,10 +109,10 @@ def test_experts_are_spread_over_as_many_replicas_as_divide_them():
     space = space_of(EXPERTS, Pinned()).candidates
     found = {(own.tp, own.replicas, own.ep) for own in space}
     spread = {(tp, replicas, ep) for tp, replicas, ep in found if ep > 1}
-    assert spread == {(1, 8, 4), (1, 4, 4), (1, 2, 2)}
+    over_replicas = {(1, 8, 2), (1, 8, 4), (1, 4, 2), (1, 4, 4), (1, 2, 2)}
+    inside_tp = {(2, 4, 2), (2, 2, 2), (2, 1, 2), (4, 2, 4), (4, 1, 4)}
+    assert spread == over_replicas | inside_tp
     assert {(tp, replicas, 1) for tp, replicas, _ in found} <= found
-    small_nodes = space_of(replace(EXPERTS, devices_per_node=2), Pinned()).candidates
-    assert {own.ep for own in small_nodes if own.dp == 8} == {1, 2, 4}  # a node's, and the largest
     assert not any(own.ep > 1 for own in space_of(EXPERTS, Pinned(ep=1)).candidates)
 
 
@@ -130,7 +131,7 @@ def test_experts_that_do_not_fit_are_left_out_by_name():
     refusing = replace(EXPERTS, problem=lambda tp, cp, ep: "no stack" if ep > 1 else None)
     space = space_of(refusing, Pinned())
     assert {own.ep for own in space.candidates} == {1}
-    assert {own.what for own in space.rejected.values()} >= {"ep=4, tp=1"}
+    assert {own.what for own in space.rejected.values()} >= {"ep=4, tp=1", "ep=4, tp=4"}
 
 
 def test_neighbours_spread_experts_over_the_replicas_that_they_have():
@@ -246,3 +247,40 @@ def test_stages_of_zero_that_the_engine_refuses_are_left_out(changes, stages, wh
     space = space_of(replace(job, **changes), Pinned())
     assert {own.zero for own in space.candidates} == stages
     assert [own.why for own in space.rejected.values() if own.what == what] != []
+
+
+class Waits(Double):
+    """Prices of a job whose waits cp halves: with dp and tp of at most 2, and a pp that idles."""
+
+    def price(self, own):
+        found = super().price(own)
+        bubble_s = 0.5 * found.step_s * (own.pp - 1)
+        step_s = found.step_s / own.cp + bubble_s
+        return replace(found, step_s=step_s, bubble_s=bubble_s)
+
+
+def test_context_parallelism_is_tried_where_the_best_plan_waits():
+    job = job_of(8, 2, 6, per_node=2)
+    waits = Waits()
+    best = search_job(job, waits, Pinned(), 1).plans[0]
+    assert best.bubble_s > 0 and best.candidate.pp > 1
+    found = try_context(best, waits, Pinned(), None)
+    assert found.best.step_s < best.step_s and found.best.candidate.cp > 1
+    assert found.best.candidate.world_size == 8 and not found.best.candidate.sequence_parallel
+    slower = try_context(found.best, waits, Pinned(), None)
+    assert slower.best is found.best
+    without = Double()
+    best = search_job(job, without, Pinned(), 1).plans[0]
+    assert try_context(best, without, Pinned(), None) == ContextClimb(best)  # it never waits
+
+
+def test_context_parallelism_that_cannot_be_says_why():
+    job = job_of(8, 2, 6, per_node=2)
+    best = search_job(job, Waits(), Pinned(), 1).plans[0]
+    found = try_context(best, Waits(), Pinned(), lambda own: "the job has no cp")
+    assert found.best is best and found.num_priced == 0
+    assert found.rejected is not None
+    assert (found.rejected.what, found.rejected.why) == ("cp≥2", "the job has no cp")
+    degrees = best.candidate
+    pinned = Pinned(dp=degrees.dp, tp=degrees.tp, pp=degrees.pp)
+    assert try_context(best, Waits(), pinned, None).best is best

@@ -17,7 +17,7 @@ from merak.plan.search.search import search, search_job
 from merak.plan.search.variants import with_variants
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
-from tests.unit.plan.search.doubles import Double, job_of, workload_of
+from tests.unit.plan.search.doubles import Double, job_of
 
 
 @dataclass
@@ -53,7 +53,7 @@ def ranking(double, pinned, refusal=None):
     found = search_job(job_of(), double, only, 3)
     plan = replace(found.plans[0], candidate=replace(found.plans[0].candidate, recompute="full"))
     found = replace(found, plans=(plan, *found.plans[1:]))
-    return found, with_variants(found, workload_of(None), double, only, 3, refusal)
+    return found, with_variants(found, double, only, 3, refusal)
 
 
 def test_a_faster_one_is_the_first_plan():
@@ -135,7 +135,7 @@ def test_larger_microbatches_are_priced_where_the_largest_that_is_searched_is_th
     job = job_of(8, 1024, 9)
     found = search_job(job, double, only, 3)
     assert found.plans[0].candidate.microbatch == 8
-    after = with_variants(found, workload_of(None), double, only, 3, None)
+    after = with_variants(found, double, only, 3, None)
     best = after.plans[0]
     assert best.candidate.num_microbatches == 1  # all samples of a replica at once
     assert best.candidate.microbatch * best.candidate.dp == 1024
