@@ -16,7 +16,7 @@ class ParameterShard:
     its shard of each part, parts in their order. Where the degree does not divide the only part of
     a parameter (a vocabulary), the sizes of shards are rounded up, and the last ranks' are padded
     with zeros. A parameter with an owner, as of an expert that is a module of its own, is whole on
-    one rank and empty on the others. With copies, neighbouring ranks hold the same shard, as of
+    one rank and empty on the others. With copies, consecutive ranks hold the same shard, as of
     the keys of fewer heads than ranks.
 
     Args:
@@ -26,7 +26,7 @@ class ParameterShard:
             there is only one.
         whole: indices of the parts that are replicated.
         owner: the rank that has everything; None where each has a shard.
-        copies: how many ranks in a row hold the same shard; divides the degree.
+        copies: how many consecutive ranks hold the same shard; divides the degree.
     """
 
     dim: int

@@ -1,4 +1,4 @@
-"""Heads of a projection, each several times in a row, as of keys that several ranks use."""
+"""Heads of a projection, each several times, one after another, as of keys that several ranks use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def repeat_heads(weight: torch.Tensor, heads: int, copies: int) -> torch.Tensor:
-    """A projection of whose outputs each head comes several times in a row.
+    """A projection of whose outputs each head comes several times, one after another.
 
     Args:
         weight: (heads · size, …), a weight or a bias.

@@ -255,15 +255,15 @@ def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(capsys, 
 
 def test_notes_name_what_is_whole_and_what_is_slow(capsys):
     config = (
-        '{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, '
-        '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}'
+        '{"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, '
+        '"num_attention_heads": 12, "num_key_value_heads": 3, "vocab_size": 64}'
     )
     words = ["--model", "LlamaForCausalLM", "--config", config, "--cluster", "v100:4"]
     pins = ["--tp", "4", "--no-sequence-parallel", "--autocast", "bfloat16", "--json"]
     assert main([*SMALL, *words, *pins]) == 0
     whole, slow = json.loads(capsys.readouterr().out)["notes"]
     assert whole.startswith("tp=4 does not divide the outputs of k_proj.weight and v_proj.weight")
-    assert "(2 pieces): every rank holds and computes them whole" in whole
+    assert "(3 pieces): every rank holds and computes them whole" in whole
     assert slow == "v100 multiplies bfloat16 as slowly as float32; float16 is faster there"
 
 

@@ -91,4 +91,5 @@ def warn_once() -> None:
     logging.getLogger("transformers.modeling_utils").addFilter(_needless)
     library.get_logger()  # which makes the handlers
     for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(_Once())
+        if type(handler) is logging.StreamHandler:  # which writes; others may keep records
+            handler.addFilter(_Once())

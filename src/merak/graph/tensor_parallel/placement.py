@@ -55,7 +55,7 @@ class Shard:
         origin: the parameter whose attribute split it, for messages.
         owner: the rank that has all of a parameter of which the others have nothing, as of an
             expert with parameters of its own; None for a shard on every rank.
-        copies: how many ranks in a row hold the same shard, as of the keys of fewer heads than
+        copies: how many consecutive ranks hold the same shard, as of the keys of fewer heads than
             ranks.
     """
 
