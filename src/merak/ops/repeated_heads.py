@@ -1,4 +1,4 @@
-"""Heads of a projection, each several times, one after another, as of keys that several ranks use."""
+"""Heads of a projection, each several times, as of keys that several ranks use."""
 
 from __future__ import annotations
 
