@@ -169,38 +169,19 @@ class CheckpointWriter(StorageWriter):
         return False
 
 
-class CheckpointReader(StorageReader):
-    """Reads boxes, or parts of them, from safetensors files.
+class ReaderOfOneLoad(StorageReader):
+    """Reader of tensors whose metadata is known; it serves one load.
 
     Args:
-        folder: of the checkpoint.
-        metadata: of its tensors.
+        metadata: of the tensors.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self._folder = folder
+    def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that was read from the manifest."""
+        """Return the tensors' metadata."""
         return self._metadata
-
-    @during("reading parameters and optimizer")
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the boxes of a plan."""
-        by_file: dict[str, list[tuple[ReadItem, StoredBox]]] = {}
-        for item in plan.items:
-            box: StoredBox = self._metadata.storage_data[item.storage_index]
-            by_file.setdefault(box.file, []).append((item, box))
-        for name, items in by_file.items():
-            with safe_open(self._folder / name, framework="pt") as file:
-                for item, box in items:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(_read(file, item, box))
-                    planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to do: each load has a reader of its own."""
@@ -222,6 +203,36 @@ class CheckpointReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell DCP that a reader is never made from a name alone."""
         return False
+
+
+class CheckpointReader(ReaderOfOneLoad):
+    """Reads boxes, or parts of them, from safetensors files.
+
+    Args:
+        folder: of the checkpoint.
+        metadata: of its tensors.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(metadata)
+        self._folder = folder
+
+    @during("reading parameters and optimizer")
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the boxes of a plan."""
+        by_file: dict[str, list[tuple[ReadItem, StoredBox]]] = {}
+        for item in plan.items:
+            box: StoredBox = self._metadata.storage_data[item.storage_index]
+            by_file.setdefault(box.file, []).append((item, box))
+        for name, items in by_file.items():
+            with safe_open(self._folder / name, framework="pt") as file:
+                for item, box in items:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(_read(file, item, box))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 class ShardSavePlanner(DefaultSavePlanner):

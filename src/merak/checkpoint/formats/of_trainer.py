@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.optimizer_state import MASTER, PREFIX
+from merak.checkpoint.storage import ReaderOfOneLoad
 from merak.core.errors import WeightsError
 from merak.core.health.status import during
 from merak.graph.weights.holders import RankView, first_names, full_shape, named_tensors
@@ -242,7 +242,7 @@ def _check_shape(folder: Path, name: str, key: str, value: torch.Tensor, view: R
         )
 
 
-class TrainerReader(StorageReader):
+class TrainerReader(ReaderOfOneLoad):
     """Reads boxes of tensors, each of which is read whole.
 
     Args:
@@ -250,12 +250,8 @@ class TrainerReader(StorageReader):
     """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
+        super().__init__(Metadata({key: source.metadata() for key, source in sources.items()}))
         self._sources = sources
-        self._metadata = Metadata({key: source.metadata() for key, source in sources.items()})
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the tensors' metadata."""
-        return self._metadata
 
     @during("reading parameters and optimizer")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -273,24 +269,3 @@ class TrainerReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing to do: each load has a reader of its own."""
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Nothing to do: the metadata is known."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Tell DCP that a reader is never made from a name alone."""
-        return False
