@@ -36,7 +36,7 @@ from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
-from merak.graph.tensor_parallel.search.expert_weights import (
+from merak.graph.tensor_parallel.search.experts import (
     check_experts,
     experts_of,
     refuse_other_readers,

@@ -20,7 +20,7 @@ from merak.graph.tensor_parallel.search.cost import (
     parameter_nodes,
     weights_only,
 )
-from merak.graph.tensor_parallel.search.expert_weights import experts_of
+from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.search import whole_share
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation

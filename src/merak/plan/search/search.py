@@ -9,7 +9,7 @@ from functools import cache
 from merak.core.errors import MerakError
 from merak.core.garbage import paused_collector
 from merak.graph.tensor_parallel.report import undivided_weights
-from merak.graph.tensor_parallel.search.expert_weights import num_experts
+from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price

@@ -18,7 +18,7 @@ from merak.core.mesh import Mesh
 from merak.graph.expert_parallel.apply import expert_parallel
 from merak.graph.ir.operators import GROUPED_GEMMS, SEPARATE_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
-from merak.graph.tensor_parallel.placement import shape_of
+from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
@@ -63,6 +63,20 @@ def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
         assert [bool(own.any()) for own in p.grad] == [True, True, False, False]
     model.zero_grad()
     assert_parity(model, columns, None, 2, monkeypatch, ep=2)  # of other ranks' experts alone
+
+
+def test_experts_of_widths_that_no_degree_divides_are_whole_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without `ep`: what cannot be split inside is split by experts."""
+    columns, model = cases.batch(padded=False), build("mixtral", intermediate_size=31)
+    graph = cases.traced(model, columns)
+    experts = {n: p for n, p in tensor_parallel(graph, None, 2).weights.items() if "experts" in n}
+    assert {n for n in graph.parameters if ".experts." in n} == experts.keys()
+    assert all(isinstance(p, Shard) and p.dim == 0 and p.parts == (4,) for p in experts.values())
+    split = tensor_parallel(cases.traced(build("mixtral"), columns), None, 2).weights
+    assert not any(p.dim == 0 and p.parts == (4,) for n, p in split.items() if "experts" in n)
+    assert_parity(model, columns, None, 2, monkeypatch)
 
 
 class Layered(nn.Module):

@@ -45,6 +45,7 @@ from merak.graph.tensor_parallel.search.cost import (
     transfers,
     weights_only,
 )
+from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.fused import divides, fused_parts, stacked_parts
 
 Assignment = Mapping[str, Placement]
@@ -101,6 +102,7 @@ class Search:
         replicated: Collection[str],
         fixed: Assignment,
     ) -> None:
+        self.segment = segment
         self.graph = segment.graph
         self.degree = degree
         self.nodes = parameter_nodes(self.graph)
@@ -197,6 +199,28 @@ class Search:
                     seen.append(weights)
                     if found is not None:
                         yield found
+        whole = self.close({**self.fixed, **self._whole_experts()})
+        found = None if whole in seen or len(whole) == len(self.fixed) else self.judge(whole)
+        if found is not None:
+            yield found
+
+    def _whole_experts(self) -> dict[str, Placement]:
+        """Stacks of experts that cannot be split inside each, by experts instead."""
+        experts = {
+            name: weight
+            for name, weight in experts_of(self.segment).items()
+            if name in self.free and weight.expert is None
+        }
+        if self.degree == 1 or any(w.num_experts % self.degree for w in experts.values()):
+            return {}
+        if all(map(self._splits_both_ways, experts)):
+            return {}
+        return {name: weight.placed(name, self.degree) for name, weight in experts.items()}
+
+    def _splits_both_ways(self, name: str) -> bool:
+        """Whether the degree divides the outputs and the inputs of a weight."""
+        dims = {split.dim for split in self.splits(name)}
+        return all({out, into} <= dims for out, into in self.dims[name])
 
     def close(self, weights: Assignment) -> Assignment:
         """Shard further weights as the operators on sharded values need them."""

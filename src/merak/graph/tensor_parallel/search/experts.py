@@ -1,0 +1,217 @@
+"""Weights of experts: those of products that have a weight a group.
+
+Found by how the graph reads them: stacks of weights of grouped products, of batches of matrix
+products and of einsums, values that are picked by the experts of a grouped product's rows, and
+weights that every expert has one of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch import fx
+
+from merak.core.errors import ShardError
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.operators import (
+    GROUPED_GEMMS,
+    MATMULS,
+    SAME_VALUES,
+    SEPARATE_EXPERTS,
+    TRANSPOSES,
+    family,
+)
+from merak.graph.tensor_parallel.placement import Shard, shape_of
+from merak.graph.tensor_parallel.propagate import permuted_dims
+from merak.graph.tensor_parallel.rules.experts import offsets_of
+from merak.graph.tensor_parallel.search.cost import parameter_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """A parameter of experts, of which each rank has that of some experts.
+
+    Args:
+        num_experts: how many there are.
+        dim: that of the experts in a stack; in a parameter of one expert, that along which it is
+            empty on other ranks.
+        size: along `dim`.
+        expert: whose it is; None for a stack of all.
+    """
+
+    num_experts: int
+    dim: int
+    size: int
+    expert: int | None = None
+
+    def placed(self, name: str, ep: int) -> Shard:
+        """How it lies on ranks that have equally many experts, in their order.
+
+        Args:
+            name: of the parameter.
+            ep: the number of ranks, which divides that of experts.
+        """
+        owner = None if self.expert is None else self.expert // (self.num_experts // ep)
+        return Shard(self.dim, (self.size,), name, owner)
+
+
+def num_experts(model: ModelGraph) -> int:
+    """Number of experts that expert parallelism splits, of all layers' the greatest divisor.
+
+    Args:
+        model: the traced model.
+
+    Returns:
+        The number; 0 where there are no weights of experts.
+    """
+    weights = (w for segment in model.segments for w in experts_of(segment).values())
+    return math.gcd(*(weight.num_experts for weight in weights))
+
+
+def check_experts(name: str, num_experts: int, ep: int) -> None:
+    """Refuse an expert parallel degree that does not divide the experts of a weight.
+
+    Raises:
+        ShardError: it does not.
+    """
+    if num_experts % ep:
+        *most, last = map(str, sympy.divisors(num_experts))
+        fitting = f"degrees that fit are {', '.join(most)} and" if most else "only one that fits is"
+        raise ShardError(
+            f"ep={ep} does not divide the number of experts of {name.rpartition('.')[0]}, which is "
+            f"{num_experts}; the {fitting} {last}."
+        )
+
+
+def refuse_other_readers(model: ModelGraph, ep: int, *, only_separate: bool = False) -> None:
+    """Refuse weights that another segment reads than that of their experts, as for a penalty.
+
+    Args:
+        model: the traced model.
+        ep: the expert parallel degree.
+        only_separate: whether stacks may be read, as those that are split are.
+
+    Raises:
+        ShardError: there are such.
+    """
+    by_segment = [experts_of(segment) for segment in model.segments]
+    every = {name: weight for own in by_segment for name, weight in own.items()}
+    for segment, own in zip(model.segments, by_segment, strict=True):
+        for name in segment.parameters:
+            is_shared_out = name in every and not (only_separate and every[name].expert is None)
+            if is_shared_out and name not in own:
+                raise ShardError(
+                    f"ep={ep} gives every rank some of the experts, but {segment.name} reads "
+                    f"{name} on all of them; use ep=1, with tp, pp or zero=2 where memory is short."
+                )
+
+
+def experts_of(segment: Segment) -> Mapping[str, ExpertWeight]:
+    """Parameters of a segment that are of experts, by name."""
+    nodes = parameter_nodes(segment.graph)
+    dims = {name: _expert_dims(node) for name, node in nodes.items()}
+    stacks = {
+        name: ExpertWeight(shape_of(nodes[name])[dim], dim, shape_of(nodes[name])[dim])
+        for name, own in dims.items()
+        if len(own) == 1
+        for dim in own
+    }
+    return stacks | _separate_weights(nodes)
+
+
+def _separate_weights(nodes: Mapping[str, fx.Node]) -> dict[str, ExpertWeight]:
+    """Parameters that every expert has one of, and that nothing else reads."""
+    places = {name: _place_among_experts(node) for name, node in nodes.items()}
+    counts = Counter(readers for readers, _ in filter(None, places.values()))
+    found = {}
+    for name, place in places.items():
+        # An operator that reads one expert's from elsewhere reads all of them on every rank.
+        if place is not None and all(counts[place[0]] == len(_listed(r)) for r in place[0]):
+            size = shape_of(nodes[name])[0]
+            found[name] = ExpertWeight(counts[place[0]], 0, size, place[1])
+    return found
+
+
+def _place_among_experts(node: fx.Node) -> tuple[tuple[fx.Node, ...], int] | None:
+    """The operators that read a parameter of one expert, and which expert's it is."""
+    readers: list[tuple[fx.Node, int]] = []
+    for reader, value in _readers(node):
+        if family(reader.target) not in SEPARATE_EXPERTS or _listed(reader).count(value) != 1:
+            return None
+        readers.append((reader, _listed(reader).index(value)))
+    experts = {expert for _, expert in readers}
+    if len(experts) != 1 or not shape_of(node):
+        return None
+    return tuple(reader for reader, _ in readers), experts.pop()
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads a value, or the same numbers in another type; and what it reads."""
+    for user in node.users:
+        if family(user.target) in SAME_VALUES:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _listed(reader: fx.Node) -> Sequence[Any]:
+    """The parameters that an operator has one of for every expert."""
+    listed = reader.args[1]
+    assert isinstance(listed, (list, tuple))
+    return listed
+
+
+def _expert_dims(node: fx.Node) -> set[int]:
+    found = set(_dims_of(node, tuple(range(len(shape_of(node))))))
+    return set() if None in found else {dim for dim in found if dim is not None}
+
+
+def _dims_of(node: fx.Node, dims: tuple[int, ...]) -> Iterator[int | None]:
+    """The expert dim in every operator that reads a parameter; None where there is none.
+
+    Args:
+        node: the parameter, or a view of it.
+        dims: for every dim of `node`, which dim of the parameter it is.
+    """
+    for user in node.users:
+        name = family(user.target)
+        if name in SAME_VALUES:
+            yield from _dims_of(user, dims)
+        elif name in TRANSPOSES and len(dims) > 1:
+            yield from _dims_of(user, permuted_dims(user, dims))
+        elif name in GROUPED_GEMMS and user.args[1] is node:
+            yield dims[0]
+        elif name in MATMULS and len(dims) == 3:
+            yield dims[0] if all(len(shape_of(n)) == 3 for n in user.all_input_nodes) else None
+        elif name == "einsum":
+            yield _batch_letter(user, node, dims)
+        elif name == "index":
+            yield _picked(user, node, dims)
+        else:
+            yield None
+
+
+def _batch_letter(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
+    """The dim of an einsum's weight that both factors and the result have."""
+    left, arrow, right = str(user.args[0]).replace(" ", "").partition("->")
+    terms, tensors = left.split(","), user.args[1]
+    assert isinstance(tensors, (list, tuple))
+    if not arrow or "." in left or len(terms) != 2 or len(dims) != 3:
+        return None
+    shared = [c for c in terms[tensors.index(node)] if all(c in t for t in (*terms, right))]
+    return dims[terms[tensors.index(node)].index(shared[0])] if len(shared) == 1 else None
+
+
+def _picked(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
+    """The first dim of values that are picked for the rows of a grouped product."""
+    indices = user.args[1]
+    assert isinstance(indices, (list, tuple))
+    if user.args[0] is not node or len(indices) != 1 or not isinstance(indices[0], fx.Node):
+        return None
+    offsets = offsets_of(indices[0])
+    return dims[0] if offsets is not None and shape_of(offsets) == shape_of(node)[:1] else None
