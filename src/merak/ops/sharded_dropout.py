@@ -11,8 +11,9 @@ depends on the tensor parallel degree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -47,11 +48,45 @@ def dropout_sharded(
     Returns:
         The shard after dropout.
     """
+    if train and 0.0 < p < 1.0 and x.numel() and x.device.type == "cpu":
+        return x * _noise_slice(x, p, layout, rows)
+    return dropout_by_mask(x, p, train, layout, rows)
+
+
+def dropout_by_mask(
+    x: torch.Tensor,
+    p: float,
+    train: bool,
+    layout: Layout | None,
+    rows: Rows | None = None,
+) -> torch.Tensor:
+    """`dropout_sharded` that saves a boolean mask for its backward, as torch's does on a GPU.
+
+    Arguments are those of `dropout_sharded`.
+    """
     if not train or p == 0.0 or x.numel() == 0:
         return x
     if p == 1.0:
         return x * torch.zeros_like(x)
-    return x * _noise_slice(x, p, layout, rows)
+    whole, own = _whole_like(x, layout, rows)
+    kept = own(torch.native_dropout(whole, p, True)[1]).clone()  # not all of the whole is saved
+    found: torch.Tensor = _Dropout.apply(x, kept, 1 / (1 - p))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Dropout(torch.autograd.Function):
+    """Product of a tensor with a mask and a number; the mask alone is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return torch.ops.aten.native_dropout_backward(x, kept, scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradient, kept, ctx.scale), None, None
 
 
 def attend_sharded(
@@ -196,26 +231,31 @@ def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> tor
 def _noise_slice(
     like: torch.Tensor, p: float, layout: Layout | None, rows: Rows | None
 ) -> torch.Tensor:
-    """Dropout mask of the shard: 0 or 1/(1 − p).
+    """Factors of the shard's elements on the CPU, 0 or 1/(1 − p), as torch's dropout draws them."""
+    whole, own = _whole_like(like, layout, rows)
+    return own(whole.bernoulli_(1 - p)).div(1 - p)
 
-    The whole pattern is drawn into a tensor laid out in memory like the shard, in which order
-    torch's dropout draws as well.
+
+def _whole_like(
+    x: torch.Tensor, layout: Layout | None, rows: Rows | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """A tensor of all that a shard is of, and what takes the shard of its like.
+
+    It is laid out in memory like the shard, in which order torch's dropout draws as well.
     """
-    sizes = list(like.shape)
+    sizes = list(x.shape)
     if layout is not None:
         shard = ParameterShard(layout[0], layout[1], axis_degree(layout[2]))
         sizes[shard.dim] *= shard.degree
     if rows is not None:
         sizes[rows[0]] = rows[2]
-    strides = like.stride()
-    order = sorted(range(like.ndim), key=lambda d: -strides[d])
-    whole = torch.empty_permuted(sizes, order, dtype=like.dtype, device=like.device)
-    if like.device.type == "cpu":
-        kept = whole.bernoulli_(1 - p)
-    else:
-        kept = torch.native_dropout(whole, p, True)[1]
-    if rows is not None:
-        kept = kept.narrow(rows[0], rows[1], like.shape[rows[0]])
-    if layout is not None:
-        kept = take(kept, shard, axis_rank(layout[2]))
-    return kept.to(like.dtype).div(1 - p)
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: -strides[d])
+    whole = torch.empty_permuted(sizes, order, dtype=x.dtype, device=x.device)
+
+    def own(drawn: torch.Tensor) -> torch.Tensor:
+        if rows is not None:
+            drawn = drawn.narrow(rows[0], rows[1], x.shape[rows[0]])
+        return drawn if layout is None else take(drawn, shard, axis_rank(layout[2]))
+
+    return whole, own

@@ -9,7 +9,7 @@ from torch.nn import functional
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
 from merak.ops import collectives
-from merak.ops.sharded_dropout import attend_sharded, dropout_sharded
+from merak.ops.sharded_dropout import attend_sharded, dropout_by_mask, dropout_sharded
 
 B, HEADS, T, SIZE = 2, 4, 5, 6
 
@@ -43,6 +43,29 @@ def test_dropout_keeps_the_own_slice(
         found = dropout_sharded(share.permute(back), 0.4, True, (dim, parts, "tp"))
         assert torch.equal(found, take(expected, shard, rank))
         assert torch.equal(torch.rand(3), after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_by_a_mask_keeps_the_own_slice(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.randn(B, HEADS, T, SIZE, dtype=dtype)
+    torch.manual_seed(7)
+    expected, kept = torch.native_dropout(whole, 0.4, True)
+    after = torch.rand(3)
+    for rank in range(2):
+        on_rank(rank, 2, monkeypatch)
+        share = whole.chunk(2, dim=1)[rank].clone().requires_grad_()
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            found = dropout_by_mask(share, 0.4, True, (1, (HEADS,), "tp"))
+        assert torch.equal(torch.rand(3), after)
+        torch.testing.assert_close(found, expected.chunk(2, dim=1)[rank])
+        (mask,) = saved
+        assert mask.untyped_storage().nbytes() == share.numel()
+        found.sum().backward()
+        own = kept.chunk(2, dim=1)[rank]
+        torch.testing.assert_close(share.grad, (own / 0.6).to(dtype))
 
 
 def test_dropout_that_drops_nothing_or_all(monkeypatch: pytest.MonkeyPatch) -> None:

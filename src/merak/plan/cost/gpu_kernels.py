@@ -21,7 +21,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from merak.graph.segment.cut import copy_graph
-from merak.ops.sharded_dropout import attend_by_kernel, attend_sharded
+from merak.ops.sharded_dropout import (
+    attend_by_kernel,
+    attend_sharded,
+    dropout_by_mask,
+    dropout_sharded,
+)
 
 _aten = torch.ops.aten
 
@@ -51,12 +56,18 @@ def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
         fake: the device of the fake tensors.
     """
     is_other = (device_type, fake.type) == ("cuda", "cpu")
-    if not is_other or not graph.find_nodes(op="call_function", target=attend_sharded):
+    if not is_other or not any(node.target in _ON_GPUS for node in graph.nodes):
         return graph
     copy, _ = copy_graph(graph)
-    for node in copy.find_nodes(op="call_function", target=attend_sharded):
-        node.target = attend_by_kernel
+    for node in copy.nodes:
+        node.target = _ON_GPUS.get(node.target, node.target)
     return copy
+
+
+_ON_GPUS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {attend_sharded: attend_by_kernel, dropout_sharded: dropout_by_mask}
+)
+"""What operators of Merak do on a GPU, where they do something else on the CPU."""
 
 
 class _GpuKernels(TorchFunctionMode):

@@ -443,8 +443,9 @@ def _dropout_sharded(node: fx.Node) -> NodeWork:
     whole = 1 if layout is None else sum(layout[1]) // max(x.shape[layout[0]], 1)
     drawn = _size(x) * whole
     pattern = Work(drawn * (2 * x.dtype.itemsize + 1), randoms=drawn)
-    passes = Work(7 * x.num_bytes)
-    return NodeWork((pattern, passes), (Work(3 * x.num_bytes),))
+    mask = Work(2 * _size(x))
+    passes = Work(2 * x.num_bytes + _size(x))
+    return NodeWork((pattern, mask, passes), (passes,))
 
 
 def _elementwise(node: fx.Node, name: str) -> NodeWork:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.trace import trace
+from merak.ops.sharded_dropout import dropout_sharded
 from merak.plan.cost.gpu_kernels import kernels_of
 from merak.plan.cost.optimizer_memory import measure_step
 from merak.plan.cost.segment_memory import SegmentMemories
@@ -76,6 +78,19 @@ def test_attention_without_dropout_saves_the_same_everywhere():
 def test_dropout_saves_a_boolean_mask_on_a_gpu():
     numbers = SAMPLES * TOKENS * HEADS * SIZE
     assert saved_bytes(Drops(), "cpu") - saved_bytes(Drops(), "cuda") == numbers * 3
+
+
+def test_sharded_dropout_saves_its_own_part_of_a_boolean_mask_on_a_gpu():
+    columns = {"x": TensorMeta((SAMPLES, TOKENS, HEADS * SIZE), torch.float32)}
+    (segment,) = cut_into_segments(trace(Drops(), columns)).segments
+    (dropout,) = segment.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default)
+    dropout.target = dropout_sharded
+    dropout.args = (*dropout.args, (1, (4 * TOKENS,), "tp"))
+    with pretended(Mesh(1, 4, 1, 0, CPU, None)):
+        here, there = (
+            SegmentMemories(CPU, kernels=k)(segment).saved_bytes for k in ("cpu", "cuda")
+        )
+    assert here - there == SAMPLES * TOKENS * HEADS * SIZE * 3
 
 
 @pytest.mark.parametrize(
