@@ -35,6 +35,15 @@ def test_schedules_do_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_an_own_loop_does_without_trainer_and_datasets() -> None:
+    code = (
+        "import sys, merak; merak.parallelize; import merak.parallel; "
+        "print([m for m in ('transformers.trainer', 'datasets', 'pandas') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("module", "name"), [("timeline", "measured_timeline"), ("render_svg", "render_html")]
 )

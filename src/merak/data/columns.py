@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sized
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import default_collate
 from transformers import (
@@ -145,7 +145,8 @@ def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
         A view of a Hugging Face dataset; any other dataset, or one whose samples a transform of
         the user makes, as it is.
     """
-    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+    datasets = sys.modules.get("datasets")  # scripts without it need not wait for its import
+    if datasets is None or not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         return dataset
     if isinstance(dataset, datasets.Dataset) and not is_stored(dataset):
         return dataset
@@ -155,4 +156,7 @@ def narrow_dataset(dataset: Any, reads: frozenset[str]) -> Any:
 
 def is_stored(dataset: Any) -> bool:
     """Whether samples come from a Hugging Face dataset's table, without a user's transform."""
-    return type(dataset) is datasets.Dataset and dataset.format["type"] != "custom"
+    datasets = sys.modules.get("datasets")
+    if datasets is None or type(dataset) is not datasets.Dataset:
+        return False
+    return bool(dataset.format["type"] != "custom")

@@ -24,8 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from transformers import PreTrainedModel
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from merak.checkpoint.formats.trainer_files import (
+    OPTIMIZER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINING_ARGS_NAME,
+)
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.optimizer_state import MASTER, PREFIX
 from merak.checkpoint.storage import ReaderOfOneLoad

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 from transformers.core_model_loading import dot_natural_key
-from transformers.trainer import (
+
+from merak.checkpoint.files import damage, inner_files
+from merak.checkpoint.formats.trainer_files import (
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
 )
-
-from merak.checkpoint.files import damage, inner_files
 from merak.checkpoint.manifest import MANIFEST, read_manifest
 from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
 from merak.checkpoint.pretrained.splitting import INDEX, index_text, is_weights, split_files
