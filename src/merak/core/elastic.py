@@ -169,9 +169,14 @@ def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"the plan {path} cannot be read: {error.strerror}.") from error
+        raise PlanError(
+            f"the plan {path} cannot be read: {error.strerror}; name a file that "
+            "`merak plan --output` has written."
+        ) from error
     except ValueError as error:
-        raise PlanError(f"the plan {path} is not JSON: {error}.") from error
+        raise PlanError(
+            f"the plan {path} is not JSON ({error}); plan again with `merak plan`."
+        ) from error
     if not isinstance(content, dict) or content.get("format") != PLAN_FORMAT:
         raise PlanError(f"{path} is no plan; give a file that `merak plan --output` has written.")
     if content.get("version") != PLAN_VERSION:

@@ -333,10 +333,11 @@ def _step(
         for own in range(candidate.pp)
     ) + norm_seconds(cluster, candidate)
     launch_s = _launch_seconds(laid, schedule, rank, candidate)
+    exposed_s = float(busy[rank] - compute[rank]) + simulation.makespan - ends_s
     shares = Shares(
         compute_s=float(compute[rank]),
         bubble_s=ends_s - float(busy[rank]),
-        communication_s=float(busy[rank] - compute[rank]) + simulation.makespan - ends_s + late_s,
+        communication_s=max(0.0, exposed_s) + late_s,  # sums of many numbers: none may be -1e-18
         optimizer_s=optimizer_s,
         launch_s=launch_s,
     )
