@@ -26,6 +26,7 @@ from merak.core.doctor.failed_start import advise
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
+from merak.core.health.quiet import hide_needless
 from merak.launch.errors import RunError, StartError, TerminatedError
 
 BAD_INPUT = 2
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for bad input, or 1 for a run or check that failed, or 130 for
         one that was interrupted, or 143 for one that SIGTERM has ended.
     """
+    hide_needless()
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
     except (MerakError, RunError) as error:

@@ -162,7 +162,7 @@ def _box(span: Span, y: int, scale: float, height: int | None = None) -> list[st
     fills = (REDUCTION_FILL,) if span.kind is None else FILLS[span.kind]
     fills = (span.fill,) if span.fill else fills
     shade = min(span.shade, len(fills) - 1)
-    kind = "box critical" if span.is_critical else "box idle" if span.fill else "box"
+    kind = "box critical" if span.is_critical else "box"
     parts = [
         f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" '
         f'height="{height}" rx="2" fill="{fills[shade]}"><title>{escape(hover)}</title></rect>'
