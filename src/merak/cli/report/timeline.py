@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from merak.cli.page.axis import PAGE_WIDTH
 from merak.cli.page.html import table
 from merak.cli.report.advice import milliseconds, percent
 from merak.cli.report.picture import legend_of
@@ -39,9 +40,6 @@ STYLE = f"""
 FILLS = {cause: f"var(--idle-{cause.name})" for cause in _COLOURS}
 """Fills of idle times by their cause, in a page with `STYLE`."""
 
-_LEAST_WIDTH = 1180
-"""Pixels of the picture, which a desktop's page shows without scrolling."""
-
 _MOST_SPANS = 6000
 """Boxes of a picture that browsers draw at once; a longer step is shown from its beginning."""
 
@@ -66,7 +64,7 @@ def timelines(study: StepStudy) -> str:
         until = measured.end_s * _MOST_SPANS / number
         measured, simulated = _until(measured, until), _until(simulated, until)
         note = f'<p class="quiet">The first {milliseconds(until)} of the step.</p>'
-    width = fitting_width([measured, simulated], label_width, _LEAST_WIDTH)
+    width = fitting_width([measured, simulated], label_width, PAGE_WIDTH)
     picture = render_svg([measured, simulated], width, themed=True)
     entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
     return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)
