@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from merak.plan.price.price import Price
 
 _WIDTH, _LEFT, _ROW = 900, 90, 26
+_LABEL = 130  # pixels of a bar on which its label has room
 _HEIGHT = 360
 _STYLE = "svg .on{fill:var(--paper);font-weight:600}.scroll .fit{min-width:600px}"
 
@@ -50,6 +51,7 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     timeline = replace(
         simulated_timeline(simulation),
         subtitle=f"{seconds(simulation.makespan)}, bubble {simulation.bubble_fraction:.1%}",
+        unit=" s",
     )
     width = fitting_width([timeline], label_width, PAGE_WIDTH)
     pipeline = render_svg([timeline], width, themed=True)
@@ -106,10 +108,12 @@ def memory_svg(price: Price) -> str:
             f'<rect x="{_LEFT}" y="{y + 3}" width="{peak * scale:.1f}" height="18" fill="{fill}"/>'
         )
         label = f"{size(peak)} of {size(int(most))}" if most < float("inf") else size(peak)
-        parts.append(f'<text x="{_LEFT + 8}" y="{y + 16}" class="on">{label}</text>')
+        is_inside = peak * scale > _LABEL
+        x, kind = (_LEFT + 8, ' class="on"') if is_inside else (_LEFT + peak * scale + 8, "")
+        parts.append(f'<text x="{x:.1f}" y="{y + 16}"{kind}>{label}</text>')
         if most < float("inf"):
-            x = f"{_LEFT + most * scale:.1f}"
-            parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
+            end = f"{_LEFT + most * scale:.1f}"
+            parts.append(f'<line x1="{end}" x2="{end}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
     height = _ROW * len(price.peak_memory_bytes)
     return svg(parts, _WIDTH, height, "peak memory of every pp rank")
 

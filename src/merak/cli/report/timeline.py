@@ -50,9 +50,10 @@ def timelines(study: StepStudy) -> str:
     Args:
         study: of the step.
     """
-    measured, simulated = _measured(study), simulated_timeline(study.simulated)
+    measured = replace(_measured(study), unit=" s")
     simulated = replace(
-        simulated,
+        simulated_timeline(study.simulated),
+        unit=" s",
         title=f"{study.step.schedule.name}, simulated",
         subtitle="the same order with the median times of each stage, and no time for transfers: "
         f"{milliseconds(study.simulated.makespan)}, bubble "

@@ -134,7 +134,8 @@ def _timeline(timeline: Timeline, top: int, scale: float, width: int) -> list[st
         x = f"{LEFT + tick * scale:.2f}"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{top + TOP - 6}" y2="{bottom}"/>')
         parts.append(
-            f'<text class="small" x="{x}" y="{bottom + 14}" text-anchor="middle">{tick:g}</text>'
+            f'<text class="small" x="{x}" y="{bottom + 14}" text-anchor="middle">'
+            f"{tick:g}{timeline.unit}</text>"
         )
     for rank, row in enumerate(timeline.rows):
         y = top + TOP + rank * ROW
