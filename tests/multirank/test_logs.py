@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback
 
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import SEQUENCE, Layout, Setup, make_merak
+from tests.multirank.training import SEQUENCE, Layout, Setup, make_merak, model_of
 
 STEPS, MICROBATCHES, BATCH = 2, 4, 2
 
@@ -40,6 +40,8 @@ def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str,
     assert {name for log in history for name in log} == {
         "loss", "grad_norm", "learning_rate", "epoch", "step"
     }  # fmt: skip
+    parameters = model_of(setup).num_parameters(exclude_embeddings=True)  # type: ignore[operator]
+    assert trainer.state.total_flos == 6 * sum(counted) * parameters > 0
     record = read_run(trainer.args.output_dir) if merak.current_mesh().rank == 0 else None
     return counted, logs, said.getvalue(), record
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import typer
 
@@ -26,6 +27,7 @@ from merak.core.doctor.failed_start import advise
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
+from merak.core.health.quiet import hide_needless
 from merak.launch.errors import RunError, StartError, TerminatedError
 
 BAD_INPUT = 2
@@ -98,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for bad input, or 1 for a run or check that failed, or 130 for
         one that was interrupted, or 143 for one that SIGTERM has ended.
     """
+    hide_needless()
     try:
         code = app(args=arguments, prog_name="merak", standalone_mode=False)
     except (MerakError, RunError) as error:
@@ -116,12 +119,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return _refuse(message(), BAD_INPUT)
+        return _refuse(_with_help(message(), getattr(error, "ctx", None)), BAD_INPUT)
     if code == INTERRUPTED:  # which typer makes of an interrupt
         if "RANK" in os.environ:  # a rank of torchrun's, as above
             raise KeyboardInterrupt
         print(f"\n{SENTENCE}", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def _with_help(sentence: str, context: Any) -> str:
+    """Add to a sentence of the command line's own the command that says what it takes."""
+    if context is None:
+        return sentence
+    help_command = f"{context.command_path} --help"
+    if sentence.endswith("."):
+        return f"{sentence[:-1]}; see {help_command}."
+    return f"{sentence} See {help_command}."
 
 
 def _refuse(sentence: str, code: int, then: Callable[[], None] = lambda: None) -> int:

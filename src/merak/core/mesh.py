@@ -398,10 +398,13 @@ def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
     GivenDegrees(*wanted).check()
     num_ranks = math.prod(wanted)
     if "RANK" not in os.environ and num_ranks > 1:
-        raise MeshError(
-            f"{wanted} needs {num_ranks} ranks, but this is a single process; "
-            f"start it with `torchrun --nproc-per-node {num_ranks} script.py`."
-        )
+        start = f"start it with `torchrun --nproc-per-node {num_ranks} script.py`."
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            start = (
+                "srun has started several, which do not know of one another: let it start one "
+                "torchrun on each node, as the job does that `merak launch slurm script.py` writes."
+            )
+        raise MeshError(f"{wanted} needs {num_ranks} ranks, but this is a single process; {start}")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == world_size:
         return wanted

@@ -190,15 +190,17 @@ def _note(folder: Path, sentence: str, *, is_bad_input: bool) -> None:
 def _first_cause(folder: Path, error: ChildFailedError) -> Exception:
     attempts = [int(file.name.split("-")[1]) for file in folder.glob("failure-*.json")]
     rank, ended = error.get_first_failure()
-    if ended.exitcode in (TERMINATED, -signal.SIGTERM):
-        return TerminatedError("SIGTERM has ended the job.")
+    noted = _notes(folder, max(attempts, default=0))
     failed = RunError if (folder / STEPPED).exists() else StartError
-    last = max(attempts, default=0)
-    failures = {failure.rank: failure for failure in _notes(folder, last)}
-    if rank not in failures:
+    if ended.exitcode in (TERMINATED, -signal.SIGTERM):
+        # The launcher sends it as well, to those that are left when a rank has found bad input.
+        noted = [failure for failure in noted if failure.is_bad_input]
+        if not noted:
+            return TerminatedError("SIGTERM has ended the job.")
+    elif all(failure.rank != rank for failure in noted):
         # A rank that was killed leaves no note; what the others noted follows from it.
         return failed(f"rank {rank} {how_ended(ended)}; look above for what it last said.")
-    first = min(failures.values(), key=lambda failure: failure.time_s)
+    first = min(noted, key=lambda failure: failure.time_s)
     return (MerakError if first.is_bad_input else failed)(first.sentence)
 
 

@@ -290,10 +290,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     def _estimate_flops(self) -> float:
         """Operations per input token, as transformers estimates them for the whole model."""
-        if not hasattr(self.model, "floating_point_ops"):
-            return 0.0
-        one_token = {self.model.main_input_name: torch.empty(1)}
-        return float(self.model.floating_point_ops(one_token))
+        one_token = {getattr(self.model, "main_input_name", "input_ids"): torch.empty(1)}
+        return float(Trainer.floating_point_ops(self, one_token))
 
     # ---- data ----
 

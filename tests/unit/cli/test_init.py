@@ -15,17 +15,21 @@ from merak.cli.main import main
 from merak.cli.recipe.recipe import read_recipe
 
 
-def run(folder: Path, *words: str) -> str:
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key != "RANK"}
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
+    return subprocess.run(
+        [sys.executable, *words],
         cwd=folder,
         env={**kept, **path},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def output(folder: Path, *words: str) -> str:
+    done = run(folder, *words)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -45,6 +49,27 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{folder} exists already; name a new folder." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("word", "place", "sentence"),
+    [
+        ("data.seqence=64", "data.seqence=64", "did you mean sequence?"),
+        pytest.param("data.source=none", "data.source=none", "none", marks=pytest.mark.slow),
+        pytest.param("model.name=GPT3", "model.name=GPT3", "GPT3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_wrong_word_ends_the_script_with_a_sentence(
+    tmp_path: Path, word: str, place: str, sentence: str
+) -> None:
+    folder = tmp_path / "model"
+    assert main(["init", str(folder), "--recipe", "gpt2"]) == 0
+    done = run(folder, "train.py", "plan=null", "parallel.pp=1", word)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"merak: {place}: ")
+    assert sentence in last and last.count(str(folder / "train.py")) == 1
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_the_recipe_and_the_script_run(tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -52,8 +77,8 @@ def test_the_recipe_and_the_script_run(tmp_path: Path) -> None:
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
     recipe["arguments"]["max_steps"] = 2
     (folder / "short.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    report = json.loads(run(folder, "merak.cli.main", "train", "short.yaml", "--json"))
+    report = json.loads(output(folder, "-m", "merak.cli.main", "train", "short.yaml", "--json"))
     assert report["steps"] == 2
-    run(folder, "torch.distributed.run", "--nproc-per-node=2", "train.py", "--max-steps=2")
+    output(folder, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py", "--max-steps=2")
     assert (folder / "runs" / "script" / "config.json").exists()
     assert (folder / "runs" / "script" / "model.safetensors").exists()

@@ -249,6 +249,15 @@ def test_without_dry_run_the_file_is_written_and_started(
         (["slurm", "--nodes", "0", "train.py"], "--nodes 0 is too few; use 1 or more."),
         (["slurm", "--name", "A b", "train.py"], "--name A b is no name that every launcher"),
         (["slurm", "--time", "1\n2", "train.py"], "is not one word, as sbatch takes it"),
+        (["slurm", "--time", "noon", "train.py"], "--time noon is no time limit of Slurm's; give"),
+        (["slurm", "job.yaml", "data.seqence=1"], "data.seqence=1: data has no field 'seqence'"),
+        (
+            ["slurm", "--nodes", "2", "job.yaml"],
+            "job.yaml:2:1: the recipe's degrees make 1 rank, but --nodes 2 × --devices-per-node 1 "
+            "start 2; make them equal.",
+        ),
+        (["slurm", "--nodes", "2", "job.yaml", "parallel.dp=2"], "needs the program sbatch"),
+        (["slurm", "--nodes", "2", "job.yaml", "plan=auto"], "needs the program sbatch"),
         (["slurm", "--device", "tpu", "train.py"], "--device tpu is no device; use cuda or cpu."),
         (["torchrun", "--nodes", "2", "train.py"], "--nodes 2 needs --rdzv-endpoint HOST:PORT"),
     ],
@@ -261,11 +270,13 @@ def test_what_cannot_be_launched(
     sentence: str,
 ) -> None:
     (tmp_path / "train.py").write_text("", encoding="utf-8")
+    recipe = "model: {name: GPT2LMHeadModel}\nparallel: {}\narguments: {output_dir: runs}\n"
+    (tmp_path / "job.yaml").write_text(recipe, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert main(["launch", *words]) == 2
     assert sentence in capsys.readouterr().err
-    assert [file.name for file in tmp_path.iterdir()] == ["train.py"]
+    assert {file.name for file in tmp_path.iterdir()} == {"train.py", "job.yaml"}
 
 
 # The fields of a PyTorchJob that Merak writes, with their types, as a list written by hand; the

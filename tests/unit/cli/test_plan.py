@@ -98,6 +98,9 @@ def test_a_bar_of_memory_says_how_much_of_the_device_it_takes():
     assert "90 B of 100 B" in memory_svg(price_of(1.0, 90))
     assert memory_svg(price_of(1.0, 120)).count("--bad") == 1
     assert ">90 B<" in memory_svg(price_of(1.0, 90, float("inf")))
+    # Behind a bar that is too short for it, and in the page's own colour.
+    assert 'class="on">90 B' in memory_svg(price_of(1.0, 90))
+    assert 'class="on"' not in memory_svg(price_of(1.0, 3))
 
 
 def test_sums_in_the_own_type_take_half_the_memory_and_are_in_the_plan(capsys, tmp_path):

@@ -181,6 +181,26 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
 
 
 @pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        (None, "start it with `torchrun --nproc-per-node 4 script.py`."),
+        ("1", "start it with `torchrun --nproc-per-node 4 script.py`."),  # torchrun is to follow
+        ("4", "srun has started several, which do not know of one another: let it start one"),
+    ],
+)
+def test_a_single_process_is_told_how_to_start_several(
+    tasks: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    if tasks is not None:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+    with pytest.raises(MeshError) as caught:
+        merak.init(dp=2, pp=2)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"backend": "mpi"}, "backend='mpi' is not supported; use 'gloo' or 'nccl', or leave it"),

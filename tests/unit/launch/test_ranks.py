@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import merak
 from merak.core.errors import MerakError, ShardError, TrainingError
+from merak.core.health.preemption import TERMINATED
 from merak.launch import ranks
 from merak.launch.errors import RunError, TerminatedError
 from merak.launch.forkserver import FROM_NOTHING
@@ -120,6 +122,26 @@ def addresses(pid: int) -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says who listens")
 def test_no_other_machine_can_reach_the_ranks_of_a_command() -> None:
     assert run_ranks(Work(listening, (os.getpid(),)), 2) == {"0100007F"}  # 127.0.0.1
+
+
+@pytest.mark.parametrize(
+    ("is_bad_input", "kind", "said"),
+    [(True, MerakError, "^too many stages"), (False, TerminatedError, "^SIGTERM has ended")],
+)
+def test_bad_input_is_the_cause_where_a_rank_that_sigterm_has_ended_was_seen_first(
+    is_bad_input: bool,
+    kind: type[Exception],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    ranks._note(tmp_path, "too many stages; use fewer.", is_bad_input=is_bad_input)
+    seen = {rank: ProcessFailure(rank, 1, code, "") for rank, code in enumerate((TERMINATED, 1))}
+    seen[1].timestamp = seen[0].timestamp + 1
+    with pytest.raises(kind, match=said):
+        raise ranks._first_cause(tmp_path, ChildFailedError("job", seen))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ import typer
 
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
-from merak.launch.clusters.job import ClusterJob, job_name, torchrun
+from merak.core.elastic import AUTO_PLAN
+from merak.core.units import counted
+from merak.launch.clusters.job import RECIPES, ClusterJob, job_name, torchrun
 from merak.launch.clusters.kubernetes import KubernetesOptions, manifest
 from merak.launch.clusters.ray_train import driver
 from merak.launch.clusters.skypilot import SkyOptions, task
@@ -205,6 +207,25 @@ def _job(request: LaunchRequest) -> ClusterJob:
     )
 
 
+def _check_recipe(job: ClusterJob) -> None:
+    """Check a recipe before it waits in a queue: its fields, and that its ranks are those started.
+
+    Raises:
+        MerakError: something in it is wrong.
+    """
+    from merak.cli.recipe.recipe import read_recipe
+
+    recipe = read_recipe(job.script, job.arguments)
+    own, started = recipe.parallel, job.nodes * job.devices_per_node
+    if recipe.plan == AUTO_PLAN or own.elastic or own.num_ranks == started:
+        return
+    raise recipe.origins.error(
+        ("parallel",),
+        f"the recipe's degrees make {counted(own.num_ranks, 'rank')}, but --nodes {job.nodes} × "
+        f"--devices-per-node {job.devices_per_node} start {started}; make them equal.",
+    )
+
+
 def _taken(request: LaunchRequest, kind: type[Any]) -> dict[str, Any]:
     """The fields of a request that are options of its launcher."""
     own = kind.__dataclass_fields__
@@ -216,6 +237,8 @@ def _file(request: WrittenRequest, suffix: str) -> str:
 
 
 def _launch(request: LaunchRequest, launch: Launch) -> None:
+    if Path(request.script).suffix in RECIPES and Path(request.script).is_file():
+        _check_recipe(_job(request))
     if not request.dry_run:
         # Kubernetes has the script in the image.
         if launch.engine != "kubernetes" and not Path(request.script).exists():

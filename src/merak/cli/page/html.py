@@ -25,7 +25,6 @@ td:first-child,th:first-child{text-align:left}
 svg{max-width:none}.fit{max-width:100%;height:auto}
 svg text{font-family:system-ui,sans-serif;font-size:11px;fill:var(--ink)}
 svg .faint{fill:var(--quiet)}svg .axis{stroke:var(--line)}svg .mark{stroke:var(--ink)}
-@media (prefers-color-scheme:dark){svg .idle,.idle i{opacity:.5}}
 @media (max-width:600px){body{padding:14px}h1{font-size:19px}}
 """
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from merak.cli.page.axis import PAGE_WIDTH, round_values
 from merak.cli.page.html import document, svg, table, write_document
-from merak.core.units import seconds, size
+from merak.core.units import seconds, size, step_time
 
 if TYPE_CHECKING:
     from merak.cli.plan.planned import Planned
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from merak.plan.price.price import Price
 
 _WIDTH, _LEFT, _ROW = 900, 90, 26
+_LABEL = 130  # pixels of a bar on which its label has room
 _HEIGHT = 360
-_TICKS = 4
 _STYLE = "svg .on{fill:var(--paper);font-weight:600}.scroll .fit{min-width:600px}"
 
 
@@ -39,7 +40,7 @@ def write_page(path: Path, planned: Planned, request: PlanRequest) -> None:
 def _page(planned: Planned, request: PlanRequest) -> str:
     from merak.plan.price.step import simulated_pipeline
     from merak.plan.search.explain import describe
-    from merak.schedule.render.svg import render_svg
+    from merak.schedule.render.svg import fitting_width, label_width, render_svg
     from merak.schedule.simulator.timeline import simulated_timeline
 
     plans = planned.ranking.plans
@@ -47,7 +48,13 @@ def _page(planned: Planned, request: PlanRequest) -> str:
     simulation = simulated_pipeline(planned.workload, planned.cluster, best.candidate)
     title = f"{request.model} on {planned.cluster_name}"
     priced = (*plans, *planned.ranking.behind, *planned.ranking.fits_nowhere)
-    pipeline = render_svg([simulated_timeline(simulation)], themed=True)
+    timeline = replace(
+        simulated_timeline(simulation),
+        subtitle=f"{seconds(simulation.makespan)}, bubble {simulation.bubble_fraction:.1%}",
+        unit=" s",
+    )
+    width = fitting_width([timeline], label_width, PAGE_WIDTH)
+    pipeline = render_svg([timeline], width, themed=True)
     parts = [
         f"<h1>{escape(title)}: {escape(describe(best.candidate))}</h1>",
         f"<p>A step takes {seconds(best.step_s)} (± {best.uncertainty:.0%}).</p>",
@@ -101,10 +108,12 @@ def memory_svg(price: Price) -> str:
             f'<rect x="{_LEFT}" y="{y + 3}" width="{peak * scale:.1f}" height="18" fill="{fill}"/>'
         )
         label = f"{size(peak)} of {size(int(most))}" if most < float("inf") else size(peak)
-        parts.append(f'<text x="{_LEFT + 8}" y="{y + 16}" class="on">{label}</text>')
+        is_inside = peak * scale > _LABEL
+        x, kind = (_LEFT + 8, ' class="on"') if is_inside else (_LEFT + peak * scale + 8, "")
+        parts.append(f'<text x="{x:.1f}" y="{y + 16}"{kind}>{label}</text>')
         if most < float("inf"):
-            x = f"{_LEFT + most * scale:.1f}"
-            parts.append(f'<line x1="{x}" x2="{x}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
+            end = f"{_LEFT + most * scale:.1f}"
+            parts.append(f'<line x1="{end}" x2="{end}" y1="{y}" y2="{y + _ROW}" class="mark"/>')
     height = _ROW * len(price.peak_memory_bytes)
     return svg(parts, _WIDTH, height, "peak memory of every pp rank")
 
@@ -157,11 +166,9 @@ class _Axis:
         return self.start + (value - self.least) / (self.most - self.least) * self._length
 
     def ticks(self) -> Iterator[tuple[float, float]]:
-        """Evenly spaced values, and their coordinates."""
-        for part in range(_TICKS + 1):
-            share = part / _TICKS
-            value = self.least + share * (self.most - self.least)
-            yield value, self.start + share * self._length
+        """Round values, and their coordinates."""
+        for value in round_values(self.least, self.most):
+            yield value, self.place(value)
 
     @property
     def _length(self) -> float:
@@ -175,6 +182,7 @@ def _grid(across: _Axis, up: _Axis) -> Iterator[str]:
         yield f'<line {ends} class="axis"/>'
         yield f'<text x="0" y="{y + 4:.1f}">{size(round(value))}</text>'
     for value, x in across.ticks():
-        yield f'<text x="{x:.1f}" y="{up.start + 20}" text-anchor="middle">{seconds(value)}</text>'
+        label = step_time(value)
+        yield f'<text x="{x:.1f}" y="{up.start + 20}" text-anchor="middle">{label}</text>'
     middle = (across.start + across.end) / 2
     yield f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">time of a step</text>'

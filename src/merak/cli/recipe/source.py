@@ -71,16 +71,24 @@ class Origins:
         try:
             yield
         except MerakError as error:
-            message = str(error)
-            place = self._place_of(message)
-            is_of_recipe = not isinstance(error, TrainingError)
-            if (
-                is_of_recipe
-                and place is not None
-                and not message.startswith((*self.places.values(), self.file))
-            ):
-                error.args = (f"{place}: {message}",)
+            self.locate(error)
             raise
+
+    def locate(self, error: MerakError) -> None:
+        """Put the place of the first field that an error's message names in front of the message.
+
+        Args:
+            error: changed in place, unless it has a place already or is of the training.
+        """
+        message = str(error)
+        place = self._place_of(message)
+        is_of_recipe = not isinstance(error, TrainingError)
+        if (
+            is_of_recipe
+            and place is not None
+            and not message.startswith((*self.places.values(), self.file))
+        ):
+            error.args = (f"{place}: {message}",)
 
     def _place_of(self, message: str) -> str | None:
         found = [

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from merak.cli.page.axis import round_values
 from merak.cli.page.html import svg
 from merak.cli.report.picture import legend_of
 from merak.core.units import size
 from merak.record.run import JobRecord, LogRecord, RankRecord
-from merak.schedule.render.svg import ticks
 
 _WIDTH, _HEIGHT = 440, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 26, 24
@@ -72,7 +72,7 @@ def _drawn(points: Sequence[tuple[int, float]], form: Callable[[float], str]) ->
         )
 
     parts = []
-    for value in _ticks(low, high):
+    for value in round_values(low, high):
         _, y = place(first, value)
         parts.append(
             f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
@@ -97,14 +97,6 @@ def _drawn(points: Sequence[tuple[int, float]], form: Callable[[float], str]) ->
             f"<title>step {step:,}: {escape(form(value))}</title></circle>"
         )
     return parts
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Up to six round values between two."""
-    span = ticks(high - low)
-    step = (span[1] - span[0] if len(span) > 1 else high - low) * 2
-    begin = math.ceil(low / step - 1e-9)
-    return [number * step for number in range(begin, math.floor(high / step + 1e-9) + 1)]
 
 
 def memory_bars(job: JobRecord, logs: Sequence[LogRecord]) -> str:

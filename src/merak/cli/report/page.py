@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from merak.cli.page.html import document, table
-from merak.cli.report import charts, picture
+from merak.cli.report import charts, picture, timeline
 from merak.cli.report.advice import Advice, milliseconds, percent
 from merak.cli.report.study import StepStudy, typical
 from merak.cli.report.timeline import idle_table, meanings, timelines
@@ -47,7 +47,7 @@ def run_page(run: RunRecord, study: StepStudy | None, advice: Sequence[Advice], 
         f"<h2>Memory of every pp rank</h2>{charts.memory_bars(job, run.logs)}",
         _details(job),
     ]
-    return document(title, body, _STYLE + picture.STYLE + charts.STYLE)
+    return document(title, body, _STYLE + picture.STYLE + timeline.STYLE + charts.STYLE)
 
 
 def _degrees(job: JobRecord) -> str:

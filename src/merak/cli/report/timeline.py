@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from merak.cli.page.axis import PAGE_WIDTH
 from merak.cli.page.html import table
 from merak.cli.report.advice import milliseconds, percent
 from merak.cli.report.picture import legend_of
@@ -17,17 +18,27 @@ from merak.schedule.simulator.timeline import (
     simulated_timeline,
 )
 
-FILLS = {
-    Cause.FILL: "#d9d3c3",
-    Cause.DRAIN: "#c5cdd6",
-    Cause.WAIT: "#f3c9a5",
-    Cause.TRANSFER: "#f0a3ad",
-    Cause.HOST: "#e8e29a",
+_COLOURS = {
+    Cause.FILL: ("#d9d3c3", "#7d7150"),
+    Cause.DRAIN: ("#c5cdd6", "#4a617c"),
+    Cause.WAIT: ("#f3c9a5", "#b0682c"),
+    Cause.TRANSFER: ("#f0a3ad", "#b0455c"),
+    Cause.HOST: ("#e8e29a", "#a39a2b"),
 }
-"""Colours of idle times by their cause."""
+"""Colours of idle times by their cause: on paper, and in dark mode."""
 
-_LEAST_WIDTH = 1180
-"""Pixels of the picture, which a desktop's page shows without scrolling."""
+
+def _variables(mode: int) -> str:
+    return ";".join(f"--idle-{cause.name}:{both[mode]}" for cause, both in _COLOURS.items())
+
+
+STYLE = f"""
+:root{{{_variables(0)}}}
+@media (prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}
+"""
+
+FILLS = {cause: f"var(--idle-{cause.name})" for cause in _COLOURS}
+"""Fills of idle times by their cause, in a page with `STYLE`."""
 
 _MOST_SPANS = 6000
 """Boxes of a picture that browsers draw at once; a longer step is shown from its beginning."""
@@ -39,9 +50,10 @@ def timelines(study: StepStudy) -> str:
     Args:
         study: of the step.
     """
-    measured, simulated = _measured(study), simulated_timeline(study.simulated)
+    measured = replace(_measured(study), unit=" s")
     simulated = replace(
-        simulated,
+        simulated_timeline(study.simulated),
+        unit=" s",
         title=f"{study.step.schedule.name}, simulated",
         subtitle="the same order with the median times of each stage, and no time for transfers: "
         f"{milliseconds(study.simulated.makespan)}, bubble "
@@ -53,12 +65,10 @@ def timelines(study: StepStudy) -> str:
         until = measured.end_s * _MOST_SPANS / number
         measured, simulated = _until(measured, until), _until(simulated, until)
         note = f'<p class="quiet">The first {milliseconds(until)} of the step.</p>'
-    width = fitting_width([measured, simulated], label_width, _LEAST_WIDTH)
+    width = fitting_width([measured, simulated], label_width, PAGE_WIDTH)
     picture = render_svg([measured, simulated], width, themed=True)
     entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
-    # In dark mode, idle times and their colours in the legend are dimmed alike.
-    legend = f'<div class="idle">{legend_of(entries)}</div>'
-    return note + f'<div class="scroll">{picture}</div>' + legend
+    return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)
 
 
 def idle_table(study: StepStudy) -> str:

@@ -67,6 +67,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 _explainers: list[Callable[[str], str]] = []
 
+_locators: list[Callable[[MerakError], None]] = []
+
 _advisers: list[Callable[[], None]] = []
 _starting: list[bool] = []
 
@@ -78,6 +80,15 @@ def explain_lost_connections(why: Callable[[str], str]) -> None:
         why: returns the sentence, given torch's message; takes about `LAUNCHER_S`.
     """
     _explainers[:] = [why]
+
+
+def locate_errors(locate: Callable[[MerakError], None]) -> None:
+    """Let a function say in a reported error where the input that it names is written.
+
+    Args:
+        locate: changes the message of an error in place.
+    """
+    _locators[:] = [locate]
 
 
 @contextmanager
@@ -211,6 +222,9 @@ def why_lost(error: BaseException) -> str:
 
 
 def _show(before: Hook, error: BaseException) -> None:
+    if isinstance(error, MerakError):
+        for locate in _locators:
+            locate(error)
     if isinstance(error, MerakError) and not os.environ.get(TRACEBACK_VARIABLE):
         write_line(sentence_of(error))
     else:

@@ -55,6 +55,13 @@ class _Once(logging.Filter):
 _needless = _Needless()
 
 
+def hide_needless() -> None:
+    """Hide what libraries warn of in this process and nobody can act on."""
+    logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    for pattern in _NEEDLESS_PYTHON:
+        warnings.filterwarnings("ignore", pattern, module="transformers", append=True)
+
+
 def quiet_libraries(rank: int) -> None:
     """Hide what libraries warn of needlessly, and on other ranks than 0 what they warn of at all.
 
@@ -63,9 +70,7 @@ def quiet_libraries(rank: int) -> None:
     Args:
         rank: of this process in its job.
     """
-    logging.getLogger("transformers.modeling_utils").addFilter(_needless)
-    for pattern in _NEEDLESS_PYTHON:
-        warnings.filterwarnings("ignore", pattern, module="transformers", append=True)
+    hide_needless()
     if rank > 0:
         hide_warnings()
 
@@ -88,7 +93,7 @@ def warn_once() -> None:
     """Show every message of transformers once in this process, and needless ones not at all."""
     import transformers.utils.logging as library
 
-    logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    hide_needless()
     library.get_logger()  # which makes the handlers
     for handler in logging.getLogger("transformers").handlers:
         if type(handler) is logging.StreamHandler:  # which writes; others may keep records

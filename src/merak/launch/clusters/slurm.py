@@ -6,6 +6,7 @@ and not to the batch script) and scontrol (show hostnames, requeue).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from string import Template
 
@@ -15,6 +16,8 @@ from merak.launch.errors import CommandError
 
 _NODES = "$SLURM_JOB_NUM_NODES"
 _ENDPOINT = "$first_node:$port"
+
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", re.IGNORECASE)
 
 _SCRIPT = Template("""\
 #!/bin/bash
@@ -79,6 +82,11 @@ class SlurmOptions:
         ):
             if value is not None and len(value.split()) != 1:
                 raise CommandError(f"{flag} {value!r} is not one word, as sbatch takes it.")
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            raise CommandError(
+                f"--time {self.time} is no time limit of Slurm's; give minutes, or "
+                "DAYS-HOURS:MINUTES:SECONDS or a part of it, such as 12:00:00."
+            )
 
 
 def batch_script(job: ClusterJob, options: SlurmOptions) -> str:

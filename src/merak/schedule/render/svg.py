@@ -134,7 +134,8 @@ def _timeline(timeline: Timeline, top: int, scale: float, width: int) -> list[st
         x = f"{LEFT + tick * scale:.2f}"
         parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{top + TOP - 6}" y2="{bottom}"/>')
         parts.append(
-            f'<text class="small" x="{x}" y="{bottom + 14}" text-anchor="middle">{tick:g}</text>'
+            f'<text class="small" x="{x}" y="{bottom + 14}" text-anchor="middle">'
+            f"{tick:g}{timeline.unit}</text>"
         )
     for rank, row in enumerate(timeline.rows):
         y = top + TOP + rank * ROW
@@ -162,7 +163,7 @@ def _box(span: Span, y: int, scale: float, height: int | None = None) -> list[st
     fills = (REDUCTION_FILL,) if span.kind is None else FILLS[span.kind]
     fills = (span.fill,) if span.fill else fills
     shade = min(span.shade, len(fills) - 1)
-    kind = "box critical" if span.is_critical else "box idle" if span.fill else "box"
+    kind = "box critical" if span.is_critical else "box"
     parts = [
         f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" '
         f'height="{height}" rx="2" fill="{fills[shade]}"><title>{escape(hover)}</title></rect>'

@@ -41,6 +41,8 @@ class Timeline:
     end_s: float
     # Idle times behind the actions of each rank; empty if nobody asks why it is idle.
     idle: tuple[tuple[Span, ...], ...] = ()
+    # Behind the numbers of its axis, such as " s".
+    unit: str = ""
 
 
 def short_action_s(timelines: Sequence[Timeline]) -> float | None:

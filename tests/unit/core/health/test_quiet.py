@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import transformers
 
+from merak.cli.main import main
 from merak.core.health.quiet import hide_warnings, quiet_libraries, warn_once
 
 NEEDLESS = "`loss_type=None` was set in the config but it is unrecognized. Using the default loss."
@@ -95,3 +96,10 @@ def test_a_command_warns_once_and_its_ranks_not_at_all(caplog: pytest.LogCapture
         for handler, own in filters:
             handler.filters[:] = own
     assert shown.stream.getvalue().splitlines() == ["add is_decoder=True", "add labels"]
+
+
+def test_commands_show_no_needless_warning(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recipes"]) == 0
+    assert heard(caplog) == ["a warning", "and", "an error"]
