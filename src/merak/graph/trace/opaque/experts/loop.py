@@ -24,7 +24,13 @@ from merak.graph.trace.opaque.experts.around import Around, Program
 from merak.graph.trace.opaque.experts.follow import Follower
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights
-from merak.graph.trace.opaque.experts.steps import Choices, NotALoopError, Product, Template
+from merak.graph.trace.opaque.experts.steps import (
+    Choices,
+    NotALoopError,
+    Product,
+    Scatter,
+    Template,
+)
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import called, restore, undisturbed
 from merak.graph.trace.opaque.pytree import PLAIN
@@ -107,7 +113,8 @@ class _Routing:
     Args:
         num_experts: the number of experts.
         num_tokens: the number of tokens.
-        is_skewed: whether two tokens begin with each expert, and all others with the last.
+        is_skewed: whether all tokens choose the first expert, and two begin with each other one,
+            the remaining tokens with the last; where each chooses one, two choose the first, too.
         idle: an expert that no token chooses; None for none.
     """
 
@@ -119,10 +126,17 @@ class _Routing:
     def choices(self, num_choices: int) -> Choices:
         """The choices, so many for each token."""
         experts = torch.tensor([e for e in range(self.num_experts) if e != self.idle])
+        if self.idle is not None and num_choices > len(experts):
+            raise NotALoopError
+        is_crowded = self.is_skewed and num_choices > 1
+        others = experts[1:] if is_crowded else experts
         first = torch.arange(self.num_tokens)
         if self.is_skewed:
-            first = (first // 2).clamp(max=len(experts) - 1)
-        index = experts[(first[:, None] + torch.arange(num_choices)) % len(experts)]
+            first = (first // 2).clamp(max=len(others) - 1)
+        steps = torch.arange(num_choices - is_crowded)
+        index = others[(first[:, None] + steps) % len(others)]
+        if is_crowded:
+            index = torch.cat((experts[:1].expand(self.num_tokens, 1), index), 1)
         return Choices.of(index, self.num_experts)
 
 
@@ -153,6 +167,9 @@ def _found(module: _Module) -> ExpertLoop | None:
     have_products = [kind for kind in kinds if _has_products(kind.steps)]
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
+    by_rows = program.in_rows or isinstance(kinds[0].steps[-1], Scatter)
+    if (by_rows and len(kinds) > 1) or (not skips_idle and _has_unread(have_products[0])):
+        return None
     is_mask = module.choices is not None and module.choices.ndim == 3
     is_complete = num_experts == num_classes
     loop = ExpertLoop(program, is_mask, num_experts, is_complete, skips_idle, kinds)
@@ -161,6 +178,12 @@ def _found(module: _Module) -> ExpertLoop | None:
 
 def _has_products(steps: Template) -> bool:
     return any(isinstance(step, Product) for step in steps)
+
+
+def _has_unread(kind: Kind) -> bool:
+    """Whether there are parameters like the experts' that none of them reads."""
+    numbers = [len(step.weight.numbers) for step in kind.steps if isinstance(step, Product)]
+    return max(numbers) > max(kind.stop, 1)
 
 
 def _state(module: nn.Module) -> dict[tuple[int, str], list[Any]]:
@@ -201,7 +224,7 @@ def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | Non
     last = _last_product(first)
     try:
         idle = _followed(module, _Routing(num_experts, sizes[0], is_skewed=True, idle=last))
-    except Exception:  # every token may choose all others, which cannot be told apart
+    except Exception:  # there may be no expert that every token leaves out
         return replace(own, templates=first.templates), None
     if replace(idle, templates=first.templates) != first:
         return None
@@ -209,8 +232,11 @@ def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | Non
 
 
 def _few_tokens(num_experts: int) -> int:
-    """Tokens of which every expert gets two or more: torch treats a single row otherwise."""
-    return 3 * num_experts + 1
+    """Tokens of which every expert gets two or more: torch treats a single row otherwise.
+
+    And so many that a skewed routing gives one expert more than a limit for each would let it have.
+    """
+    return 5 * num_experts + 1
 
 
 def _last_product(program: Program) -> int | None:
@@ -271,7 +297,7 @@ def _num_classes(module: _Module) -> int:
 def _followed(module: _Module, routing: _Routing) -> Program:
     """What the module does with some tokens."""
     around, given = _prepared(module, routing)
-    with around.follower, around:
+    with around.follower, around, around.functions():
         result = called(module.call, given)
     around.follower.finish()
     if any(tensor._version for tensor in given):
