@@ -28,6 +28,7 @@ from tests.unit.graph.routed_blocks import (
     traced,
 )
 
+
 def added_to_rows(self: Block, x: Tensor) -> Tensor:
     flat = x.view(-1, WIDTH)
     weights, chosen = torch.topk(self.gate(flat), 2)

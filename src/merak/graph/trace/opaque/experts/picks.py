@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def in_range(loop: Loop, tensor: torch.Tensor, number: int, ends: tuple[int, int]) -> torch.Tensor:
-    """The rows of an expert, of a whole tensor that has those of all, one expert's behind another's.
+    """The rows of an expert, of a whole tensor that has all rows, one expert's behind the other's.
 
     Args:
         loop: as it has been followed.

@@ -141,9 +141,7 @@ class _Rows:
 def _combined(
     kind: Kind, loop: ExpertLoop, rows: _Rows, states: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The sum over every token's experts of one kind, (tokens, …); all their rows in a program that
-    has those.
-    """
+    """The sum over every token's experts of one kind, (tokens, …), or their rows by themselves."""
     import transformers.integrations.moe  # noqa: F401  # registers the grouped product
 
     made: list[Any] = []
@@ -154,10 +152,9 @@ def _combined(
     for step in kind.steps:
         own = _Made(made, rows, states, offsets, kind.stop, is_all, skips, start)
         made.append(_run(step, own))
+    last: torch.Tensor = made[-1]
     if isinstance(kind.steps[-1], Scatter):
-        total: torch.Tensor = made[-1]
-        return total
-    last = made[-1]
+        return last
     if not is_all:
         last = rows.only(last, kind.first, kind.stop)
     if loop.program.in_rows:
