@@ -72,7 +72,7 @@ def traced(way: Way) -> tuple[Model, ModelGraph]:
     return model, unpack_model(pack_model(cases.traced(model, batch(1))))
 
 
-def assert_like_eager(model: Model, graph: ModelGraph) -> None:
+def assert_like_eager(model: nn.Module, graph: ModelGraph) -> None:
     """The loss and gradients; experts that nobody asks have none."""
     named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     for seed in range(3):

@@ -341,13 +341,50 @@ class Stacks(nn.Module):
         return torch.zeros_like(flat).index_add(0, order // 2, made).view_as(x)
 
 
-class StackedModel(nn.Module):
-    """A model with two of them."""
+class OnRanges(nn.Module):
+    """Experts that are called with sorted rows, and with how many of them each has."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.w1 = nn.Parameter(0.2 * torch.randn(EXPERTS, INNER, WIDTH))
+        self.w2 = nn.Parameter(0.2 * torch.randn(EXPERTS, WIDTH, INNER))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        sizes, outs = counts.tolist(), []
+        padding = x.shape[0] - sum(sizes)
+        for i, own in enumerate(torch.split(x[: sum(sizes)], sizes, dim=0)):
+            h = F.silu(torch.matmul(own, self.w1[i].transpose(-2, -1)))
+            outs.append(torch.matmul(h, self.w2[i].transpose(-2, -1)))
+        made = torch.cat(outs, dim=0)
+        return torch.vstack((made, made.new_zeros((padding, made.shape[-1]))))
+
+
+class Counted(nn.Module):
+    """A block around them, as torchtitan's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = OnRanges()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, WIDTH)
+        scores, chosen = self.gate(flat).sigmoid().topk(2, dim=1)
+        counts = F.one_hot(chosen.view(-1), num_classes=EXPERTS).sum(0)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        index = (order // 2).reshape(-1, 1).expand(-1, WIDTH)
+        rows = torch.gather(flat, dim=0, index=index) * scores.view(-1)[order].reshape(-1, 1)
+        made = self.experts(rows, counts)
+        return torch.zeros_like(flat).scatter_add(0, index, made).view_as(x)
+
+
+class StackedModel(nn.Module):
+    """A model with two such blocks."""
+
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
         self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(Stacks() for _ in range(2))
+        self.layers = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.stem(x)
@@ -356,11 +393,18 @@ class StackedModel(nn.Module):
         return {"loss": self.head(h).square().mean()}
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-def test_stacks_of_weights_are_split(ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "ep"), [(Stacks, 1), (Stacks, 2), (Counted, 2), slow(Counted, 1)]
+)
+def test_stacks_of_weights_are_split(
+    block: type[nn.Module], ep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    model = StackedModel().train()
+    model = StackedModel(block).train()
     graph = cases.traced(model, batch(1))
     assert not opaque_nodes(graph)
-    assert {"layers.0.w1", "layers.0.w2"} <= set(tensor_parallel(graph, None, 2).weights)
+    weights = tensor_parallel(graph, None, 2, ep=ep).weights
+    names = {n for n in graph.parameters if n.rpartition(".")[2] in ("w1", "w2")}
+    assert len(names) == 4 and names <= set(weights)
+    assert_like_eager(model, graph)
     assert_parity(model, batch(1), None, 2, monkeypatch, ep=ep)

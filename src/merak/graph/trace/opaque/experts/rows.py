@@ -47,6 +47,7 @@ class ExpertLoop:
     Args:
         program: what it does around the loop.
         is_mask: whether the choices are a mask with a place for every expert, not their numbers.
+        is_counts: whether they are how many rows every expert has, of rows that lie by expert.
         num_experts: the number of experts; one more where a choice may be of none.
         is_complete: whether every choice is of these experts.
         skips_idle: whether an expert that no token chooses is not called.
@@ -55,6 +56,7 @@ class ExpertLoop:
 
     program: Program
     is_mask: bool
+    is_counts: bool
     num_experts: int
     is_complete: bool
     skips_idle: bool
@@ -111,6 +113,11 @@ class _Rows:
             size = chosen.shape[-1]
             number = torch.arange(size, device=chosen.device)
             chosen = ((chosen != 0) * (number - size)).sum(-1) + size  # `size` for none
+        if loop.is_counts:
+            steps = loop.kinds[0].steps
+            rows = next(values[step.place] for step in steps if isinstance(step, OfRows))
+            number = torch.arange(rows.shape[0], device=chosen.device)
+            chosen = torch.searchsorted(chosen.to(torch.int64).cumsum(0), number, right=True)
         experts, order = torch.sort(chosen.reshape(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
