@@ -152,7 +152,7 @@ def _sequences(source: ModelSource) -> tuple[int | None, ...]:
     limit = most_positions(source.config)
     if limit is None:
         return (None,)
-    return (REAL_SEQUENCE,) if REAL_SEQUENCE < limit[1] else (limit[1], limit[1] // 2)
+    return (REAL_SEQUENCE,) if limit[1] > REAL_SEQUENCE else (limit[1], limit[1] // 2)
 
 
 def _sharded(source: ModelSource, tp: int, tokens: int | None) -> RealWidths:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from merak.graph.trace.opaque.experts.cuts import cut_of
 from merak.graph.trace.opaque.experts.follow import Follower
 from merak.graph.trace.opaque.experts.meanings import Row, Sum, is_same_memory
-from merak.graph.trace.opaque.experts.picks import in_range
+from merak.graph.trace.opaque.experts.operands import in_range
 from merak.graph.trace.opaque.experts.steps import (
     NotALoopError,
     OfChoices,

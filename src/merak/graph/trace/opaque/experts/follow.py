@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir.operators import aten_family
-from merak.graph.trace.opaque.experts import per_row, picks, sums
+from merak.graph.trace.opaque.experts import operands, per_row, sums
 from merak.graph.trace.opaque.experts.state import Loop
 
 Rule = Callable[[Loop, Any, Any, Any], Any]
@@ -44,17 +44,17 @@ _NEW = frozenset(("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "ne
 """Operators whose result rows may be added to, or put into."""
 
 _RULES: dict[str, tuple[Rule, ...]] = {
-    "index": (picks.picked,),
-    "index_select": (picks.picked_along,),
-    "select": (picks.selected,),
-    "view": (picks.viewed,),
-    "_unsafe_view": (picks.viewed,),
-    "unsqueeze": (picks.unsqueezed,),
-    "t": (picks.flipped,),
-    "transpose": (picks.flipped,),
-    "permute": (picks.flipped,),
-    "mm": (picks.multiplied,),
-    "addmm": (picks.multiplied,),
+    "index": (operands.picked,),
+    "index_select": (operands.picked_along,),
+    "select": (operands.selected,),
+    "view": (operands.viewed,),
+    "_unsafe_view": (operands.viewed,),
+    "unsqueeze": (operands.unsqueezed,),
+    "t": (operands.flipped,),
+    "transpose": (operands.flipped,),
+    "permute": (operands.flipped,),
+    "mm": (operands.multiplied,),
+    "addmm": (operands.multiplied,),
     "add": (sums.added_to_part,),
     "add_": (sums.added_to_part,),
     "index_put": (sums.put,),

@@ -72,7 +72,7 @@ class Loop:
         self._blank: list[torch.Tensor] = []
         self._unfilled: list[torch.Tensor] = []
         self._filled: list[int] = []
-        self._alike: set[int] = set()
+        self._same_tokens: set[int] = set()
         self._known: dict[int, tuple[torch.Tensor, Meaning]] = {}
         self._whole: dict[int, tuple[torch.Tensor, int]] = {}
         for number, weight in enumerate(weights):
@@ -174,7 +174,7 @@ class Loop:
         found = self.choices.experts_of(tokens)
         if len(found) > 1:
             found = {expert: order for expert, order in found.items() if expert not in self.ends}
-            self._alike |= found.keys()
+            self._same_tokens |= found.keys()
         if not found:
             raise NotALoopError
         expert = min(found)
@@ -183,18 +183,18 @@ class Loop:
         return expert
 
     def blank(self, made: torch.Tensor, *, is_filled: bool) -> torch.Tensor:
-        """Note a new tensor that rows may be added to, or put into where it has no numbers yet."""
+        """Note a new tensor that rows may be added to, or put into where it is uninitialised."""
         self._blank.append(self.note(made, Sum()))
         self._unfilled += [] if is_filled else [made]
         return made
 
     @property
     def has_unfilled(self) -> bool:
-        """Whether there is a tensor without numbers that rows may be put into."""
+        """Whether there is an uninitialised tensor that rows may be put into."""
         return bool(self._unfilled)
 
     def is_unfilled(self, total: torch.Tensor) -> bool:
-        """Whether a tensor had no numbers before rows were put into it."""
+        """Whether a tensor was uninitialised before rows were put into it."""
         return any(is_same_memory(total, one) for one in self._unfilled)
 
     def end(self, expert: int, result: Result, before: torch.Tensor, after: torch.Tensor) -> Any:
@@ -233,7 +233,7 @@ class Loop:
         last = {type(self.steps[expert][-1]) for expert in self.ends}
         if Scatter in last and (len(last) > 1 or self.in_rows):
             raise NotALoopError
-        for expert in self._alike & self.ends.keys():
+        for expert in self._same_tokens & self.ends.keys():
             if not any(isinstance(step, Product) for step in self.steps[expert]):
                 raise NotALoopError
         if self.is_unfilled(self.total) and not self._is_full(self.total):
