@@ -196,13 +196,28 @@ def sorted_all_but_one(self: Block, x: Tensor) -> Tensor:
     return torch.zeros_like(flat).index_add(0, order // (EXPERTS - 1), made).view_as(x)
 
 
+def one_for_each(self: Block, x: Tensor) -> Tensor:
+    """There are as many rows as tokens; numbers of their ranges are found in what is sorted."""
+    flat = x.view(-1, WIDTH)
+    weight, chosen = self.gate(flat).softmax(-1).max(-1)
+    numbers, order = chosen.sort(stable=True)
+    ends = torch.searchsorted(numbers, torch.arange(EXPERTS + 1)).tolist()
+    rows, outs = flat[order], torch.empty_like(flat)
+    seen = outs.view(-1, WIDTH)
+    for i, expert in enumerate(self.experts):
+        outs[ends[i] : ends[i + 1]] = expert(rows[ends[i] : ends[i + 1]])
+    made = torch.zeros_like(flat)
+    made[order] = seen
+    return (made * weight[:, None]).view_as(x)
+
+
 FOLLOWED = (
     joined,
     with_an_auxiliary_loss,
     into_ranges,
     all_but_one,
     *map(slow, (cut_by_sizes, added_by_numbers, added_in_place, put_by_numbers)),
-    slow(sorted_all_but_one),
+    *map(slow, (sorted_all_but_one, one_for_each)),
 )
 
 
@@ -302,7 +317,27 @@ def written_to(self: Block, x: Tensor) -> Tensor:
     return torch.zeros_like(flat).index_add(0, order // 2, made).view_as(x)
 
 
+def in_an_autocast(self: Block, x: Tensor) -> Tensor:
+    """Products are in another type than where the block is called."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return joined(self, x).to(x.dtype)
+
+
+def cleared(self: Block, x: Tensor) -> Tensor:
+    """Results of the first expert are zeros again behind the loop."""
+    flat = x.view(-1, WIDTH)
+    _, chosen = routed(self, flat)
+    order = chosen.flatten().argsort()
+    sizes = chosen.flatten().bincount(minlength=EXPERTS).tolist()
+    rows = flat[order // 2].split(sizes)
+    outs = torch.cat([self.experts[i](own) for i, own in enumerate(rows)])
+    outs[: sizes[0]] = 0.0
+    return torch.zeros_like(flat).index_add(0, order // 2, outs).view_as(x)
+
+
 OTHERS = (
+    in_an_autocast,
+    slow(cleared),
     with_parts(limited),
     with_parts(rarely_limited),
     descending,

@@ -6,9 +6,9 @@ where the loop becomes operators on all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ from merak.graph.trace.opaque.experts.cuts import cut_of
 from merak.graph.trace.opaque.experts.follow import Follower
 from merak.graph.trace.opaque.experts.meanings import Row, Sum, is_same_memory
 from merak.graph.trace.opaque.experts.operands import in_range
+from merak.graph.trace.opaque.experts.program import TOTAL, Applied, Call, Program
 from merak.graph.trace.opaque.experts.steps import (
     NotALoopError,
     OfChoices,
@@ -28,13 +29,9 @@ from merak.graph.trace.opaque.experts.steps import (
     OfTokens,
     Pick,
     Step,
-    Template,
 )
 from merak.graph.trace.opaque.experts.sums import put_in_range
 from merak.graph.trace.opaque.pytree import NotPlain, fill, flatten
-
-TOTAL = -1
-"""The number of the sum over experts, once they have been added up."""
 
 _OF_VALUES = frozenset((
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
@@ -49,66 +46,6 @@ _OF_WHOLE = (OfTokens, OfChoices, OfRows, Pick)
 
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Properties that are tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function of torch on whole tensors.
-
-    Args:
-        target: the function.
-        arguments: its (args, kwargs), with slots in place of tensors.
-        operands: numbers of these tensors.
-        results: numbers of the tensors that it returns.
-        writes: whether it writes into one of its operands.
-        is_after: whether the sum over experts goes into it.
-    """
-
-    target: Any
-    arguments: Any
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    writes: bool
-    is_after: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """An autograd function, as a function of what it is applied to."""
-
-    function: type[Function]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply it."""
-        return self.function.apply(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What a module computes.
-
-    Args:
-        before: calls that lead to what the loop reads.
-        after: calls on what it gives.
-        choices: number of the experts that every token has chosen.
-        start: number of the zeros that rows are added to, or of what they are put into; None where
-            they are concatenated.
-        in_rows: whether the loop gives the rows of all experts, one expert's behind the other's.
-        outputs: numbers of the tensors that the module returns.
-        kinds: their shapes and dtypes.
-        templates: what each expert does with its rows.
-        result: what the module returns, with slots in place of tensors.
-    """
-
-    before: tuple[Call, ...]
-    after: tuple[Call, ...]
-    choices: int
-    start: int | None
-    in_rows: bool
-    outputs: tuple[int, ...]
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    templates: Mapping[int, Template]
-    result: Any
 
 
 class Around(TorchFunctionMode):
@@ -143,11 +80,14 @@ class Around(TorchFunctionMode):
         self._next = len(given)
         self._after = {TOTAL}
         self._calls: list[Call] = []
+        self._autocast = _autocasts()
         self._known = {id(t): (t, number) for number, t in enumerate(given)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call on whole tensors; pass all others on."""
         kwargs = kwargs or {}
+        if self._autocast != _autocasts():
+            raise NotALoopError  # all is called again in the autocast that the module is called in
         if (rows := self._rows_of(func, args, kwargs)) is not None:
             return rows[0]
         tensors, arguments = flatten((args, kwargs))
@@ -353,22 +293,10 @@ class Around(TorchFunctionMode):
         return tensor
 
 
-def call_again(calls: Iterable[Call], values: dict[int, torch.Tensor]) -> None:
-    """Call recorded functions on other tensors.
-
-    Args:
-        calls: in order.
-        values: tensors by number; gains the results.
-    """
-    for call in calls:
-        args, kwargs = fill(call.arguments, [values[number] for number in call.operands])
-        device = kwargs.get("device")
-        # What is made where choices are, which had values on the host, is made where they are now.
-        is_new = device is not None and not call.operands
-        if is_new or (device is not None and torch.device(device).type == "meta"):
-            kwargs = {**kwargs, "device": next(iter(values.values())).device}
-        found, _ = flatten(call.target(*args, **kwargs))
-        values.update(zip(call.results, found, strict=True))
+def _autocasts() -> list[tuple[bool, torch.dtype]]:
+    """The autocasts that are active: whether, and in which dtype, on each kind of device."""
+    kinds = ("cpu", getattr(torch.accelerator.current_accelerator(), "type", "cuda"))
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 def _renumbered(step: Step, new: Mapping[int, int]) -> Step:

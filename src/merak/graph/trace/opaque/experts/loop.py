@@ -19,8 +19,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from merak.graph.trace.opaque.experts.around import Around, Program
+from merak.graph.trace.opaque.experts.around import Around
 from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.program import Program
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights
 from merak.graph.trace.opaque.experts.steps import (
@@ -34,7 +35,7 @@ from merak.graph.trace.opaque.experts.subject import Routing, Subject
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import called, restore, undisturbed
 from merak.graph.trace.opaque.pytree import PLAIN
-from merak.graph.trace.opaque.run import attributes
+from merak.graph.trace.opaque.run import attributes, autocast_of
 
 _MOST_BEFORE = 3
 """Integers that a router may make of scores before its choices, such as of groups of experts."""
@@ -284,7 +285,8 @@ def _prepared(module: Subject, routing: Routing) -> tuple[Around, list[torch.Ten
         follower.note_whole(tensor, number)
     place = module.counts if module.place is None else module.place
     choices = None if place is None else len(states) + place
-    around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
+    with autocast_of(call):
+        around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
     return around, [*states, *inputs]
 
 

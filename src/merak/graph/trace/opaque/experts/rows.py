@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from merak.graph.trace.opaque.experts.around import TOTAL, Program, call_again
 from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR, GROUPED_VALUES
+from merak.graph.trace.opaque.experts.program import TOTAL, Program, call_again
 from merak.graph.trace.opaque.experts.steps import (
     OfChoices,
     OfRows,
