@@ -135,16 +135,27 @@ def sharded_at_real_widths(request: Request, layout: Layout, filled: Fields) -> 
     for completion in chain((filled,), _completions(request, Wanted())):
         config = request.source(completion).config
         for fields in few_layers(config, request.given):
-            try:
-                return _sharded(request.source(merged(completion, fields)), layout.tp)
-            except MerakError as failed:  # perhaps for want of a layer of each kind
-                failures.append(failed)
+            source = request.source(merged(completion, fields))
+            for tokens in _sequences(source):
+                try:
+                    return _sharded(source, layout.tp, tokens)
+                except MerakError as failed:  # perhaps for want of a layer of each kind
+                    failures.append(failed)
     raise failures[0]
 
 
-def _sharded(source: ModelSource, tp: int) -> RealWidths:
+def _sequences(source: ModelSource) -> tuple[int | None, ...]:
+    """Tokens of a sample; fewer, too, where so many are all that the model has positions for.
+
+    Some count a position for the first token that they predict.
+    """
     limit = most_positions(source.config)
-    tokens = None if limit is None else min(REAL_SEQUENCE, limit[1])
+    if limit is None:
+        return (None,)
+    return (REAL_SEQUENCE,) if limit[1] > REAL_SEQUENCE else (limit[1], limit[1] // 2)
+
+
+def _sharded(source: ModelSource, tp: int, tokens: int | None) -> RealWidths:
     workload = example_workload(source, global_batch=1, sequence=tokens)
     return real_widths(workload.graph(1), tp, workload.tokens_per_sample)
 

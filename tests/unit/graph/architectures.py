@@ -92,6 +92,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         hf.FalconConfig, hf.FalconForCausalLM, _SIZES, ".h.", alibi=True, multi_query=False,
         parallel_attn=False, bias=True,
     ),
+    "gpt_bigcode": _causal(
+        hf.GPTBigCodeConfig, hf.GPTBigCodeForCausalLM, {}, ".h.", n_layer=2, n_embd=64, n_head=8,
+        n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
     "llama": _causal(hf.LlamaConfig, hf.LlamaForCausalLM, _GROUPED, ".layers."),
     "mistral": _causal(hf.MistralConfig, hf.MistralForCausalLM, _GROUPED, ".layers."),
     "qwen3": _causal(hf.Qwen3Config, hf.Qwen3ForCausalLM, _GROUPED, ".layers.", head_dim=8),

@@ -195,11 +195,48 @@ class Separate(nn.Module):
         return x + out
 
 
+class AddAuxiliaryLoss(torch.autograd.Function):
+    """Passes its input on, and gives the loss a gradient of one, as in DeepSeek-MoE's own code."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype, ctx.required = loss.dtype, loss.requires_grad
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        own = torch.ones(1, dtype=ctx.dtype, device=gradient.device) if ctx.required else None
+        return gradient, own
+
+
+class Sorted(Separate):
+    """Such experts on ranges of rows that are sorted by expert, with a loss for their balance."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x).softmax(-1)
+        weights, chosen = scores.topk(2, dim=-1)
+        numbers = chosen.view(-1)
+        order = numbers.argsort()
+        ends = numbers.bincount(minlength=len(self.experts)).cpu().numpy().cumsum(0)
+        rows, made, start = x[order // 2], [], 0
+        for expert, end in zip(self.experts, ends, strict=True):
+            if start < end or not self.skips_idle:
+                made.append(expert(rows[start:end]))
+            start = end
+        results = torch.empty_like(rows)
+        results[order] = torch.cat(made)
+        out = (results.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+        often = nn.functional.one_hot(numbers, len(self.experts)).to(x.dtype).mean(0)
+        added: torch.Tensor = AddAuxiliaryLoss.apply(out, (scores.mean(0) * often).sum() * 0.1)
+        return x + added
+
+
 PLAIN: dict[str, Any] = {
     "gshard": Dispatched,
     "looped": Looped,
     "separate": Separate,
     "all_called": partial(Separate, skips_idle=False),
+    "sorted": Sorted,
 }
 """Layers of experts that are no model of transformers'."""
 

@@ -21,6 +21,9 @@ from merak.core.source_lines import is_library, with_text
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _DEPENDS_ON_VALUES = (*_NEEDS_VALUES, GuardOnDataDependentSymNode)
+_NO_ARRAY = ".numpy() is not supported"
+"""Of the error of a fake tensor whose values are read as an array of NumPy."""
+
 _SHARED_CODE = ("/transformers/modeling_utils.py", "/transformers/masking_utils.py")
 """Code of transformers that is no single model's; an error in it is one of the line that calls it.
 """
@@ -59,7 +62,7 @@ def explain(
         if isinstance(cause, TraceError):
             return cause
     name = type(model).__name__
-    if not any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in causes(error)):
+    if not any(map(_depends_on_values, causes(error))):
         own = _error_of(call_eagerly)
         if isinstance(own, TraceError):
             return own
@@ -75,7 +78,7 @@ def explain(
                 "and correct the model, its config, or the batch."
             )
     place = _place(model, loss_fn, error)
-    if any(isinstance(cause, _DEPENDS_ON_VALUES) for cause in causes(error)):
+    if any(map(_depends_on_values, causes(error))):
         return UntraceableError(
             f"{name} cannot be traced at {place}: what runs next, or a shape, depends there on the "
             f"values of a tensor ({_reason(error)}); use torch.where, fixed sizes, or switch the "
@@ -87,6 +90,10 @@ def explain(
         "plain torch operators, or switch the feature off in the model's config.",
         f"{place}: {_reason(error)}",
     )
+
+
+def _depends_on_values(error: BaseException) -> bool:
+    return isinstance(error, _DEPENDS_ON_VALUES) or _NO_ARRAY in str(error)
 
 
 def _fake_tensor_of(model: nn.Module) -> str:

@@ -37,6 +37,8 @@ from tests.unit.graph.lockstep import assert_parity
         *(slow(name, 4, False) for name in ("gpt_oss", "qwen3_moe", "switch", "separate")),
         slow("switch", 2, True),
         ("separate", 2, False),
+        ("sorted", 2, False),
+        slow("sorted", 4, False),
     ],
 )
 def test_gradients_equal_those_of_one_process(

@@ -182,7 +182,7 @@ _PRODUCTS: Mapping[str, Rule] = {
 
 _FAMILIES: Sequence[tuple[Callable[[Operator], Decision], Collection[str]]] = (
     (_product, _PRODUCTS),
-    (_same_parts(views.transpose), TRANSPOSES),
+    (_same_parts(views.transpose), TRANSPOSES | {"unsqueeze"}),
     (_view, RESHAPES),
     (_slice, ("slice",)),
     # One element of a dim is no fused part.

@@ -107,6 +107,8 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     def add(node: fx.Node, kind: Collective, apart: bool = False) -> None:
         meta = node.meta["tensor"]
         numel = math.prod(meta.shape) if isinstance(meta, TensorMeta) else 0
+        if isinstance(placed := propagation.placements[node], PartlySharded):  # of whole parts
+            numel = numel * sum(placed.parts[i] for i in placed.whole) // sum(placed.parts)
         found[node, kind, apart] = Transfer(kind, numel, node in weights)
 
     for node, need in conversions(graph, propagation):

@@ -6,7 +6,9 @@ checked with several sets of values, and again when the module runs.
 
 from __future__ import annotations
 
+import gc
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -26,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.explain import causes
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
@@ -105,7 +108,12 @@ def probe(
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_probe, _Probe(call, metas, real, device, modes)).result()
+        future = pool.submit(_probe, _Probe(call, metas, real, device, modes))
+    if (failure := future.exception()) is not None:  # whose frames hold weights and activations
+        for error in causes(failure):
+            traceback.clear_frames(error.__traceback__)
+        gc.collect()
+    return future.result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,15 @@ def test_a_fused_kv_head_stays_whole_beside_split_queries() -> None:
     assert torch.equal(join(shares, shards[name]), whole)
 
 
+def test_of_a_fused_weight_the_ranks_sum_the_whole_parts_gradient() -> None:
+    architecture = ARCHITECTURES["gpt_bigcode"]  # 8 heads of 8 queries, one of keys and values
+    graph = cases.traced(architecture.build(), architecture.batch())
+    parallel = tensor_parallel(graph, None, 2)
+    (segment,) = (s for s in graph.segments if "transformer.h.0.attn.c_attn.weight" in s.parameters)
+    sums = [transfer.numel for transfer in parallel.split(segment).transfers if transfer.of_weights]
+    assert sorted(sums) == [16, 16 * 64]
+
+
 class Tower(nn.Module):
     """Layers that no library has: fused halves, a scale per channel, and a lone layer."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
@@ -298,3 +300,39 @@ def test_of_modules_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch)
     tried.clear()
     build_graph(GraphSource(Model(Ranged)), COLUMNS, training=True)
     assert tried == ["blocks.0.range", "blocks.1.range"]  # whose buffers hold numbers of their own
+
+
+SEEN: list[weakref.ref[torch.Tensor]] = []
+"""Activations of modules that fail."""
+
+
+class Fails(nn.Module):
+    """Computes something, and fails for what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if not isinstance(y, FakeTensor):
+            SEEN.append(weakref.ref(y))
+        places = (y > 0).nonzero().tolist()
+        return y * places[y.numel()][0]
+
+
+class Surrounded(nn.Module):
+    """A model with such a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Fails()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.inner(x), labels)
+
+
+def test_a_failed_call_lets_go_of_what_it_has_computed() -> None:
+    with pytest.raises(TraceError, match="it fails on synthetic values") as caught:
+        build_graph(GraphSource(Surrounded()), COLUMNS, training=True)
+    assert SEEN and all(ref() is None for ref in SEEN), caught

@@ -6,16 +6,11 @@ one opaque operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.serialize import pack_model, unpack_model
-from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.graph.trace.opaque.operator import opaque_nodes
@@ -23,37 +18,15 @@ from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_models import build
 from tests.unit.graph.lockstep import assert_parity
-
-WIDTH, INNER, EXPERTS = 16, 24, 4
-Way = Callable[["Block", Tensor], Tensor]
-
-
-class Expert(nn.Module):
-    """Gated, with names that differ in a number, and a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return result
-
-
-class Block(nn.Module):
-    """A block, whose forward is one of several."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__()
-        self.way = way
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.shared = Expert()
-        self.calls = {"forward": 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.way(self, x)
+from tests.unit.graph.routed_blocks import (
+    EXPERTS,
+    WIDTH,
+    Block,
+    Way,
+    assert_like_eager,
+    batch,
+    traced,
+)
 
 
 def added_to_rows(self: Block, x: Tensor) -> Tensor:
@@ -220,52 +193,6 @@ def in_an_order(self: Block, x: Tensor) -> Tensor:
         if mask.any():
             total[mask] = expert(flat[mask]) * weight[mask].unsqueeze(-1) + total.mean()
     return total.view_as(x)
-
-
-class Model(nn.Module):
-    """Two blocks."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(Block(way) for _ in range(2))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.stem(x)
-        for layer in self.layers:
-            h = h + layer(F.layer_norm(h, (WIDTH,)))
-        return {"loss": self.head(h).square().mean()}
-
-
-def batch(seed: int) -> dict[str, Tensor]:
-    """Of the last one, all tokens are alike: there are experts that nobody asks."""
-    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(seed))
-    return {"x": x if seed else x[:1, :1].expand_as(x).contiguous()}
-
-
-def traced(way: Way) -> tuple[Model, ModelGraph]:
-    torch.manual_seed(0)
-    model = Model(way).train()
-    return model, unpack_model(pack_model(cases.traced(model, batch(1))))
-
-
-def assert_like_eager(model: Model, graph: ModelGraph) -> None:
-    """The loss and gradients; experts that nobody asks have none."""
-    named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    for seed in range(3):
-        others = {**cases.buffers(model, graph), **batch(seed)}
-        model.zero_grad()
-        loss = model(**batch(seed))["loss"]
-        loss.backward()
-        found = cases.run_model(graph, named, others, lambda part, own: runnable(part)(*own))
-        found.backward()
-        assert torch.allclose(found, loss, rtol=1e-6)
-        for name, parameter in model.named_parameters():
-            own = named[name].grad
-            assert (own is None) == (parameter.grad is None), name
-            if own is not None and parameter.grad is not None:
-                assert torch.allclose(own, parameter.grad, rtol=1e-5, atol=1e-7), name
-            named[name].grad = None
 
 
 @pytest.mark.parametrize(

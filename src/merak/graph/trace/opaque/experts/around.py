@@ -6,26 +6,32 @@ where the loop becomes operators on all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from merak.graph.trace.opaque.experts.follow import Follower, is_same_memory
+from merak.graph.trace.opaque.experts.cuts import cut_of
+from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.meanings import Row, Sum, is_same_memory
+from merak.graph.trace.opaque.experts.operands import in_range
+from merak.graph.trace.opaque.experts.program import TOTAL, Applied, Call, Program
 from merak.graph.trace.opaque.experts.steps import (
     NotALoopError,
     OfChoices,
+    OfRows,
     OfTokens,
+    Pick,
     Step,
-    Template,
 )
-from merak.graph.trace.opaque.pytree import fill, flatten
-
-TOTAL = -1
-"""The number of the sum over experts, once they have been added up."""
+from merak.graph.trace.opaque.experts.sums import put_in_range
+from merak.graph.trace.opaque.pytree import NotPlain, fill, flatten
 
 _OF_VALUES = frozenset((
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount",
@@ -35,54 +41,11 @@ _OF_VALUES = frozenset((
 _MAKES_SUM = frozenset(("zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"))
 """Functions whose result rows may be added to, or put into."""
 
+_OF_WHOLE = (OfTokens, OfChoices, OfRows, Pick)
+"""Steps that read a whole tensor."""
+
 _VIEWS = frozenset(("T", "mT", "H", "mH"))
 """Properties that are tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a function of torch on whole tensors.
-
-    Args:
-        target: the function.
-        arguments: its (args, kwargs), with slots in place of tensors.
-        operands: numbers of these tensors.
-        results: numbers of the tensors that it returns.
-        writes: whether it writes into one of its operands.
-        is_after: whether the sum over experts goes into it.
-    """
-
-    target: Any
-    arguments: Any
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-    writes: bool
-    is_after: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """What a module computes.
-
-    Args:
-        before: calls that lead to what the loop reads.
-        after: calls on what it gives.
-        choices: number of the experts that every token has chosen.
-        start: number of the zeros that rows are added to.
-        outputs: numbers of the tensors that the module returns.
-        kinds: their shapes and dtypes.
-        templates: what each expert does with its rows.
-        result: what the module returns, with slots in place of tensors.
-    """
-
-    before: tuple[Call, ...]
-    after: tuple[Call, ...]
-    choices: int
-    start: int
-    outputs: tuple[int, ...]
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    templates: Mapping[int, Template]
-    result: Any
 
 
 class Around(TorchFunctionMode):
@@ -117,17 +80,48 @@ class Around(TorchFunctionMode):
         self._next = len(given)
         self._after = {TOTAL}
         self._calls: list[Call] = []
+        self._autocast = _autocasts()
         self._known = {id(t): (t, number) for number, t in enumerate(given)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record a call on whole tensors; pass all others on."""
         kwargs = kwargs or {}
+        if self._autocast != _autocasts():
+            raise NotALoopError  # all is called again in the autocast that the module is called in
+        if (rows := self._rows_of(func, args, kwargs)) is not None:
+            return rows[0]
         tensors, arguments = flatten((args, kwargs))
         numbers = [self._number(tensor) for tensor in tensors]
         operands = tuple(number for number in numbers if number is not None)
         if len(operands) < len(numbers) or _is_of_values(func, args):
             return func(*args, **kwargs)
         return self._run(func, tensors, arguments, operands)
+
+    @contextmanager
+    def functions(self) -> Iterator[None]:
+        """Record calls of autograd functions on whole tensors, too."""
+        original: Any = vars(Function)["apply"].__func__
+        is_inside = False
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            try:
+                tensors, arguments = flatten((args, kwargs))
+            except NotPlain:
+                return original(cls, *args, **kwargs)
+            numbers = [self._number(tensor) for tensor in tensors]
+            operands = tuple(number for number in numbers if number is not None)
+            if is_inside or len(operands) < len(numbers):
+                return original(cls, *args, **kwargs)
+            is_inside = True
+            try:
+                with torch._C.DisableTorchFunction():
+                    return self._run(Applied(cls), tensors, arguments, operands)
+            finally:
+                is_inside = False
+
+        with mock.patch.object(Function, "apply", classmethod(apply)):
+            yield
 
     def program(self, result: Any) -> Program:
         """What the module computes, without what nobody reads.
@@ -139,12 +133,13 @@ class Around(TorchFunctionMode):
         numbers = [self._number(leaf) for leaf in leaves]
         outputs = [number for number in numbers if number is not None]
         follower = self.follower
-        if len(outputs) < len(numbers) or self.choices is None or follower.start is None:
+        if len(outputs) < len(numbers) or self.choices is None:
             raise NotALoopError
-        start = self._known[id(follower.start)][1]
+        start = None if follower.start is None else self._known[id(follower.start)][1]
         steps = [step for own in follower.templates.values() for step in own]
-        places = [step.place for step in steps if isinstance(step, (OfTokens, OfChoices))]
-        calls = _needed(self._calls, {*outputs, *places, self.choices, start})
+        places = [step.place for step in steps if isinstance(step, _OF_WHOLE)]
+        starts = () if start is None else (start,)
+        calls = _needed(self._calls, {*outputs, *places, self.choices, *starts})
         if TOTAL not in {*outputs, *(n for call in calls for n in call.operands)}:
             raise NotALoopError
         made = dict.fromkeys(number for call in calls for number in call.results)
@@ -162,7 +157,8 @@ class Around(TorchFunctionMode):
             before=tuple(call for call in calls if not call.is_after),
             after=tuple(call for call in calls if call.is_after),
             choices=new[self.choices],
-            start=new[start],
+            start=None if start is None else new[start],
+            in_rows=follower.in_rows,
             outputs=tuple(new[n] for n in outputs),
             kinds=tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves),
             templates={
@@ -172,14 +168,45 @@ class Around(TorchFunctionMode):
             result=template,
         )
 
+    def _rows_of(self, func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Rows of experts that a function takes from a whole tensor that has those of all.
+
+        Or nothing, for one that puts them there; None for another function.
+        """
+        follower, name = self.follower, _name(func)
+        ranges, x = follower.ranges, args[0] if args else None
+        _, number = self._known.get(id(x), (x, TOTAL))
+        is_put = name == "__setitem__" and isinstance(follower.meaning(args[2]), Row)
+        if ranges is None or not isinstance(x, torch.Tensor) or follower.is_weight(x):
+            return None
+        if x.shape[:1] != (ranges.num_rows,) or (number in self._after and not is_put):
+            return None
+        cut = cut_of(name, args, kwargs)
+        if cut is None or not all(ends in ranges.experts for ends in cut.ends):
+            return None
+        if is_put:
+            if cut.others or not isinstance(follower.meaning(x), Sum):
+                raise NotALoopError
+            with follower.paused():
+                func(*args, **kwargs)
+            put_in_range(follower, x, cut.ends[0], args[2])
+            return (None,)
+        if name == "__setitem__":
+            return None
+        rows = tuple(in_range(follower, x, number, ends) for ends in cut.ends)
+        if cut.others:
+            return (rows[0][(slice(None), *cut.others)],)
+        return (rows[0] if cut.is_one else rows,)
+
     def _number(self, tensor: torch.Tensor) -> int | None:
         """The number of a whole tensor; None for rows, and for what depends on values."""
         total = self.follower.total
         if total is not None and tensor is total:
             return TOTAL
-        if total is not None and tensor.is_meta and is_same_memory(tensor, total):
-            return self._reshaped(tensor)
         known = self._known.get(id(tensor))
+        is_before = known is None or known[1] not in self._after
+        if is_before and total is not None and tensor.is_meta and is_same_memory(tensor, total):
+            return self._reshaped(tensor)
         return None if known is None else known[1]
 
     def _reshaped(self, tensor: torch.Tensor) -> int:
@@ -202,14 +229,19 @@ class Around(TorchFunctionMode):
         values = [t.to("meta") if is_meta and not t.is_meta else t for t in tensors]
         args, kwargs = fill(arguments, values)
         is_weight = bool(tensors) and all(self.follower.is_weight(t) for t in tensors)
+        versions = [value._version for value in values]
         with self.follower.paused(not is_weight and name not in _MAKES_SUM):
             result = func(*args, **kwargs)
         if func is functional.one_hot:
             self.num_classes = result.shape[-1]
-        found, template = flatten(result)
-        if not found and name != "__setitem__":
+        try:
+            found, template = flatten(result)
+        except NotPlain:
+            return result  # such as an array of NumPy
+        written = [v for v, old in zip(values, versions, strict=True) if v._version != old]
+        if not written and (not found or any(result is tensor for tensor in tensors)):
             return result
-        if name == "__setitem__" or (_is_property(func) and name not in _VIEWS):
+        if _is_property(func) and name not in _VIEWS:
             raise NotALoopError
         if any(t.requires_grad for t in values) and not torch.is_grad_enabled():
             raise NotALoopError  # what is called again would have gradients
@@ -219,13 +251,25 @@ class Around(TorchFunctionMode):
         if is_after:
             self._after |= {*numbers}
             self.follower.is_read = True
-        writes = any(own is value for own in found for value in values)
-        self._calls.append(Call(func, arguments, operands, numbers, writes, is_after))
+        self._check_written(written, tensors, is_after)
+        self._calls.append(Call(func, arguments, operands, numbers, bool(written), is_after))
         if self.choices is None and is_meta:
-            scores = values[0].shape[-1] if values[0].is_floating_point() else 0
+            is_scores = values[0].is_floating_point() and values[0].ndim > 0
+            scores = values[0].shape[-1] if is_scores else 0
             classes = [self._classes[n] for n in operands if n in self._classes] or [scores]
             self._make_choices(found, numbers, classes[0])
         return fill(template, [self._noted(*own) for own in zip(found, numbers, strict=True)])
+
+    def _check_written(
+        self, written: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], is_after: bool
+    ) -> None:
+        """Note that other views of what the sum goes into are read behind it, too."""
+        for value in written:
+            if not any(value is tensor for tensor in tensors):
+                raise NotALoopError  # its values would not be those that the code reads
+            for known, number in self._known.values() if is_after else ():
+                if known.is_meta == value.is_meta and is_same_memory(known, value):
+                    self._after.add(number)
 
     def _make_choices(
         self, found: list[torch.Tensor], numbers: Sequence[int], num_scores: int
@@ -237,10 +281,10 @@ class Around(TorchFunctionMode):
                 if self._num_before >= 0:
                     self._classes[numbers[i]] = num_scores
                     continue
+                self.num_classes = num_scores
                 found[i], self.choices = self._choose(tuple(tensor.shape)), numbers[i]
                 for known, number in list(self._known.values()):
                     self.follower.note_whole(known, number)
-                self.num_classes = num_scores
                 return
 
     def _noted(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
@@ -249,24 +293,14 @@ class Around(TorchFunctionMode):
         return tensor
 
 
-def call_again(calls: Iterable[Call], values: dict[int, torch.Tensor]) -> None:
-    """Call recorded functions on other tensors.
-
-    Args:
-        calls: in order.
-        values: tensors by number; gains the results.
-    """
-    for call in calls:
-        args, kwargs = fill(call.arguments, [values[number] for number in call.operands])
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "meta":
-            kwargs = {**kwargs, "device": next(iter(values.values())).device}
-        found, _ = flatten(call.target(*args, **kwargs))
-        values.update(zip(call.results, found, strict=True))
+def _autocasts() -> list[tuple[bool, torch.dtype]]:
+    """The autocasts that are active: whether, and in which dtype, on each kind of device."""
+    kinds = ("cpu", getattr(torch.accelerator.current_accelerator(), "type", "cuda"))
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 def _renumbered(step: Step, new: Mapping[int, int]) -> Step:
-    if isinstance(step, (OfTokens, OfChoices)):
+    if isinstance(step, _OF_WHOLE):
         return replace(step, place=new[step.place])
     return step
 

@@ -7,11 +7,10 @@ grouped product in the place of every product. Its weights can be split over ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -20,15 +19,23 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from merak.graph.trace.opaque.experts.around import Around, Program
+from merak.graph.trace.opaque.experts.around import Around
 from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.program import Program
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights
-from merak.graph.trace.opaque.experts.steps import Choices, NotALoopError, Product, Template
+from merak.graph.trace.opaque.experts.steps import (
+    NotALoopError,
+    Product,
+    Ranges,
+    Scatter,
+    Template,
+)
+from merak.graph.trace.opaque.experts.subject import Routing, Subject
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import called, restore, undisturbed
 from merak.graph.trace.opaque.pytree import PLAIN
-from merak.graph.trace.opaque.run import attributes
+from merak.graph.trace.opaque.run import attributes, autocast_of
 
 _MOST_BEFORE = 3
 """Integers that a router may make of scores before its choices, such as of groups of experts."""
@@ -47,90 +54,40 @@ def expert_loop_of(
         tensors: its tensors; the module's own first.
         has_mask: whether its input of three dims is a mask of choices, each of one expert or none.
     """
-    inputs = tensors[len(call.states) :]
-    chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
     hooks, _ = call.module._get_backward_hooks()
-    if len(chosen) > 1 or call.scalars or hooks or call.module._get_backward_pre_hooks():
-        return None
-    if chosen and inputs[chosen[0]].dtype is not torch.int64:
-        return None
-    if chosen and inputs[chosen[0]].ndim not in ((1, 2, 3) if has_mask else (1, 2)):
-        return None
-    if not chosen and (not inputs or inputs[0].ndim < 2):
-        return None
-    if not chosen and not _possible_stacks(call, tensors[: call.parameters]):
+    if call.scalars or hooks or call.module._get_backward_pre_hooks():
         return None
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_found, _Module(call, tensors, *chosen)).result()
+        found = pool.map(_found, _subjects(call, tensors, has_mask))
+        return next((loop for loop in found if loop is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A call, on tensors that have no values.
-
-    Args:
-        call: the call.
-        tensors: its tensors; the module's own first.
-        place: of the choices among its inputs; None where it makes them itself.
-        num_before: how many integers it then makes of scores before the choices.
-    """
-
-    call: OpaqueCall
-    tensors: Sequence[torch.Tensor]
-    place: int | None = None
-    num_before: int = 0
-
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]:
-        """What it is called with."""
-        return self.tensors[len(self.call.states) :]
-
-    @property
-    def choices(self) -> torch.Tensor | None:
-        """The choices, where it is called with them."""
-        return None if self.place is None else self.inputs[self.place]
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens."""
-        if self.choices is not None:
-            return self.choices.shape[0]
-        shape = self.inputs[0].shape
-        return math.prod(shape[:2]) if len(shape) > 2 else shape[0]
+def _subjects(
+    call: OpaqueCall, tensors: Sequence[torch.Tensor], has_mask: bool
+) -> Iterator[Subject]:
+    """What the module may be called with: choices, how many rows every expert has, or neither."""
+    inputs, numbers = (
+        tensors[len(call.states) :],
+        _possible_stacks(call, tensors[: call.parameters]),
+    )
+    chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
+    if not chosen and inputs and inputs[0].ndim > 1 and numbers:
+        yield Subject(call, tensors)
+    has_choices = len(chosen) == 1 and inputs[chosen[0]].dtype is torch.int64
+    if has_choices and inputs[chosen[0]].ndim in ((1, 2, 3) if has_mask else (1, 2)):
+        yield Subject(call, tensors, *chosen)
+    counts = [i for i, t in enumerate(inputs) if tuple(t.shape) in {(n,) for n in numbers}]
+    if len(counts) == 1 and chosen in ([], counts) and any(t.ndim == 2 for t in inputs):
+        yield Subject(call, tensors, counts=counts[0])
 
 
-@dataclass(frozen=True, slots=True)
-class _Routing:
-    """Which experts some tokens choose: neighbouring ones, the next token from the next one on.
-
-    Args:
-        num_experts: the number of experts.
-        num_tokens: the number of tokens.
-        is_skewed: whether two tokens begin with each expert, and all others with the last.
-        idle: an expert that no token chooses; None for none.
-    """
-
-    num_experts: int
-    num_tokens: int
-    is_skewed: bool = False
-    idle: int | None = None
-
-    def choices(self, num_choices: int) -> Choices:
-        """The choices, so many for each token."""
-        experts = torch.tensor([e for e in range(self.num_experts) if e != self.idle])
-        first = torch.arange(self.num_tokens)
-        if self.is_skewed:
-            first = (first // 2).clamp(max=len(experts) - 1)
-        index = experts[(first[:, None] + torch.arange(num_choices)) % len(experts)]
-        return Choices.of(index, self.num_experts)
-
-
-def _found(module: _Module) -> ExpertLoop | None:
+def _found(module: Subject) -> ExpertLoop | None:
     call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
         before, state = attributes(call.module), _state(call.module)
-        for num_before in range(_MOST_BEFORE + 1 if module.place is None else 1):
+        makes_choices = module.place is None and module.counts is None
+        for num_before in range(_MOST_BEFORE + 1 if makes_choices else 1):
             module = replace(module, num_before=num_before)
             num_classes = _num_classes(module)
             for num_experts in _possible_numbers(module, num_classes):
@@ -153,14 +110,26 @@ def _found(module: _Module) -> ExpertLoop | None:
     have_products = [kind for kind in kinds if _has_products(kind.steps)]
     if len(have_products) != 1 or have_products[0].first or len(kinds) > 2:
         return None
+    by_rows = program.in_rows or isinstance(kinds[0].steps[-1], Scatter)
+    if (by_rows and len(kinds) > 1) or (not skips_idle and _has_unread(have_products[0])):
+        return None
     is_mask = module.choices is not None and module.choices.ndim == 3
-    is_complete = num_experts == num_classes
-    loop = ExpertLoop(program, is_mask, num_experts, is_complete, skips_idle, kinds)
+    is_complete = num_experts == num_classes and module.counts is None
+    is_counts = module.counts is not None
+    if is_counts and not by_rows:
+        return None
+    loop = ExpertLoop(program, is_mask, is_counts, num_experts, is_complete, skips_idle, kinds)
     return loop if _has_operators(loop, module) else None
 
 
 def _has_products(steps: Template) -> bool:
     return any(isinstance(step, Product) for step in steps)
+
+
+def _has_unread(kind: Kind) -> bool:
+    """Whether there are parameters like the experts' that none of them reads."""
+    numbers = [len(step.weight.numbers) for step in kind.steps if isinstance(step, Product)]
+    return max(numbers) > max(kind.stop, 1)
 
 
 def _state(module: nn.Module) -> dict[tuple[int, str], list[Any]]:
@@ -171,7 +140,7 @@ def _state(module: nn.Module) -> dict[tuple[int, str], list[Any]]:
     }
 
 
-def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
+def _has_operators(loop: ExpertLoop, module: Subject) -> bool:
     """Whether operators on all rows give what the module returns, as far as sizes and types."""
     given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors]
     try:
@@ -181,17 +150,17 @@ def _has_operators(loop: ExpertLoop, module: _Module) -> bool:
     return [(tuple(t.shape), t.dtype) for t in made] == list(loop.program.kinds)
 
 
-def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | None] | None:
+def _programs(module: Subject, num_experts: int) -> tuple[Program, Program | None] | None:
     """What the module does, which is the same for any number of tokens, whatever they choose.
 
     And what it does where the last expert that multiplies is idle; None where that cannot be told.
     """
     sizes = _few_tokens(num_experts), _few_tokens(num_experts) + 2
     try:
-        first, other = (_followed(module, _Routing(num_experts, size)) for size in sizes)
+        first, other = (_followed(module, Routing(num_experts, size)) for size in sizes)
         # A number that its code has read from the choices would differ.
-        skewed = _followed(module, _Routing(num_experts, sizes[0], is_skewed=True))
-        own = _followed(module, _Routing(num_experts, module.num_tokens))
+        skewed = _followed(module, Routing(num_experts, sizes[0], is_skewed=True))
+        own = _followed(module, Routing(num_experts, module.num_tokens))
     except Exception:  # whatever the module's code does with tensors that have no values
         return None
     if skewed != first or other.templates != first.templates:
@@ -200,8 +169,8 @@ def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | Non
         return None
     last = _last_product(first)
     try:
-        idle = _followed(module, _Routing(num_experts, sizes[0], is_skewed=True, idle=last))
-    except Exception:  # every token may choose all others, which cannot be told apart
+        idle = _followed(module, Routing(num_experts, sizes[0], is_skewed=True, idle=last))
+    except Exception:  # there may be no expert that every token leaves out
         return replace(own, templates=first.templates), None
     if replace(idle, templates=first.templates) != first:
         return None
@@ -209,8 +178,11 @@ def _programs(module: _Module, num_experts: int) -> tuple[Program, Program | Non
 
 
 def _few_tokens(num_experts: int) -> int:
-    """Tokens of which every expert gets two or more: torch treats a single row otherwise."""
-    return 3 * num_experts + 1
+    """Tokens of which every expert gets two or more: torch treats a single row otherwise.
+
+    And so many that a skewed routing gives one expert more than a limit for each would let it have.
+    """
+    return 5 * num_experts + 1
 
 
 def _last_product(program: Program) -> int | None:
@@ -230,7 +202,7 @@ def _skips_idle(program: Program, idle: Program | None) -> bool | None:
     return None if idle is None else _last_product(program) not in idle.templates
 
 
-def _possible_numbers(module: _Module, num_classes: int) -> Iterator[int]:
+def _possible_numbers(module: Subject, num_classes: int) -> Iterator[int]:
     """How many experts there may be, or one more where a choice may be of none."""
     if num_classes:
         yield num_classes
@@ -246,21 +218,23 @@ def _possible_stacks(call: OpaqueCall, parameters: Sequence[torch.Tensor]) -> li
     return sorted(counts | {len(stack) for stack in parameters if stack.ndim == 3})
 
 
-def _fails(module: _Module, num_experts: int) -> bool:
+def _fails(module: Subject, num_experts: int) -> bool:
     """Whether the module's own code fails where tokens choose among so many experts."""
     try:
-        _followed(module, _Routing(num_experts, _few_tokens(num_experts)))
+        _followed(module, Routing(num_experts, _few_tokens(num_experts)))
     except Exception as error:
         return not isinstance(error, NotALoopError)
     return False
 
 
-def _num_classes(module: _Module) -> int:
+def _num_classes(module: Subject) -> int:
     """How many different choices there are, by a mask or by scores; 0 if they do not tell."""
     if module.choices is not None and module.choices.ndim == 3:
         return module.choices.shape[-1] + 1
+    if module.counts is not None:
+        return module.inputs[module.counts].shape[0]
     try:
-        around, given = _prepared(module, _Routing(1, 1))
+        around, given = _prepared(module, Routing(1, 1))
     except NotALoopError:
         return 0
     with suppress(Exception), around.follower, around:  # only for the mask, which comes first
@@ -268,10 +242,10 @@ def _num_classes(module: _Module) -> int:
     return around.num_classes
 
 
-def _followed(module: _Module, routing: _Routing) -> Program:
+def _followed(module: Subject, routing: Routing) -> Program:
     """What the module does with some tokens."""
     around, given = _prepared(module, routing)
-    with around.follower, around:
+    with around.follower, around, around.functions():
         result = called(module.call, given)
     around.follower.finish()
     if any(tensor._version for tensor in given):
@@ -279,7 +253,7 @@ def _followed(module: _Module, routing: _Routing) -> Program:
     return around.program(result)
 
 
-def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Tensor]]:
+def _prepared(module: Subject, routing: Routing) -> tuple[Around, list[torch.Tensor]]:
     """What follows the module, and what the module is called with."""
     call, num_tokens, num_experts = module.call, routing.num_tokens, routing.num_experts
     separate = separate_weights(call, module.tensors[: call.parameters], num_experts)
@@ -300,13 +274,19 @@ def _prepared(module: _Module, routing: _Routing) -> tuple[Around, list[torch.Te
     def given(place: int, tensor: torch.Tensor) -> torch.Tensor:
         if place == module.place:
             return choose((num_tokens, *tensor.shape[1:]))
+        if place == module.counts:
+            return torch.tensor(counts).to(tensor.dtype)
         return _of_tokens(tensor, module.num_tokens, num_tokens)
 
+    counts = routing.counts(num_tokens)
+    follower.ranges = None if module.counts is None else Ranges.of(counts)
     inputs = [given(place, tensor) for place, tensor in enumerate(module.inputs)]
     for number, tensor in enumerate(inputs, len(states)):
         follower.note_whole(tensor, number)
-    choices = None if module.place is None else len(states) + module.place
-    around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
+    place = module.counts if module.place is None else module.place
+    choices = None if place is None else len(states) + place
+    with autocast_of(call):
+        around = Around(follower, [*states, *inputs], choices, choose, module.num_before)
     return around, [*states, *inputs]
 
 

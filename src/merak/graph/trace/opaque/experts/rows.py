@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from merak.graph.trace.opaque.experts.around import TOTAL, Program, call_again
 from merak.graph.trace.opaque.experts.grouped_linear import GROUPED_LINEAR, GROUPED_VALUES
+from merak.graph.trace.opaque.experts.program import TOTAL, Program, call_again
 from merak.graph.trace.opaque.experts.steps import (
     OfChoices,
+    OfRows,
     OfTokens,
+    Pick,
     Product,
     Result,
+    Scatter,
     Step,
     Template,
     Weight,
@@ -44,6 +47,7 @@ class ExpertLoop:
     Args:
         program: what it does around the loop.
         is_mask: whether the choices are a mask with a place for every expert, not their numbers.
+        is_counts: whether they are how many rows every expert has, of rows that lie by expert.
         num_experts: the number of experts; one more where a choice may be of none.
         is_complete: whether every choice is of these experts.
         skips_idle: whether an expert that no token chooses is not called.
@@ -52,6 +56,7 @@ class ExpertLoop:
 
     program: Program
     is_mask: bool
+    is_counts: bool
     num_experts: int
     is_complete: bool
     skips_idle: bool
@@ -73,8 +78,10 @@ def grouped_experts(
     rows, states = _Rows.of(loop, values), tensors[: len(call.states)]
     parts = [_combined(kind, loop, rows, states) for kind in loop.kinds]
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
-    start = values[program.start]
-    values[TOTAL] = total.to(start.dtype).view(start.shape)
+    if program.start is not None:
+        start = values[program.start]
+        total = total.to(start.dtype).view(start.shape)
+    values[TOTAL] = total
     call_again(program.after, values)
     return [values[number] for number in program.outputs]
 
@@ -106,6 +113,11 @@ class _Rows:
             size = chosen.shape[-1]
             number = torch.arange(size, device=chosen.device)
             chosen = ((chosen != 0) * (number - size)).sum(-1) + size  # `size` for none
+        if loop.is_counts:
+            steps = loop.kinds[0].steps
+            rows = next(values[step.place] for step in steps if isinstance(step, OfRows))
+            number = torch.arange(rows.shape[0], device=chosen.device)
+            chosen = torch.searchsorted(chosen.to(torch.int64).cumsum(0), number, right=True)
         experts, order = torch.sort(chosen.reshape(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
@@ -121,6 +133,11 @@ class _Rows:
         """The value of every row's choice, such as its weight."""
         return self.values[place].reshape(-1, *tail)[self.order]
 
+    def only(self, values: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Values of rows, which are zeros for rows of other experts than some."""
+        is_own = (self.experts >= first) & (self.experts < stop)
+        return values * is_own.to(values.dtype).view(-1, *(1,) * (values.ndim - 1))
+
     def offsets(self, num_experts: int) -> torch.Tensor:
         """The row after the last one of every expert."""
         counted = self.experts.float() if self.experts.device.type == "cpu" else self.experts.int()
@@ -131,19 +148,24 @@ class _Rows:
 def _combined(
     kind: Kind, loop: ExpertLoop, rows: _Rows, states: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The sum over every token's experts of one kind, (tokens, …)."""
+    """The sum over every token's experts of one kind, (tokens, …), or their rows by themselves."""
     import transformers.integrations.moe  # noqa: F401  # registers the grouped product
 
-    made: list[torch.Tensor] = []
+    made: list[Any] = []
     offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
     is_all = loop.is_complete and kind.stop - kind.first == loop.num_experts
     skips = loop.skips_idle
+    start = None if loop.program.start is None else rows.values[loop.program.start]
     for step in kind.steps:
-        made.append(_run(step, _Made(made, rows, states, offsets, kind.stop, is_all, skips)))
-    last = made[-1]
+        own = _Made(made, rows, states, offsets, kind.stop, is_all, skips, start)
+        made.append(_run(step, own))
+    last: torch.Tensor = made[-1]
+    if isinstance(kind.steps[-1], Scatter):
+        return last
     if not is_all:
-        is_own = (rows.experts >= kind.first) & (rows.experts < kind.stop)
-        last = last * is_own.to(last.dtype).view(-1, *(1,) * (last.ndim - 1))
+        last = rows.only(last, kind.first, kind.stop)
+    if loop.program.in_rows:
+        return last
     per_choice = last[rows.back].view(rows.num_tokens, rows.num_choices, *last.shape[1:])
     return per_choice.sum(1)
 
@@ -160,6 +182,7 @@ class _Made:
         num_experts: of the kind, whose first is the first of all where there are products.
         is_all: whether every row is of these.
         skips_idle: as of the loop.
+        start: what rows are added to, or put into, by their numbers.
     """
 
     results: Sequence[Any]
@@ -169,6 +192,7 @@ class _Made:
     num_experts: int
     is_all: bool
     skips_idle: bool
+    start: torch.Tensor | None
 
     def result(self, found: Result) -> torch.Tensor:
         """What an earlier step gave."""
@@ -208,8 +232,14 @@ def _run(step: Step, made: _Made) -> Any:
         return made.rows.of_tokens(step.place, step.tail)
     if isinstance(step, OfChoices):
         return made.rows.of_choices(step.place, step.tail)
+    if isinstance(step, OfRows):
+        return made.rows.values[step.place]
+    if isinstance(step, Pick):
+        return made.rows.values[step.place][tuple(map(made.result, step.indices))]
     if isinstance(step, Product):
         return _product(step, made)
+    if isinstance(step, Scatter):
+        return _scattered(step, made)
 
     def operand(argument: Any) -> Any:
         if isinstance(argument, Result):
@@ -217,6 +247,20 @@ def _run(step: Step, made: _Made) -> Any:
         return made.of_rows(argument) if isinstance(argument, Weight) else argument
 
     return step.target(*map(operand, step.args), **dict(step.kwargs))
+
+
+def _scattered(step: Scatter, made: _Made) -> torch.Tensor:
+    """What rows are added to, or put into, behind that."""
+    start, index, rows = made.start, made.result(step.index), made.result(step.rows)
+    assert start is not None
+    if not made.is_all:
+        rows = made.rows.only(rows, 0, made.num_experts)
+    total: torch.Tensor
+    if step.target is torch.index_put:
+        total = start.index_put((index,), rows)
+    else:
+        total = step.target(start, 0, index, rows)
+    return total
 
 
 def _product(step: Product, made: _Made) -> torch.Tensor:

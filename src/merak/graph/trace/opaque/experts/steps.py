@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 
 class NotALoopError(Exception):
@@ -71,9 +73,72 @@ class PerRow:
     kwargs: tuple[tuple[str, Any], ...]
 
 
-Step = OfTokens | OfChoices | Product | PerRow
+@dataclass(frozen=True, slots=True)
+class OfRows:
+    """Step: the rows of the whole tensor of that number, one expert's behind the other's."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Step: elements of the whole tensor of that number, by integers of every row."""
+
+    place: int
+    indices: tuple[Result, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Step, the last one: every row is added to a row of the sum, or put in its place.
+
+    Args:
+        target: `index_add`, `scatter_add` or `index_put`, of torch.
+        index: numbers of the sum's rows; for `scatter_add` one for each element of a row.
+        rows: what is added.
+    """
+
+    target: Any
+    index: Result
+    rows: Result
+
+
+Step = OfTokens | OfChoices | OfRows | Pick | Product | PerRow | Scatter
 Template = tuple[Step, ...]
+
+
+def read_steps(steps: Sequence[Step]) -> set[int]:
+    """Which steps the last one comes from, itself among them."""
+    found = {len(steps) - 1}
+    for number in reversed(range(len(steps))):
+        if number in found:
+            values = [getattr(steps[number], field.name) for field in fields(steps[number])]
+            found |= {one.step for one in tree_leaves(values) if isinstance(one, Result)}
+    return found
+
+
 Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """Where the rows of every expert lie, one expert's behind the other's.
+
+    Args:
+        num_rows: the number of rows.
+        experts: by where rows begin and end, the expert that they belong to.
+    """
+
+    num_rows: int
+    experts: Mapping[tuple[int, int], int]
+
+    @staticmethod
+    def of(counts: Sequence[int]) -> Ranges:
+        """Ranges of experts that have so many rows; of experts without rows, those of one alone."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for expert, ends in enumerate(pairwise(accumulate(counts, initial=0))):
+            found.setdefault(ends, []).append(expert)
+        return Ranges(sum(counts), {ends: own[0] for ends, own in found.items() if len(own) == 1})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +149,12 @@ class Choices:
         index: (tokens, choices) int64.
         experts: by some tokens in order, the experts that have chosen them, each with the (token,
             choice) pairs that it has, in the orders in which a mask may give them.
+        ranges: where the rows of every expert lie among those of all choices, sorted by expert.
     """
 
     index: torch.Tensor
     experts: Mapping[tuple[int, ...], frozenset[tuple[int, Pairs]]]
+    ranges: Ranges
 
     @staticmethod
     def of(index: torch.Tensor, num_experts: int) -> Choices:
@@ -99,12 +166,9 @@ class Choices:
             for pairs in (tuple(by_token), tuple(by_choice)):
                 tokens = tuple(token for token, _ in pairs)
                 found[tokens] = found.get(tokens, frozenset()) | {(expert, pairs)}
-        return Choices(index, found)
+        counts = torch.bincount(index.flatten(), minlength=num_experts).tolist()
+        return Choices(index, found, Ranges.of(counts))
 
-    def expert_of(self, tokens: torch.Tensor) -> tuple[int, Pairs]:
-        """The expert that some tokens have chosen, and the choices in their order."""
-        found = self.experts.get(tuple(tokens.tolist()), frozenset())
-        if len(found) != 1:
-            raise NotALoopError
-        ((expert, pairs),) = found
-        return expert, pairs
+    def experts_of(self, tokens: torch.Tensor) -> Mapping[int, Pairs]:
+        """The experts that some tokens have chosen, each with the choices in their order."""
+        return dict(self.experts.get(tuple(tokens.tolist()), frozenset()))
