@@ -601,6 +601,19 @@ def checkpointing_is_asked_for(make: Make, folder: Path) -> Seen:
 
 
 @scenario()
+def segments_are_compiled(make: Make, folder: Path) -> Seen:
+    arguments = {"torch_compile_backend": "aot_eager"}
+    trainer = make(arguments=arguments, eval_dataset=Texts(8, seed=3))
+    seen = trained(trainer)
+    return seen | {"evaluated": trainer.evaluate()["eval_loss"]}
+
+
+@scenario(refused="auto_find_batch_size=True cannot be honoured with more than one rank")
+def memory_decides_the_batch(make: Make, folder: Path) -> Seen:
+    return trained(make(arguments={"auto_find_batch_size": True}))
+
+
+@scenario()
 def gradients_are_clipped_over_epochs(make: Make, folder: Path) -> Seen:
     arguments = {"max_grad_norm": 0.1, "max_steps": -1, "num_train_epochs": 2}
     return trained(make(arguments=arguments, train_dataset=Texts(13)))

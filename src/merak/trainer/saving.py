@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import (
@@ -44,6 +43,7 @@ from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
+from merak.trainer.pushing import Pushing
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.unsupported import refuse_no_steps
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from merak.arguments import MerakArguments
 
 
-class Saving(Trainer):
+class Saving(Pushing):
     """The part of `MerakTrainer` that writes and reads folders."""
 
     args: MerakArguments
@@ -128,15 +128,15 @@ class Saving(Trainer):
         assert folder is not None
         call_the_roll("trainer.save_model")
         if self.engine is None:
-            step = partial(super().save_model, folder, _internal_call)
+            step = partial(super().save_model, folder, _internal_call=True)
             on_rank0(step, Path(folder), self.mesh, "model")
-            return
-        with self.engine.whole_model():
-            held = self.engine.held()
-            save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
-        companions = partial(self._save_companions, folder)
-        on_rank0(companions, Path(folder), self.mesh, "model")
-        if self.args.should_save and self.args.push_to_hub and not _internal_call:
+        else:
+            with self.engine.whole_model():
+                held = self.engine.held()
+                save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
+            companions = partial(self._save_companions, folder)
+            on_rank0(companions, Path(folder), self.mesh, "model")
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:

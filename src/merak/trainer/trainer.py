@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
-from merak.core.errors import DataError, refuse_unknown
+from merak.core.errors import DataError, DoesNotFitError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
@@ -150,10 +150,15 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let accelerate believe that this rank is alone, and leave the model as it is."""
-        precision, self.args.mixed_precision = self.args.mixed_precision, "no"
+        # Precision is in the traced graph, and its segments are compiled.
+        of_graph = ("mixed_precision", "no"), ("torch_compile_backend", None)
+        asked = [(name, getattr(self.args, name)) for name, _ in of_graph]
+        for name, value in of_graph:
+            setattr(self.args, name, value)
         with single_process_accelerate():
             super().create_accelerator_and_postprocess()
-        self.args.mixed_precision = precision  # which is in the traced graph
+        for name, value in asked:
+            setattr(self.args, name, value)
         self.accelerator.device_placement = False
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +214,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             self.mesh, self.model, options, self.args.cluster, source.cache_dir
         )
         _, process_bytes = memory_bytes(self.mesh.device)
-        self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        with _as_out_of_memory() if self.args.auto_find_batch_size else nullcontext():
+            self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
         if trains:
             self._describe_job(forecast, columns, process_bytes)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
@@ -273,6 +279,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             num_microbatches=args.gradient_accumulation_steps,
             seed=args.seed,
             optimizer=partial(similar_optimizer, self),
+            compilation=args.compilation,
+            can_replan=not args.auto_find_batch_size,  # which is to be smaller instead
         )
 
     def _make_counter(self) -> TokenCounter:
@@ -483,3 +491,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
                 config, default = self.model.config, ["past_key_values"]
                 ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
         return self._evaluation.result(inputs, prediction_loss_only, ignore_keys)
+
+
+@contextmanager
+def _as_out_of_memory() -> Iterator[None]:
+    """Let a batch that does not fit be what transformers makes smaller (auto_find_batch_size)."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        raise torch.OutOfMemoryError(f"The batch would run out of memory. {error}") from error

@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
+from merak.trainer.subclass.parts_seen import told_of_parts
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -63,7 +64,8 @@ class AgreedCallbacks(CallbackHandler):
         """Call an event of every callback, and agree on what they ask for."""
         begins = event == "on_train_begin"
         job = self._board.job if begins else None
-        with nullcontext() if job is None else args.with_layout(logged_layout(job)):
+        layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
+        with layout, told_of_parts(self.model):
             changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         if begins:
             self._find_events()

@@ -41,10 +41,15 @@ IN_JOBS = {
         "to step, and a list or dict that it fills for the next; what it adds there and does not "
         "read is warned of"
     ),
+    "lists and dicts that forward reads": (
+        "of modules, globals and closures, nested ones too: a callback that changes an item is "
+        "followed; what forward itself fills is as above"
+    ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
     "the trainer's `model`": (
         "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
-        "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict"
+        "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict. A "
+        "callback that walks its parameters is told that it sees a part"
     ),
     "`save_model`, checkpoints": (
         "called on every rank, which save together; files are those of transformers"
@@ -82,6 +87,11 @@ IN_JOBS = {
         "the number of replicas, by which batch sizes are multiplied; the global rank"
     ),
     "`model_init`": "called as it is, on every rank with the same seed",
+    "`torch_compile=True`": (
+        "torch compiles the operators of each segment; collectives, and what mutates a tensor, run "
+        "as they are"
+    ),
+    "`push_to_hub`": "rank 0 pushes; if it cannot, every rank raises the reason",
     "`gradient_checkpointing=True`": "means `recompute='full'`, where `recompute` is not given",
 }
 """What a job of several ranks does with what a script does, beside arguments and methods."""

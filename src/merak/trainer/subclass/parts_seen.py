@@ -1,0 +1,82 @@
+"""Callbacks that look at the parameters of a model of which each rank has a part.
+
+What they write into parameters is right, since every rank writes into its own. What they compute of
+them, such as a norm, is of one rank's part alone, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from merak.core.errors import TrainingError
+from merak.core.rank0 import warn_once
+from merak.core.source_lines import is_installed, users_line, with_text
+from merak.graph.weights.laid_out import Part, part_of
+
+logger = logging.getLogger(__name__)
+
+_WALKS = ("named_parameters", "parameters")
+_INSTEAD = (
+    "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
+    "norm of all gradients"
+)
+
+
+@contextmanager
+def told_of_parts(model: object) -> Iterator[None]:
+    """Context of callbacks: people are told what they see of a model that ranks have parts of.
+
+    Args:
+        model: of the trainer.
+
+    Raises:
+        TrainingError: a callback has read a value that this rank does not have.
+    """
+    part = part_of(model) if isinstance(model, nn.Module) else None
+    if part is None or not isinstance(model, nn.Module):
+        yield
+        return
+    own = vars(model)
+    own.update({name: partial(_walk, model, part, getattr(model, name)) for name in _WALKS})
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error):
+            raise
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        raise TrainingError(
+            f"a callback reads a value that this rank does not have, at {with_text(line)}: the "
+            f"parameters of other pipeline stages are on the meta device ({error}); leave out "
+            f"parameters that are (p.is_meta), or: {_INSTEAD}."
+        ) from error
+    finally:
+        for name in _WALKS:
+            own.pop(name, None)
+
+
+def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(1)
+    if not is_installed(frame.f_code.co_filename):
+        parameters = [p for _, p in nn.Module.named_parameters(model)]
+        held = sum(not p.is_meta for p in parameters)
+        halves = f", {len(part.shards)} of these as shards" if part.shards else ""
+        warn_once(
+            logger,
+            "%s walks the model's parameters, and each rank has a part of them: this one has "
+            "values and gradients of %d of %d%s. What it writes into them is right; what it "
+            "computes of them is of this part alone (%s).",
+            frame.f_code.co_qualname,
+            held,
+            len(parameters),
+            halves,
+            _INSTEAD,
+        )
+    return walk(*args, **kwargs)
