@@ -19,6 +19,8 @@ from merak.data.digest import DigestedBatch, digest_columns
 from merak.data.non_tensors import drop_non_tensors
 from merak.data.random_stream import RandomStream
 
+_ALL_ALIKE = "the model is traced for the columns of the first batch, and all need the same"
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -32,6 +34,7 @@ class Fetch:
         seed: of every random draw in the dataset and the collator.
         may_draw: whether the dataset or the collator may draw random numbers.
         non_tensors: arguments that every batch has beside its columns.
+        known: the columns that a batch may have; None for any.
     """
 
     dataset: Any
@@ -41,6 +44,7 @@ class Fetch:
     seed: int
     may_draw: bool
     non_tensors: Mapping[str, Any] = field(default_factory=dict)
+    known: frozenset[str] | None = None
 
 
 def make_fetch(
@@ -49,6 +53,7 @@ def make_fetch(
     columns: tuple[str, ...] | None,
     seed: int,
     non_tensors: Mapping[str, Any] = MappingProxyType({}),
+    known: frozenset[str] | None = None,
 ) -> Fetch:
     """Recipe for the batches of a rank, which reads only the columns it needs.
 
@@ -58,6 +63,7 @@ def make_fetch(
         columns: the columns wanted of the batch; None for all.
         seed: the job's seed.
         non_tensors: arguments that every batch has beside its columns.
+        known: the columns that a batch may have; None for any.
     """
     collate, own_seed = _without_own_generator(collate)
     seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
@@ -67,7 +73,7 @@ def make_fetch(
     reads = columns_read(collate, columns)
     if reads is not None:
         dataset = narrow_dataset(dataset, reads)
-    return Fetch(dataset, collate, columns, reads, seed, may_draw, non_tensors)
+    return Fetch(dataset, collate, columns, reads, seed, may_draw, non_tensors, known)
 
 
 def _without_own_generator(
@@ -122,7 +128,14 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
             raise DataError(
                 f"the model reads column {column!r}, but the batch has "
                 f"{', '.join(batch) or 'no columns'}; add the column to the dataset, or give a "
-                "data_collator that makes it."
+                f"data_collator that makes it: {_ALL_ALIKE}."
+            )
+    for column in batch:
+        if fetch.known is not None and column not in fetch.known:
+            raise DataError(
+                f"a batch has column {column!r}, which the first batch, with "
+                f"{', '.join(sorted(fetch.known))}, does not have; {_ALL_ALIKE}: give every sample "
+                "the same columns, with labels of -100 where there are none."
             )
     wanted = {column: batch[column] for column in fetch.columns}
     return DigestedBatch(wanted, digest_columns(batch, fetch.columns))

@@ -216,6 +216,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         _, process_bytes = memory_bytes(self.mesh.device)
         with _as_out_of_memory() if self.args.auto_find_batch_size else nullcontext():
             self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        self._divides_by_count = TOKENS in forecast.layout.graph.columns_read()
         if trains:
             self._describe_job(forecast, columns, process_bytes)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
@@ -257,8 +258,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
                 self._is_traced = False
             return found[0], found[1]
 
-        overridden = type(self).compute_loss is not Trainer.compute_loss
-        has_own = overridden or (self.label_smoother is not None and compute is None)
+        has_own = self._overrides_loss or (self.label_smoother is not None and compute is None)
         own = calls_model(loss_of_model) if has_own else None
         return GraphSource(
             model=self.model,
@@ -341,7 +341,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         spread = self.mesh.spread_experts
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside, spread)
         assert self._counter is not None
-        batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
+        whole = example_batch(loader, seed=self.args.seed)
+        batch, _ = split_non_tensors(whole)
         self.throughput = Throughput(self._counter.counts_tokens(batch))
         self._counter.warn_of_padding(self.args.include_num_input_tokens_seen, batch)
         columns = engine.columns(self._counter.signature(batch).columns)
@@ -356,6 +357,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             seed=self.args.seed,
             non_tensors=self._plain,
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
+            known=frozenset(whole),
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -1,6 +1,7 @@
 """Which columns a rank reads, and what is said about those that are missing or unwanted."""
 
-from typing import ClassVar
+import copy
+from typing import Any, ClassVar
 
 import datasets
 import pytest
@@ -144,6 +145,32 @@ def test_a_batch_without_a_wanted_column_is_refused():
     loader = share(plain_loader([{"input_ids": 1}]), columns=("input_ids", "labels"))
     with pytest.raises(DataError, match="reads column 'labels', but the batch has input_ids; add"):
         next(iter(loader))
+
+
+def test_a_batch_with_a_column_that_the_first_one_lacks_is_refused():
+    samples = [{"input_ids": 1}, {"input_ids": 1}, {"input_ids": 2, "labels": 3}]
+    loader = share(plain_loader(samples), columns=("input_ids",), known=frozenset({"input_ids"}))
+    with pytest.raises(DataError, match="a batch has column 'labels', which the first batch, with"):
+        list(loader)
+
+
+class Rows(list[Any]):
+    """A dataset with an attribute of its own."""
+
+    level = 1
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ()])
+def test_attributes_of_the_loaders_dataset_are_the_users(columns: tuple[str, ...]) -> None:
+    rows = Rows([{"input_ids": 1}, {"input_ids": 2}])
+    dataset: Any = share(plain_loader(rows), columns=columns).dataset
+    assert dataset.level == 1
+    dataset.level = 5
+    assert rows.level == 5
+    dataset.append({"input_ids": 3})
+    assert len(dataset) == len(rows) == 3
+    assert not hasattr(dataset, "other")
+    assert copy.copy(dataset).level == 5
 
 
 def test_a_batch_that_is_not_a_dict_is_refused():

@@ -257,3 +257,27 @@ def test_a_global_that_forward_fills_for_the_next_step_is_refused(use: Any, name
         engine_of(Writes(use))
     assert SHARED_LIST == []
     assert torch.equal(SHARED_TABLE["means"][0], torch.zeros(4))
+
+
+class Watching:
+    """A hook that keeps what it sees, as scripts log activations."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen.append(output.detach().mean())
+
+
+def test_what_a_hook_keeps_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Writes(lambda m, x: x)
+    watching, beside = Watching(), list[int]()
+    model.linear.register_forward_hook(watching)
+    model.linear.register_forward_pre_hook(lambda module, inputs: beside.append(1))
+    with caplog.at_level(logging.WARNING):
+        engine_of(model)
+    assert (
+        caplog.text.count("forward keeps values in Watching.seen of a hook of linear, a list") == 1
+    )
+    assert caplog.text.count("forward keeps values in beside of a hook of linear, a list") == 1
+    assert watching.seen == beside == []

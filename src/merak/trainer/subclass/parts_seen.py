@@ -9,17 +9,20 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
+from transformers import TrainerCallback
 
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
 from merak.graph.weights.laid_out import Part, part_of
+from merak.trainer.subclass.overrides import codes_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,13 @@ def told_of_parts(model: object) -> Iterator[None]:
     own.update({name: partial(_walk, model, part, getattr(model, name)) for name in _WALKS})
     try:
         yield
+    except AttributeError as error:
+        if "'NoneType'" in str(error):
+            error.add_note(
+                "The gradients of parameters of other pipeline stages are None on this rank; "
+                f"leave out those that are (p.grad is None), or: {_INSTEAD}."
+            )
+        raise
     except (RuntimeError, NotImplementedError) as error:
         if "meta tensor" not in str(error):
             raise
@@ -60,6 +70,28 @@ def told_of_parts(model: object) -> Iterator[None]:
     finally:
         for name in _WALKS:
             own.pop(name, None)
+
+
+def warn_of_gradients(model: object, callbacks: Iterable[TrainerCallback]) -> None:
+    """Warn of callbacks that read gradients of a model that ranks have parts of.
+
+    Args:
+        model: of the trainer.
+        callbacks: of the trainer, transformers' own ones among them.
+    """
+    if not isinstance(model, nn.Module) or part_of(model) is None:
+        return
+    for cls in {type(callback): None for callback in callbacks}:
+        methods = [m for m in vars(cls).values() if isinstance(m, types.FunctionType)]
+        reads = [m for m in methods if any("grad" in c.co_names for c in codes_of(m.__code__))]
+        if reads and not is_installed(reads[0].__code__.co_filename):
+            warn_once(
+                logger,
+                "%s reads gradients, and each rank has those of its part of the model alone, some "
+                "as shards of the whole (%s).",
+                reads[0].__qualname__,
+                _INSTEAD,
+            )
 
 
 def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

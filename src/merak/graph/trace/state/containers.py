@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 from merak.core.rank0 import warn_on_rank0
+from merak.core.source_lines import is_installed
 from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
-from merak.graph.trace.state.functions import function_reads
-from merak.graph.trace.state.holders import Holder, attributes, label_of, loss_holders
+from merak.graph.trace.state.functions import function_reads, functions_of
+from merak.graph.trace.state.holders import Holder, attributes, closure, label_of, loss_holders
+from merak.graph.trace.state.modules import line_of
 from merak.graph.trace.state.slots import is_plain, slots_of
 
 logger = logging.getLogger(__name__)
@@ -174,11 +177,49 @@ def containers_of(
         if name not in _OF_TORCH and _is_followed(value)
         for get in [partial(attributes(holder.value).get, name)]
     ]
+    own += _of_hooks(model)
     return own + [
         _before(slot.label, slot.get(), _Place(slot.read, slot.get))
         for slot in slots_of(function_reads(model, loss_fn), model, loss_fn)
         if _is_followed(slot.get())
     ]
+
+
+def _of_hooks(model: nn.Module) -> Iterator[ContainerBefore]:
+    """Containers of the objects, and in the closures, of hooks around modules' forwards."""
+    hooks = [
+        (path, hook)
+        for path, module in model.named_modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not is_installed(_line_of_hook(hook).rpartition(":")[0] or "<built in>")
+    ]
+    seen: set[int] = set()
+    for path, hook in hooks:
+        for name, value in _held_by_hook(hook):
+            if _is_followed(value) and id(value) not in seen:
+                seen.add(id(value))
+                label = f"{name} of a hook of {path or 'the model'}"
+                read = StateRead(MODEL, path, (f"{name} of a hook",), _line_of_hook(hook))
+                yield _before(label, value, _Place(read, partial(_itself, value)))
+
+
+def _line_of_hook(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    is_object = not isinstance(hook, (types.FunctionType, types.MethodType))
+    return line_of(type(hook).__call__ if is_object else hook)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _held_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
+    for holder in loss_holders(hook):
+        for name, value in attributes(holder.value).items():
+            yield f"{type(holder.value).__name__}.{name}", value
+    for _, function in functions_of(hook, ()):
+        yield from closure(function).items()
 
 
 def _attribute(holder: Holder, name: str) -> StateRead:

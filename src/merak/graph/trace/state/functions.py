@@ -39,7 +39,7 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
     forwards = [cls.__dict__.get("forward") for cls in classes]
     waiting = [f for f in map(_own_function, [*forwards, *held_functions]) if f is not None]
     held = _method_closures(model)
-    for steps, function in _functions_of(loss_fn, ()):
+    for steps, function in functions_of(loss_fn, ()):
         waiting.append(function)
         held += _closure_reads(LOSS, "", steps, function)
     for read in held:
@@ -98,20 +98,20 @@ def _reads_of(
         yield StateRead(root, path, (*steps, f"[{key}]"), line)
 
 
-def _functions_of(
+def functions_of(
     function: Any, steps: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], types.FunctionType]]:
     """A function of the user, and those in its closure, with the steps that lead to them."""
     if isinstance(function, types.MethodType):
-        yield from _functions_of(function.__func__, (*steps, "__func__"))
+        yield from functions_of(function.__func__, (*steps, "__func__"))
     elif isinstance(function, partial):
-        yield from _functions_of(function.func, (*steps, "func"))
+        yield from functions_of(function.func, (*steps, "func"))
     elif isinstance(function, types.FunctionType):
         if not is_installed(function.__code__.co_filename):
             yield steps, function
         for name, value in closure(function).items():
             if isinstance(value, (types.FunctionType, types.MethodType)) and len(steps) < 4:
-                yield from _functions_of(value, (*steps, f"({name})"))
+                yield from functions_of(value, (*steps, f"({name})"))
 
 
 def _own_function(value: Any) -> types.FunctionType | None:
@@ -155,7 +155,7 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
             for own in _attributes_read(function, value):
                 yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
     elif isinstance(value, types.FunctionType):
-        for steps, inner in _functions_of(value, (f"[{name}]",)):
+        for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
     elif hasattr(value, "__dict__") and not _is_installed_class(value):
         for own in _attributes_read(function, value):
