@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import (
@@ -38,22 +39,63 @@ from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import Mesh
+from merak.core.rank0 import decide_on_rank0, failing_together
 from merak.engine import Engine
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.trainer.before import check_output
-from merak.trainer.pushing import Pushing
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
+
+_PUSH = "push to the hub"
 
 ARGUMENTS_FILE = "training_args.json"
 """Arguments of a job beside its model, for people."""
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
+
+
+class Pushing(Trainer):
+    """The part of `MerakTrainer` that talks to the hub."""
+
+    mesh: Mesh
+    hub_model_id: Any
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Make the repository on the hub, which all ranks then know.
+
+        Args:
+            *args: as of transformers.
+            **kwargs: as of transformers.
+        """
+
+        def make() -> str | None:
+            super(Pushing, self).init_hf_repo(*args, **kwargs)
+            name: str | None = self.hub_model_id
+            return name
+
+        self.hub_model_id = decide_on_rank0(self.mesh, "making the hub's repository", make)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model, which all ranks do together, and push it from rank 0.
+
+        Args:
+            *args: as of transformers.
+            **kwargs: as of transformers.
+
+        Returns:
+            As of transformers; None on other ranks.
+        """
+        with failing_together(self.mesh, _PUSH):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with failing_together(self.mesh, _PUSH):
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
 class Saving(Pushing):

@@ -33,6 +33,7 @@ from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
+from merak.data.fetch import KnownColumns
 from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
@@ -152,12 +153,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
         """Let accelerate believe that this rank is alone, and leave the model as it is."""
         # Precision is in the traced graph, and its segments are compiled.
         of_graph = ("mixed_precision", "no"), ("torch_compile_backend", None)
-        asked = [(name, getattr(self.args, name)) for name, _ in of_graph]
+        requested = [(name, getattr(self.args, name)) for name, _ in of_graph]
         for name, value in of_graph:
             setattr(self.args, name, value)
         with single_process_accelerate():
             super().create_accelerator_and_postprocess()
-        for name, value in asked:
+        for name, value in requested:
             setattr(self.args, name, value)
         self.accelerator.device_placement = False
 
@@ -357,8 +358,14 @@ class MerakTrainer(Stepping, Logging, Trainer):
             seed=self.args.seed,
             non_tensors=self._plain,
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
-            known=frozenset(whole),
+            known=KnownColumns(frozenset(whole), self._columns_taken() - whole.keys()),
         )
+
+    def _columns_taken(self) -> frozenset[str]:
+        """Columns that forward takes by name, but for labels, which have several."""
+        self._set_signature_columns_if_needed()
+        of_labels = {"label", "label_ids", *(self.label_names or ())}
+        return frozenset(self._signature_columns or ()) - of_labels
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's own parameters."""

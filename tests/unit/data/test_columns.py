@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -19,7 +19,7 @@ from transformers import (
 from merak.core.errors import DataError
 from merak.data import check_columns, check_not_empty
 from merak.data.columns import columns_read
-from merak.data.fetch import make_fetch
+from merak.data.fetch import KnownColumns, make_fetch
 from tests.unit.data.helpers import TakesAll, plain_loader, prepared_loader, same, share
 
 
@@ -147,11 +147,19 @@ def test_a_batch_without_a_wanted_column_is_refused():
         next(iter(loader))
 
 
-def test_a_batch_with_a_column_that_the_first_one_lacks_is_refused():
-    samples = [{"input_ids": 1}, {"input_ids": 1}, {"input_ids": 2, "labels": 3}]
-    loader = share(plain_loader(samples), columns=("input_ids",), known=frozenset({"input_ids"}))
-    with pytest.raises(DataError, match="a batch has column 'labels', which the first batch, with"):
+@pytest.mark.parametrize("collate", [default_data_collator, default_collate])
+def test_a_column_that_the_first_batch_lacks_is_refused(collate: Any) -> None:
+    samples = [{"input_ids": 1}, {"input_ids": 1}, {"input_ids": 2, "weights": 3}]
+    wanted, known = ("input_ids",), KnownColumns(frozenset(["input_ids"]), frozenset(["weights"]))
+    loader = share(
+        DataLoader(samples, 1, collate_fn=collate),  # type: ignore[arg-type]
+        columns=wanted,
+        known=known,
+    )
+    with pytest.raises(DataError, match="a batch has column 'weights', which the first batch"):
         list(loader)
+    unread = share(DataLoader(samples, 1, collate_fn=default_data_collator), columns=wanted)  # type: ignore[arg-type]
+    assert len(list(unread)) == 3  # a column that the model does not take
 
 
 class Rows(list[Any]):

@@ -46,7 +46,7 @@ def compiled(graph: fx.Graph, how: Compilation) -> Callable[..., Any]:
     runs: dict[fx.Node, int] = {}
     plain: set[int] = set()
     for node in graph.nodes:
-        is_plain = was_plain if _picks_result(node) else _is_plain(node)
+        is_plain = was_plain if _indexes_result(node) else _is_plain(node)
         number += is_plain is not was_plain
         was_plain = is_plain
         runs[node] = number
@@ -65,7 +65,7 @@ def _is_plain(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and not mutated_arguments(node)
 
 
-def _picks_result(node: fx.Node) -> bool:
+def _indexes_result(node: fx.Node) -> bool:
     """Whether a node picks one of an operator's results, or computes with numbers."""
     return getattr(node.target, "__module__", "") == operator.getitem.__module__
 

@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
-from merak.trainer.subclass.parts_seen import told_of_parts, warn_of_gradients
+from merak.trainer.subclass.parts_seen import reporting_parts, warn_of_gradients
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -65,7 +65,7 @@ class AgreedCallbacks(CallbackHandler):
         begins = event == "on_train_begin"
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
-        with layout, told_of_parts(self.model):
+        with layout, reporting_parts(self.model):
             changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         if begins:
             warn_of_gradients(self.model, self.callbacks)

@@ -22,13 +22,19 @@ IN_JOBS = {
         "every rank reads the dataset; the batches are those of one process, which replicas share "
         "out. Ranks of one replica that read different samples end the job before its first step"
     ),
+    "columns of batches": "the same in every batch; others are refused when they are met",
+    "attributes of `train_dataloader.dataset`": (
+        "those of the script's own dataset, to read and to set"
+    ),
     "random draws of datasets, collators and dropout": (
         "keyed by step and sample: the same in every layout, but other numbers than transformers "
         "draws"
     ),
     "a `compute_loss` of a subclass": (
-        "traced once, as forward is: what it adds to `self`'s lists, dicts and counters is refused "
-        "where it computes with it, else warned of; `self.log` in it is refused"
+        "one that takes no notice of `num_items_in_batch` is averaged over replicas, as DDP does; "
+        "one that divides by it is that of one process. It is traced once, as forward is: what it "
+        "adds to `self`'s lists, dicts and counters is refused where it computes with it, else "
+        "warned of; `self.log` in it is refused"
     ),
     "the model's forward": (
         "traced once for each shape. What a callback changes is followed (a number such as "
@@ -49,7 +55,7 @@ IN_JOBS = {
     "the trainer's `model`": (
         "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
         "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict. A "
-        "callback that walks its parameters is told that it sees a part"
+        "callback that walks its parameters or reads gradients is told that it sees a part"
     ),
     "`save_model`, checkpoints": (
         "called on every rank, which save together; files are those of transformers"

@@ -34,7 +34,7 @@ _INSTEAD = (
 
 
 @contextmanager
-def told_of_parts(model: object) -> Iterator[None]:
+def reporting_parts(model: object) -> Iterator[None]:
     """Context of callbacks: people are told what they see of a model that ranks have parts of.
 
     Args:
@@ -99,7 +99,7 @@ def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **
     if not is_installed(frame.f_code.co_filename):
         parameters = [p for _, p in nn.Module.named_parameters(model)]
         held = sum(not p.is_meta for p in parameters)
-        halves = f", {len(part.shards)} of these as shards" if part.shards else ""
+        sharded = f", {len(part.shards)} of these as shards" if part.shards else ""
         warn_once(
             logger,
             "%s walks the model's parameters, and each rank has a part of them: this one has "
@@ -108,7 +108,7 @@ def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **
             frame.f_code.co_qualname,
             held,
             len(parameters),
-            halves,
+            sharded,
             _INSTEAD,
         )
     return walk(*args, **kwargs)
