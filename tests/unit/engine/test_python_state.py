@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.python_state import MANY
 from merak.graph.segment.build import GraphSource
+from merak.graph.weights.laid_out import Part, mark_laid_out
 from merak.plan.engine_options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -137,6 +139,20 @@ def test_evaluation_computes_with_it_too() -> None:
     after = float(engine.evaluate([columns], [batch()])[0]["loss"])
     assert after == pytest.approx(3 * before, rel=1e-6)
     assert step(engine) == pytest.approx(after, rel=1e-6)
+
+
+def test_a_model_in_parts_is_traced_once_for_a_change() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    part = Part(frozenset(), {}, replace(mesh.current_mesh(), pp=2), is_sharded=False)
+    mark_laid_out(model, part, runs_whole=False)  # as on one of several stages
+    step(engine)
+    model.mode = "sum"
+    step(engine, 1)
+    made = num_programs(engine)
+    assert made > 0
+    step(engine, 2)
+    assert num_programs(engine) == made
 
 
 def test_a_change_back_and_forth() -> None:
