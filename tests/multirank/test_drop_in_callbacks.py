@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from merak.core.errors import TrainingError
+from merak.core.errors import ScheduleError, TrainingError
+from merak.core.rank0 import warn_once
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, make_merak
 from tests.tiers import slow
@@ -54,6 +55,7 @@ def train(layout: Layout, cache: str) -> tuple[list[str], str]:
 
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    warn_once.cache_clear()  # of another layout in this process
     messages = Messages()
     logging.getLogger("merak").addHandler(messages)
     try:
@@ -84,6 +86,60 @@ def test_callbacks_are_told_that_they_see_a_part(
         assert "as shards" in walks or pp == 2
     assert said.startswith("a callback reads a value that this rank does not have") == (pp == 2)
     assert ("parameter.abs().max().item()" in said) == (pp == 2)
+
+
+def train_sharded(zero: int, cache: str) -> str:
+    import merak
+
+    merak.init(dp=2, device="cpu")
+    setup = Setup("gpt2", padded=False, arguments={**SETUP.arguments, "zero": zero})
+    try:
+        make_merak(setup, 2, cache, callbacks=[Norms()]).train()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero", [0, 1, slow(3)])
+def test_gradients_that_parameters_do_not_have_are_not_read(
+    pool: RankPool, cache: str, zero: int
+) -> None:
+    for said in pool.run(train_sharded, 2, zero, cache):
+        expected = f"Norms.on_pre_optimizer_step reads or writes gradients, but with zero={zero}"
+        assert said.startswith(expected) == (zero > 0)
+
+
+class Hooks(TrainerCallback):
+    """Registers a hook on the gradient of some parameters when training begins."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, parameter in kwargs["model"].named_parameters():
+            if self.part in name:
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def train_hooked(layout: Layout, part: str, cache: str) -> str:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    try:
+        make_merak(SETUP, dp, cache, callbacks=[Hooks(part)]).train()
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
+def test_later_hooks_that_would_not_run_are_refused(
+    pool: RankPool, cache: str, layout: Layout
+) -> None:
+    for said in pool.run(train_hooked, 2, layout, "wte", cache):  # which the head reads, too
+        assert said.startswith("transformer.wte.weight has a hook on its gradient, but it is read")
+    assert pool.run(train_hooked, 2, layout, "mlp", cache) == ["", ""]
 
 
 def push(folder: str, cache: str, when: str) -> str:

@@ -31,6 +31,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
     refuse_compressed_sparse,
     refuse_gradient_hooks,
+    refuse_later_hooks,
     refuse_optional_layers,
     refuse_reductions,
     refuse_tied_stages,
@@ -95,6 +96,7 @@ def build_with_forecast(
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description
+    engine.check_hooks = partial(refuse_later_hooks, source.model, forecast.layout, options)
     runs_whole = "" in source.opaque.modules
     mark_laid_out(source.model, engine.part, runs_whole=runs_whole)
     return engine, forecast

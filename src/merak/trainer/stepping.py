@@ -93,6 +93,8 @@ class Stepping(Saving):
         if self._is_finished():
             self.control.should_training_stop = True
         else:
+            assert self.engine is not None
+            self.engine.check_hooks()  # which callbacks may have registered by now
             super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _is_finished(self) -> bool:

@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
-from merak.trainer.subclass.parts_seen import reporting_parts, warn_of_gradients
+from merak.trainer.subclass.parts_seen import check_gradient_readers, reporting_parts
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -68,7 +68,7 @@ class AgreedCallbacks(CallbackHandler):
         with layout, reporting_parts(self.model):
             changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         if begins:
-            warn_of_gradients(self.model, self.callbacks)
+            check_gradient_readers(self.model, args, self.callbacks)
             self._find_events()
         return self.agree(event, changed) if event in _WITHIN else changed
 

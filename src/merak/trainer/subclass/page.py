@@ -52,10 +52,18 @@ IN_JOBS = {
         "followed; what forward itself fills is as above"
     ),
     "`requires_grad`": "a parameter that a callback freezes stays as it is from then on",
+    "hooks on modules and gradients": (
+        "those of modules are traced with forward: what they keep is warned of. Those of gradients "
+        "run; on parameters that several segments read, such as tied ones, they are refused"
+    ),
+    "callbacks that read or write gradients": (
+        "see this rank's, which are warned of where they are a part; under ZeRO over replicas, or "
+        "with `master_weights`, parameters have none, and such a callback is refused"
+    ),
     "the trainer's `model`": (
         "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
         "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict. A "
-        "callback that walks its parameters or reads gradients is told that it sees a part"
+        "callback that walks its parameters is told that it sees a part"
     ),
     "`save_model`, checkpoints": (
         "called on every rank, which save together; files are those of transformers"

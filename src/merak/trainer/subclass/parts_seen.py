@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
@@ -25,6 +26,9 @@ from merak.graph.weights.laid_out import Part, part_of
 from merak.trainer.subclass.overrides import codes_of
 
 logger = logging.getLogger(__name__)
+
+_GRADIENTS = frozenset({"grad", "clip_grad_norm_", "clip_grad_value_"})
+"""Names in code that reads or writes gradients."""
 
 _WALKS = ("named_parameters", "parameters")
 _INSTEAD = (
@@ -72,26 +76,51 @@ def reporting_parts(model: object) -> Iterator[None]:
             own.pop(name, None)
 
 
-def warn_of_gradients(model: object, callbacks: Iterable[TrainerCallback]) -> None:
-    """Warn of callbacks that read gradients of a model that ranks have parts of.
+def check_gradient_readers(
+    model: object, args: MerakArguments, callbacks: Iterable[TrainerCallback]
+) -> None:
+    """Look for callbacks that read or write gradients which a rank does not have as a whole.
+
+    Those of a model that ranks have parts of are warned of.
 
     Args:
         model: of the trainer.
+        args: of the trainer.
         callbacks: of the trainer, transformers' own ones among them.
+
+    Raises:
+        TrainingError: the optimizer steps other tensors than the parameters, which then have no
+            gradients behind the backward pass.
     """
-    if not isinstance(model, nn.Module) or part_of(model) is None:
-        return
-    for cls in {type(callback): None for callback in callbacks}:
-        methods = [m for m in vars(cls).values() if isinstance(m, types.FunctionType)]
-        reads = [m for m in methods if any("grad" in c.co_names for c in codes_of(m.__code__))]
-        if reads and not is_installed(reads[0].__code__.co_filename):
-            warn_once(
-                logger,
-                "%s reads gradients, and each rank has those of its part of the model alone, some "
-                "as shards of the whole (%s).",
-                reads[0].__qualname__,
-                _INSTEAD,
+    is_in_parts = isinstance(model, nn.Module) and part_of(model) is not None
+    others = f"zero={args.zero}" if args.zero and args.world_size > 1 else ""
+    others = others or ("master_weights=True" if args.master_weights else "")
+    for reader in _gradient_readers(callbacks) if is_in_parts or others else ():
+        if others:
+            raise TrainingError(
+                f"{reader} reads or writes gradients, but with {others} the optimizer steps "
+                "tensors of its own, and those of the model have none behind the backward pass; "
+                f"leave {others} out, or change gradients in hooks of parameters (register_hook)."
             )
+        warn_once(
+            logger,
+            "%s reads gradients, and each rank has those of its part of the model alone, some as "
+            "shards of the whole (%s).",
+            reader,
+            _INSTEAD,
+        )
+
+
+def _gradient_readers(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
+    """The first method of each callback of a script's own that names gradients."""
+    for cls in {type(callback): None for callback in callbacks}:
+        for method in vars(cls).values():
+            if not isinstance(method, types.FunctionType):
+                continue
+            names = {name for code in codes_of(method.__code__) for name in code.co_names}
+            if names & _GRADIENTS and not is_installed(method.__code__.co_filename):
+                yield method.__qualname__
+                break
 
 
 def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
