@@ -169,6 +169,31 @@ def a_callback_switches_modules_to_eval(make: Make, folder: Path) -> Seen:
     return trained(make(model=moded(), callbacks=[Stepping(switch)]))
 
 
+class Graded(Texts):
+    """A dataset that gets harder."""
+
+    level = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        labels = sample["labels"].clone()
+        labels[: self.level] = -100
+        return {**sample, "labels": labels}
+
+
+class Harder(TrainerCallback):
+    """Makes the dataset of the loader that it is given harder in every epoch."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["train_dataloader"].dataset.level = 3 * round(state.epoch or 0)
+
+
+@scenario()
+def a_callback_changes_the_loaders_dataset(make: Make, folder: Path) -> Seen:
+    arguments = {"max_steps": -1, "num_train_epochs": 2}
+    return trained(make(arguments=arguments, train_dataset=Graded(16), callbacks=[Harder()]))
+
+
 @scenario()
 def one_process_is_the_main_one(make: Make, folder: Path) -> Seen:
     trainer = make()
@@ -212,6 +237,24 @@ class Moded(nn.Module):
 def moded() -> nn.Module:
     torch.manual_seed(3)
     return Moded()
+
+
+NESTED: dict[str, Any] = {"loss": {"scale": 1.0}}
+
+
+class Scaled(Moded):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(input_ids, labels)
+        return {**found, "loss": found["loss"] * NESTED["loss"]["scale"]}
+
+
+@scenario()
+def a_callback_changes_an_item_of_a_nested_global(make: Make, folder: Path) -> Seen:
+    def scale(state: Any, control: Any, given: Any) -> None:
+        NESTED["loss"]["scale"] = 1.0 + state.global_step
+
+    torch.manual_seed(3)
+    return trained(make(model=Scaled(), callbacks=[Stepping(before=scale)]))
 
 
 # ---- overrides ----
@@ -598,6 +641,19 @@ def checkpoints_are_saved_just_in_time(make: Make, folder: Path) -> Seen:
 @scenario()
 def checkpointing_is_asked_for(make: Make, folder: Path) -> Seen:
     return trained(make(arguments={"activation_checkpointing": True}))
+
+
+@scenario()
+def segments_are_compiled(make: Make, folder: Path) -> Seen:
+    arguments = {"torch_compile_backend": "aot_eager"}
+    trainer = make(arguments=arguments, eval_dataset=Texts(8, seed=3))
+    seen = trained(trainer)
+    return seen | {"evaluated": trainer.evaluate()["eval_loss"]}
+
+
+@scenario(refused="auto_find_batch_size=True cannot be honoured with more than one rank")
+def memory_decides_the_batch(make: Make, folder: Path) -> Seen:
+    return trained(make(arguments={"auto_find_batch_size": True}))
 
 
 @scenario()

@@ -110,6 +110,45 @@ def test_own_losses_are_traced_with_the_model(pool: RankPool, cache: str, layout
         assert own == pytest.approx(evaluated, rel=1e-4)
 
 
+class OwnMean:
+    """A loss that is a mean of its samples, and takes no notice of the step's label tokens."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def gradients_of_mean(trainer: Any) -> list[float]:
+    trainer.train()
+    return [float(log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log]
+
+
+def train_with_mean(layout: Layout, cache: str) -> list[float]:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    given = {"max_steps": 1, "per_device_train_batch_size": 4 // dp}
+    setup = Setup("gpt2", num_microbatches=dp, num_samples=8, padded=False, arguments=given)
+    made = type("OwnMean", (OwnMean, merak.MerakTrainer), {})
+    return gradients_of_mean(make_merak(setup, dp, cache, trainer_class=made))
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), slow((1, 1, 2)), slow((1, 2, 1))])
+def test_a_mean_of_ones_own_is_averaged_over_replicas(
+    pool: RankPool, cache: str, layout: Layout
+) -> None:
+    setup = Setup(
+        "gpt2", num_microbatches=1, num_samples=8, padded=False, arguments={"max_steps": 1}
+    )
+    with alone():
+        made = type("OwnMean", (OwnMean, Trainer), {})
+        expected = gradients_of_mean(make_reference(setup, trainer_class=made))
+    for found in pool.run(train_with_mean, 2, layout, cache):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def train_with_noise(layout: Layout, alpha: float | None) -> tuple[list[float], float]:
     """Losses of three steps on the same samples, without learning, and of an evaluation."""
     import merak

@@ -21,6 +21,8 @@ ESSENTIAL = {
     "prepare_inputs_is_overridden": "tp",
     "the_main_input_is_not_named": "pp",
     "one_process_is_the_main_one": "pp",
+    "a_callback_changes_the_loaders_dataset": "pp",
+    "segments_are_compiled": "tp",
     "the_best_checkpoint_has_only_a_model": "pp",
 }
 

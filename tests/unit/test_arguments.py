@@ -33,6 +33,7 @@ from merak.arguments.rules import Layout, Policy
 from merak.arguments.table import ACCELERATOR, RULES, SECTIONS, SEQ2SEQ
 from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
+from merak.graph.program.compiled import Compilation
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Column, Row
 
@@ -40,8 +41,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 
 SOME_VALUES: dict[str, object] = {
     "activation_checkpointing_kwargs": {"every_n_layers": 2},
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
     "liger_kernel_config": {"rope": True},
     "optim_target_modules": ["attn"],
     "train_sampling_strategy": "batch_rebalance",
@@ -91,8 +90,26 @@ def test_arguments_of_sequence_to_sequence_are_decided_too(job: Callable[..., No
         output_dir="unused", predict_with_generate=True, generation_num_beams=2
     )
     assert made.predict_with_generate
-    with pytest.raises(ArgumentsError, match="torch_compile=True cannot be honoured"):
-        MerakSeq2SeqArguments(output_dir="unused", torch_compile=True)
+    with pytest.raises(ArgumentsError, match="fp16_full_eval=True cannot be honoured"):
+        MerakSeq2SeqArguments(output_dir="unused", fp16_full_eval=True)
+
+
+def test_compilation_is_as_asked_for(job: Callable[..., None]) -> None:
+    assert arguments().compilation is None
+    assert arguments(torch_compile=True).compilation == Compilation("inductor")
+    made = arguments(torch_compile_mode="max-autotune")
+    assert made.compilation == Compilation("inductor", "max-autotune")
+    assert arguments(torch_compile_backend="aot_eager").compilation == Compilation("aot_eager")
+    for settings, message in [
+        ({"torch_compile_backend": "none"}, "torch_compile_backend='none' is not a choice; use"),
+        ({"torch_compile_mode": "fast"}, "torch_compile_mode='fast' is not a choice; use"),
+        (
+            {"torch_compile_backend": "aot_eager", "torch_compile_mode": "default"},
+            "torch_compile_mode='default' is of the backend 'inductor'",
+        ),
+    ]:
+        with pytest.raises(ArgumentsError, match=message):
+            arguments(**settings)
 
 
 def test_documentation_is_current() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from transformers.trainer_pt_utils import AcceleratorConfig
 
@@ -16,6 +16,7 @@ from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
 from merak.arguments.table import ACCELERATOR
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.graph.program.compiled import INDUCTOR, compile_backends, compile_modes
 from merak.plan.activations.offload import parse_offload
 from merak.plan.recompute_spec import Mode, parse_recompute
 
@@ -32,7 +33,27 @@ def own_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
     yield from logger_problems(arguments)
     yield from _optimizer_problems(arguments, mesh)
     yield from _accelerator_problems(arguments, mesh)
+    yield from _compile_problems(arguments)
     yield from _field_problems(arguments, mesh)
+
+
+def _compile_problems(arguments: TrainingFields) -> Iterator[str]:
+    backend, mode = arguments.torch_compile_backend, arguments.torch_compile_mode
+    if not arguments.torch_compile or backend is None:
+        return
+    if backend not in (known := compile_backends()):
+        yield f"torch_compile_backend={backend!r} is not a choice; use {_either(known)}."
+    elif mode is not None and backend != INDUCTOR:
+        yield (
+            f"torch_compile_mode={mode!r} is of the backend 'inductor', not of {backend!r}; leave "
+            "it out."
+        )
+    elif mode is not None and mode not in (known := compile_modes()):
+        yield f"torch_compile_mode={mode!r} is not a choice; use {_either(known)}."
+
+
+def _either(choices: Sequence[str]) -> str:
+    return " or ".join(map(repr, choices))
 
 
 def _optimizer_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:

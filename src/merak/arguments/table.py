@@ -11,7 +11,10 @@ from merak.arguments.rules import Layout, Rule, honoured, no_effect, refused
 _FULL_EVAL = "evaluation uses the weights that are trained; bf16=True or fp16=True autocasts it too"
 _RECOMPUTE = "means `recompute='full'`, where `recompute` is not given"
 _CHECKPOINT = "Merak recomputes segments of the traced model, not modules by torch's checkpoint"
-_COMPILE = "segments run as traced, without torch.compile, in this release; leave it unset"
+_COMPILE = (
+    "torch compiles each segment of the traced model, forward and backward, when it first runs; "
+    "collectives and operators that mutate a tensor run as they are"
+)
 _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
 _GENERATES = honoured("given to `generate`")
@@ -47,8 +50,9 @@ LENGTH = {
     "num_train_epochs": honoured("as in transformers"),
     "max_steps": honoured("as in transformers"),
     "auto_find_batch_size": refused(
-        "a pipeline is laid out for one microbatch size, and ranks cannot change it one by one; "
-        "set per_device_train_batch_size"
+        "ranks cannot change it one by one when memory runs out; per_device_train_batch_size="
+        "'auto' finds the largest that fits before training",
+        layout=Layout.SEVERAL_RANKS,
     ),
 }
 
@@ -90,9 +94,11 @@ MEMORY_AND_SPEED = {
     "activation_checkpointing_kwargs": refused(f"{_CHECKPOINT}; use recompute=0.5 for half"),
     "gradient_checkpointing": honoured(_RECOMPUTE),
     "gradient_checkpointing_kwargs": no_effect(_CHECKPOINT),
-    "torch_compile": refused(_COMPILE),
-    "torch_compile_backend": refused(_COMPILE),
-    "torch_compile_mode": refused(_COMPILE),
+    "torch_compile": honoured(_COMPILE),
+    "torch_compile_backend": honoured("given to `torch.compile`"),
+    "torch_compile_mode": honoured(
+        "given to `torch.compile`, without CUDA graphs: tensors of a microbatch outlive the next"
+    ),
     "use_liger_kernel": refused(_LIGER),
     "liger_kernel_config": refused(_LIGER),
     "use_cache": refused("a cache of keys and values is not an output of training; leave it False"),

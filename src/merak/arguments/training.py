@@ -35,6 +35,7 @@ from merak.core.errors import ArgumentsError, MerakError, caused_by
 from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
+from merak.graph.program.compiled import INDUCTOR, Compilation
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.options import BUCKET_BYTES
 
@@ -156,6 +157,13 @@ class MerakArguments(TrainingFields):
         if self.bf16:
             return torch.bfloat16
         return torch.float16 if self.fp16 else None
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """How `torch.compile` compiles the operators of segments; None where it does not."""
+        if not self.torch_compile:
+            return None
+        return Compilation(self.torch_compile_backend or INDUCTOR, self.torch_compile_mode)
 
     @property
     def world_size(self) -> int:

@@ -32,6 +32,10 @@ class PlanError(MerakError):
     """Error about segments that cannot be laid out over the stages."""
 
 
+class DoesNotFitError(PlanError):
+    """Error about a job that needs more memory than its devices have."""
+
+
 class ScheduleError(MerakError):
     """Error about a schedule that is unknown, undefined for the requested sizes, or wrong."""
 

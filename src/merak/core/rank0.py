@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -83,7 +84,7 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
         try:
             made = [decide()]
         except Exception as caught:
-            error, made = caught, [_failure(what, caught)]
+            error, made = caught, [_failure(f"decide {what}", caught)]
     with waiting_for_rank0(what):
         dist.broadcast_object_list(made, src=0)
     if error is not None:
@@ -92,6 +93,33 @@ def decide_on_rank0(mesh: Ranks, what: str, decide: Callable[[], Decision]) -> D
     if isinstance(decision, _Failure):
         raise decision.raised()
     return decision  # type: ignore[no-any-return]
+
+
+@contextmanager
+def failing_together(mesh: Ranks, action: str) -> Iterator[None]:
+    """Context in which rank 0 does what no other rank does; a collective of all ranks.
+
+    Args:
+        mesh: the grid of ranks.
+        action: of rank 0, as a verb and its object.
+
+    Raises:
+        MerakError: rank 0 has raised it inside; every rank raises it with the same message.
+        Rank0Error: rank 0 has raised another exception, which it raises itself.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        own = caught
+    found = [None if own is None else _failure(action, own)]
+    if has_peers(mesh):
+        with waiting_for_rank0(f"the attempt to {action}"):
+            dist.broadcast_object_list(found, src=0)
+    if own is not None:
+        raise own
+    if found[0] is not None:
+        raise found[0].raised()
 
 
 def has_peers(mesh: Ranks) -> bool:
@@ -104,12 +132,12 @@ def has_peers(mesh: Ranks) -> bool:
     return mesh.device_mesh is not None and not is_rehearsal
 
 
-def _failure(what: str, error: Exception) -> _Failure:
+def _failure(action: str, error: Exception) -> _Failure:
     if isinstance(error, MerakError):
         kind = next(c for c in type(error).__mro__ if c.__module__ == errors.__name__)
         return _Failure(kind, str(error))
     note = "On rank 0:\n" + "".join(traceback.format_exception(error))
-    return _Failure(Rank0Error, f"rank 0 could not decide {what}: {error!r}", note)
+    return _Failure(Rank0Error, f"rank 0 could not {action}: {error!r}", note)
 
 
 def is_rank0() -> bool:

@@ -19,6 +19,29 @@ from merak.data.digest import DigestedBatch, digest_columns
 from merak.data.non_tensors import drop_non_tensors
 from merak.data.random_stream import RandomStream
 
+_SAME_COLUMNS = "the model is traced for the columns of the first batch, and all need the same"
+
+
+@dataclass(frozen=True, slots=True)
+class KnownColumns:
+    """Columns of the first batch, which the model is traced for.
+
+    Args:
+        columns: their names.
+        absent: columns that the model takes, and that are not among these.
+    """
+
+    columns: frozenset[str]
+    absent: frozenset[str] = frozenset()
+
+    def refusal(self, column: str) -> DataError:
+        """Error about a column that is not among them."""
+        return DataError(
+            f"a batch has column {column!r}, which the first batch, with "
+            f"{', '.join(sorted(self.columns))}, does not have; {_SAME_COLUMNS}: give every sample "
+            "the same columns, with labels of -100 where there are none."
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
@@ -32,6 +55,7 @@ class Fetch:
         seed: of every random draw in the dataset and the collator.
         may_draw: whether the dataset or the collator may draw random numbers.
         non_tensors: arguments that every batch has beside its columns.
+        known: the columns of the first batch, which all have; None where they may differ.
     """
 
     dataset: Any
@@ -41,6 +65,7 @@ class Fetch:
     seed: int
     may_draw: bool
     non_tensors: Mapping[str, Any] = field(default_factory=dict)
+    known: KnownColumns | None = None
 
 
 def make_fetch(
@@ -49,6 +74,7 @@ def make_fetch(
     columns: tuple[str, ...] | None,
     seed: int,
     non_tensors: Mapping[str, Any] = MappingProxyType({}),
+    known: KnownColumns | None = None,
 ) -> Fetch:
     """Recipe for the batches of a rank, which reads only the columns it needs.
 
@@ -58,6 +84,7 @@ def make_fetch(
         columns: the columns wanted of the batch; None for all.
         seed: the job's seed.
         non_tensors: arguments that every batch has beside its columns.
+        known: the columns of the first batch, which all have; None where they may differ.
     """
     collate, own_seed = _without_own_generator(collate)
     seed = seed if own_seed is None else seed_for(seed, "collator", own_seed)
@@ -67,7 +94,7 @@ def make_fetch(
     reads = columns_read(collate, columns)
     if reads is not None:
         dataset = narrow_dataset(dataset, reads)
-    return Fetch(dataset, collate, columns, reads, seed, may_draw, non_tensors)
+    return Fetch(dataset, collate, columns, reads, seed, may_draw, non_tensors, known)
 
 
 def _without_own_generator(
@@ -122,16 +149,27 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
             raise DataError(
                 f"the model reads column {column!r}, but the batch has "
                 f"{', '.join(batch) or 'no columns'}; add the column to the dataset, or give a "
-                "data_collator that makes it."
+                f"data_collator that makes it: {_SAME_COLUMNS}."
             )
+    for column in batch:
+        if fetch.known is not None and column not in fetch.known.columns:
+            raise fetch.known.refusal(column)
     wanted = {column: batch[column] for column in fetch.columns}
     return DigestedBatch(wanted, digest_columns(batch, fetch.columns))
 
 
 def narrowed(fetch: Fetch, sample: Any) -> Any:
-    """A sample with only the columns that the collator reads."""
+    """A sample with only the columns that the collator reads.
+
+    Raises:
+        DataError: it has one that the model takes, and the first batch did not have.
+    """
     if fetch.reads is None or not isinstance(sample, Mapping):
         return sample
+    if fetch.known is not None:
+        for column in fetch.known.absent:
+            if sample.get(column) is not None:  # which collators leave out
+                raise fetch.known.refusal(column)
     return {column: sample[column] for column in sample if column in fetch.reads}
 
 

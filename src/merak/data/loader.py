@@ -13,6 +13,7 @@ from merak.core.errors import DataError
 from merak.data.columns import check_not_empty
 from merak.data.fetch import (
     Fetch,
+    KnownColumns,
     as_is,
     collated,
     is_iterable,
@@ -46,6 +47,7 @@ def shard_loader(
     seed: int,
     non_tensors: Mapping[str, Any] = MappingProxyType({}),
     whole_rounds: bool = False,
+    known: KnownColumns | None = None,
 ) -> DataLoader[Any]:
     """Turn the loader of a single process into the loader of one rank.
 
@@ -61,16 +63,17 @@ def shard_loader(
         seed: the job's seed; keys the draws of random datasets and collators.
         non_tensors: arguments that every batch has beside its columns.
         whole_rounds: leave out a last round that has no batch for some rank.
+        known: the columns of the first batch, which all have; None where they may differ.
 
     Returns:
         A loader with `set_epoch`, on which `accelerate.skip_first_batches` works.
 
     Raises:
-        DataError: the loader has no batches; later, a batch without a column that is wanted, or
-            with other non-tensor arguments.
+        DataError: the loader has no batches; later, a batch without a wanted column, with an
+            unknown one, or with other non-tensor arguments.
     """
     check_not_empty(loader.dataset)
-    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, non_tensors)
+    fetch = make_fetch(loader.dataset, loader.collate_fn, columns, seed, non_tensors, known)
     if is_iterable(loader.dataset):
         return _shard_stream(loader, fetch, dp_degree, dp_rank, whole_rounds)
     batched = loader.batch_sampler is not None

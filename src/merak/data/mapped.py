@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Sampler
 from merak.core.random import seed_for
 from merak.data.digest import INDICES, DigestedBatch, digest, digests_of
 from merak.data.fetch import Fetch, collated, rng_for_batch, samples_at
+from merak.data.own_dataset import StandsForDataset
 from merak.data.random_stream import RandomStream
 
 ROUNDS_AT_ONCE = 32
@@ -112,7 +113,7 @@ class RankBatches(Sampler[BatchKey]):
         return stream
 
 
-class RankDataset(Dataset[Any]):
+class RankDataset(StandsForDataset, Dataset[Any]):
     """Gives whole batches, already collated, for the keys of `RankBatches`.
 
     Args:
@@ -121,6 +122,8 @@ class RankDataset(Dataset[Any]):
         batched: whether a key's indices are one index per sample; else they are handed to the
             dataset as they are, and what it returns to the collator.
     """
+
+    own_names = frozenset({"dataset", "_fetch", "_batched"})
 
     def __init__(self, dataset: Any, fetch: Fetch | None, batched: bool) -> None:
         self.dataset = dataset

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from merak.data.fetch import Fetch, as_is, collated, narrowed, rng_for_batch
+from merak.data.own_dataset import StandsForDataset
 
 
 class CollatedStream(IterableDataset[Any]):
@@ -73,7 +74,7 @@ class CollatedStream(IterableDataset[Any]):
         return collated(fetch, taken if size is not None else taken[0])
 
 
-class RankStream(IterableDataset[Any]):
+class RankStream(StandsForDataset, IterableDataset[Any]):
     """The batches of one data parallel rank out of an iterable dataset, and {} where it has none.
 
     Every rank iterates the dataset, also one that wants no columns: only so does it know where the
@@ -89,6 +90,10 @@ class RankStream(IterableDataset[Any]):
         options: the loader's worker options.
         whole_rounds: leave out a last round that has no batch for some rank.
     """
+
+    own_names = frozenset(
+        {"dataset", "_batches", "_loader", "_dp_degree", "_dp_rank", "_whole_rounds"}
+    )
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
     refuse_compressed_sparse,
     refuse_gradient_hooks,
+    refuse_later_hooks,
     refuse_optional_layers,
     refuse_reductions,
     refuse_tied_stages,
@@ -95,6 +96,7 @@ def build_with_forecast(
         with announced("building the stages"):
             engine = _build(source, forecast, mesh, options)
     engine.description = description
+    engine.check_hooks = partial(refuse_later_hooks, source.model, forecast.layout, options)
     runs_whole = "" in source.opaque.modules
     mark_laid_out(source.model, engine.part, runs_whole=runs_whole)
     return engine, forecast
@@ -129,6 +131,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     save_fewer = None
     can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
     can_abort = can_abort and not mesh.spreads_experts  # others would wait for its rows
+    can_abort = can_abort and options.can_replan
     if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
         save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer
@@ -136,12 +139,17 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
 
 
 def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:
-    """`requested_sub_pipelining`, or "off" where parameters or activations rule it out."""
+    """`requested_sub_pipelining`, or "off" where something else in the job rules it out."""
     requested = requested_sub_pipelining(options)
     if cp > 1 and requested == "on":
         raise ScheduleError(
             f"sub_pipelining='on' hides collectives of tensor parallelism, but cp={cp}; leave it "
             "out, or use cp=1."
+        )
+    if options.compilation is not None and requested == "on":
+        raise ScheduleError(
+            "torch_compile=True compiles whole segments, but sub_pipelining='on' cuts them into "
+            "pieces; leave one out."
         )
     if options.zero == 3 and requested == "on":
         raise ScheduleError(
@@ -154,6 +162,7 @@ def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -
             "segments, but sub_pipelining='on' runs them as sub-microbatches; leave one out."
         )
     plain = options.zero == 3 or layout.activations.offloaded or cp > 1
+    plain = plain or options.compilation is not None
     return "off" if plain else requested
 
 

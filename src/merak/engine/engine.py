@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,6 +59,8 @@ class Engine:
         self.progress = state.progress
         # Of the model, before its forward was traced; for checkpoints.
         self.description: Mapping[str, Any] = {}
+        # Refuses hooks on gradients that a script has registered meanwhile and that would not run.
+        self.check_hooks: Callable[[], None] = lambda: None
         self._state = state
         self._buffers_before: TensorDict = {}
         self._is_retired = False

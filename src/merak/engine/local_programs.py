@@ -27,11 +27,13 @@ from merak.graph.context_parallel.apply import (
 )
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
+from merak.graph.program.codegen import runnable
 from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
     RECOMPUTE_ALL,
     ActivationChoices,
     Arrange,
+    Compiler,
     Program,
     RemoteParameter,
     Rewrite,
@@ -89,6 +91,7 @@ class ProgramCache:
         self.weight_gradients = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
+        self._compilation = options.compilation
         self._zero = options.zero
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
@@ -204,7 +207,9 @@ class ProgramCache:
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
-        program = compile_program(graph, bounds, self._make_rewrites(parallel), choices, arrange)
+        compiler = Compiler(graph, partial(runnable, compilation=self._compilation))
+        rewrites = self._make_rewrites(parallel)
+        program = compile_program(graph, bounds, rewrites, choices, arrange, compiler)
         device = self.mesh.device
         synced_buffers = (
             find_synced_buffers(self._writers, self._stage_rank, graph, bounds)

@@ -143,7 +143,8 @@ class PythonState:
                     f"{change}, with parameters or buffers that training has not begun with; set "
                     "it before training, or write into them in place."
                 )
-        self._watch.accept(changes)
+        with methods_allowed(self._source.model):  # as it was looked at
+            self._watch.accept(changes)
         self._changed |= {change.slot.label: change.new for change in changes}
         inputs = self._make_inputs([c.slot for c in changes if c.is_number], trace)
         if not inputs:

@@ -257,6 +257,24 @@ def refuse_gradient_hooks(
             raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")
 
 
+def refuse_later_hooks(model: nn.Module, layout: Layout, options: EngineOptions) -> None:
+    """Refuse hooks on gradients that a script has registered on the model as it is laid out.
+
+    Args:
+        model: the user's, laid out.
+        layout: as it is laid out.
+        options: how it is run.
+
+    Raises:
+        ScheduleError: there is one on a gradient that autograd never accumulates whole there.
+    """
+    for name, parameter in model.named_parameters():
+        hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        reason = _why_unhooked(name, layout, options) if hooked else ""
+        if reason:
+            raise ScheduleError(f"{name} has a hook on its gradient, but it {reason}.")
+
+
 def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     schedule = layout.schedule
     if sum(name in segment.parameters for segment in layout.graph.segments) > 1:

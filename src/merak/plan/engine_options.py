@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from merak.graph.program.compiled import Compilation
 from merak.graph.program.program import Rewrite
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Features
@@ -25,6 +26,8 @@ class EngineOptions(ParallelOptions):
         trains: whether the model is laid out for training, with a loss; else for evaluation.
         observer: rewrites segments to observe tensors as they run, such as
             `graph.segment.observe.Observer`; None does not.
+        compilation: how `torch.compile` compiles the operators of segments; None does not.
+        can_replan: whether activations may be chosen anew after memory ran out inside a step.
     """
 
     num_microbatches: int = 1
@@ -34,6 +37,8 @@ class EngineOptions(ParallelOptions):
     optimizer: OptimizerFactory | None = None
     trains: bool = True
     observer: Rewrite | None = None
+    compilation: Compilation | None = None
+    can_replan: bool = True
 
     @property
     def features(self) -> Features | None:

@@ -39,6 +39,7 @@ from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import Mesh
+from merak.core.rank0 import decide_on_rank0, failing_together
 from merak.engine import Engine
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
@@ -49,6 +50,8 @@ from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
 
+_PUSH = "push to the hub"
+
 ARGUMENTS_FILE = "training_args.json"
 """Arguments of a job beside its model, for people."""
 
@@ -56,7 +59,46 @@ if TYPE_CHECKING:
     from merak.arguments import MerakArguments
 
 
-class Saving(Trainer):
+class Pushing(Trainer):
+    """The part of `MerakTrainer` that talks to the hub."""
+
+    mesh: Mesh
+    hub_model_id: Any
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Make the repository on the hub, which all ranks then know.
+
+        Args:
+            *args: as of transformers.
+            **kwargs: as of transformers.
+        """
+
+        def make() -> str | None:
+            super(Pushing, self).init_hf_repo(*args, **kwargs)
+            name: str | None = self.hub_model_id
+            return name
+
+        self.hub_model_id = decide_on_rank0(self.mesh, "making the hub's repository", make)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model, which all ranks do together, and push it from rank 0.
+
+        Args:
+            *args: as of transformers.
+            **kwargs: as of transformers.
+
+        Returns:
+            As of transformers; None on other ranks.
+        """
+        with failing_together(self.mesh, _PUSH):
+            return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with failing_together(self.mesh, _PUSH):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+
+class Saving(Pushing):
     """The part of `MerakTrainer` that writes and reads folders."""
 
     args: MerakArguments
@@ -128,15 +170,15 @@ class Saving(Trainer):
         assert folder is not None
         call_the_roll("trainer.save_model")
         if self.engine is None:
-            step = partial(super().save_model, folder, _internal_call)
+            step = partial(super().save_model, folder, _internal_call=True)
             on_rank0(step, Path(folder), self.mesh, "model")
-            return
-        with self.engine.whole_model():
-            held = self.engine.held()
-            save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
-        companions = partial(self._save_companions, folder)
-        on_rank0(companions, Path(folder), self.mesh, "model")
-        if self.args.should_save and self.args.push_to_hub and not _internal_call:
+        else:
+            with self.engine.whole_model():
+                held = self.engine.held()
+                save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
+            companions = partial(self._save_companions, folder)
+            on_rank0(companions, Path(folder), self.mesh, "model")
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
+from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
@@ -60,6 +61,8 @@ class Stepping(Saving):
     _step: StepInputs | None
     _losses: torch.Tensor
     _flops_per_token: float
+    # Whether the loss reads the step's label tokens.
+    _divides_by_count: bool
     # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
     _recorder: RunRecorder | None
@@ -90,6 +93,8 @@ class Stepping(Saving):
         if self._is_finished():
             self.control.should_training_stop = True
         else:
+            assert self.engine is not None
+            self.engine.check_hooks()  # which callbacks may have registered by now
             super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _is_finished(self) -> bool:
@@ -241,7 +246,13 @@ class Stepping(Saving):
         if not is_scaled:
             return 1.0 / num_microbatches
         is_total = counted and self.args.average_tokens_across_devices
+        if self._overrides_loss and not self._divides_by_count:
+            is_total = False  # each replica's is a mean of its own samples, as DDP averages them
         return 1.0 if is_total else 1.0 / self.mesh.dp
+
+    @property
+    def _overrides_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,14 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
 from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
-from merak.core.errors import DataError, refuse_unknown
+from merak.core.errors import DataError, DoesNotFitError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import current_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
 from merak.data.digest import digest_columns
+from merak.data.fetch import KnownColumns
 from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
@@ -150,10 +151,15 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let accelerate believe that this rank is alone, and leave the model as it is."""
-        precision, self.args.mixed_precision = self.args.mixed_precision, "no"
+        # Precision is in the traced graph, and its segments are compiled.
+        of_graph = ("mixed_precision", "no"), ("torch_compile_backend", None)
+        requested = [(name, getattr(self.args, name)) for name, _ in of_graph]
+        for name, value in of_graph:
+            setattr(self.args, name, value)
         with single_process_accelerate():
             super().create_accelerator_and_postprocess()
-        self.args.mixed_precision = precision  # which is in the traced graph
+        for name, value in requested:
+            setattr(self.args, name, value)
         self.accelerator.device_placement = False
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +215,9 @@ class MerakTrainer(Stepping, Logging, Trainer):
             self.mesh, self.model, options, self.args.cluster, source.cache_dir
         )
         _, process_bytes = memory_bytes(self.mesh.device)
-        self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        with _as_out_of_memory() if self.args.auto_find_batch_size else nullcontext():
+            self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
+        self._divides_by_count = TOKENS in forecast.layout.graph.columns_read()
         if trains:
             self._describe_job(forecast, columns, process_bytes)
         self._batch_exchange = BatchExchange(self.mesh, self.engine.progress)
@@ -251,8 +259,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
                 self._is_traced = False
             return found[0], found[1]
 
-        overridden = type(self).compute_loss is not Trainer.compute_loss
-        has_own = overridden or (self.label_smoother is not None and compute is None)
+        has_own = self._overrides_loss or (self.label_smoother is not None and compute is None)
         own = calls_model(loss_of_model) if has_own else None
         return GraphSource(
             model=self.model,
@@ -273,6 +280,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             num_microbatches=args.gradient_accumulation_steps,
             seed=args.seed,
             optimizer=partial(similar_optimizer, self),
+            compilation=args.compilation,
+            can_replan=not args.auto_find_batch_size,  # which is to be smaller instead
         )
 
     def _make_counter(self) -> TokenCounter:
@@ -331,7 +340,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         spread = self.mesh.spread_experts
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside, spread)
         assert self._counter is not None
-        batch, _ = split_non_tensors(example_batch(loader, seed=self.args.seed))
+        whole = example_batch(loader, seed=self.args.seed)
+        batch, _ = split_non_tensors(whole)
         self.throughput = Throughput(self._counter.counts_tokens(batch))
         self._counter.warn_of_padding(self.args.include_num_input_tokens_seen, batch)
         columns = engine.columns(self._counter.signature(batch).columns)
@@ -346,7 +356,14 @@ class MerakTrainer(Stepping, Logging, Trainer):
             seed=self.args.seed,
             non_tensors=self._plain,
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
+            known=KnownColumns(frozenset(whole), self._columns_taken() - whole.keys()),
         )
+
+    def _columns_taken(self) -> frozenset[str]:
+        """Columns that forward takes by name, but for labels, which have several."""
+        self._set_signature_columns_if_needed()
+        of_labels = {"label", "label_ids", *(self.label_names or ())}
+        return frozenset(self._signature_columns or ()) - of_labels
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's own parameters."""
@@ -481,3 +498,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
                 config, default = self.model.config, ["past_key_values"]
                 ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
         return self._evaluation.result(inputs, prediction_loss_only, ignore_keys)
+
+
+@contextmanager
+def _as_out_of_memory() -> Iterator[None]:
+    """Let a batch that does not fit be what transformers makes smaller (auto_find_batch_size)."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        raise torch.OutOfMemoryError(f"The batch would run out of memory. {error}") from error

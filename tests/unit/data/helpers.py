@@ -93,8 +93,12 @@ def plain_loader(dataset: Any, batch_size: int | None = 2, **options: Any) -> An
     return DataLoader(dataset, batch_size=batch_size, **options)
 
 
-def share(loader: Any, dp_degree: int = 1, dp_rank: int = 0, columns: Any = None) -> Any:
-    return shard_loader(loader, dp_degree=dp_degree, dp_rank=dp_rank, columns=columns, seed=5)
+def share(
+    loader: Any, dp_degree: int = 1, dp_rank: int = 0, columns: Any = None, **more: Any
+) -> Any:
+    return shard_loader(
+        loader, dp_degree=dp_degree, dp_rank=dp_rank, columns=columns, seed=5, **more
+    )
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:

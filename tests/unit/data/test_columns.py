@@ -1,12 +1,13 @@
 """Which columns a rank reads, and what is said about those that are missing or unwanted."""
 
-from typing import ClassVar
+import copy
+from typing import Any, ClassVar
 
 import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorWithPadding,
@@ -18,7 +19,7 @@ from transformers import (
 from merak.core.errors import DataError
 from merak.data import check_columns, check_not_empty
 from merak.data.columns import columns_read
-from merak.data.fetch import make_fetch
+from merak.data.fetch import KnownColumns, make_fetch
 from tests.unit.data.helpers import TakesAll, plain_loader, prepared_loader, same, share
 
 
@@ -144,6 +145,40 @@ def test_a_batch_without_a_wanted_column_is_refused():
     loader = share(plain_loader([{"input_ids": 1}]), columns=("input_ids", "labels"))
     with pytest.raises(DataError, match="reads column 'labels', but the batch has input_ids; add"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("collate", [default_data_collator, default_collate])
+def test_a_column_that_the_first_batch_lacks_is_refused(collate: Any) -> None:
+    samples = [{"input_ids": 1}, {"input_ids": 1}, {"input_ids": 2, "weights": 3}]
+    wanted, known = ("input_ids",), KnownColumns(frozenset(["input_ids"]), frozenset(["weights"]))
+    loader = share(
+        DataLoader(samples, 1, collate_fn=collate),  # type: ignore[arg-type]
+        columns=wanted,
+        known=known,
+    )
+    with pytest.raises(DataError, match="a batch has column 'weights', which the first batch"):
+        list(loader)
+    unread = share(DataLoader(samples, 1, collate_fn=default_data_collator), columns=wanted)  # type: ignore[arg-type]
+    assert len(list(unread)) == 3  # a column that the model does not take
+
+
+class Rows(list[Any]):
+    """A dataset with an attribute of its own."""
+
+    level = 1
+
+
+@pytest.mark.parametrize("columns", [("input_ids",), ()])
+def test_attributes_of_the_loaders_dataset_are_the_users(columns: tuple[str, ...]) -> None:
+    rows = Rows([{"input_ids": 1}, {"input_ids": 2}])
+    dataset: Any = share(plain_loader(rows), columns=columns).dataset
+    assert dataset.level == 1
+    dataset.level = 5
+    assert rows.level == 5
+    dataset.append({"input_ids": 3})
+    assert len(dataset) == len(rows) == 3
+    assert not hasattr(dataset, "other")
+    assert copy.copy(dataset).level == 5
 
 
 def test_a_batch_that_is_not_a_dict_is_refused():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.python_state import MANY
 from merak.graph.segment.build import GraphSource
+from merak.graph.weights.laid_out import Part, mark_laid_out
 from merak.plan.engine_options import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -137,6 +141,20 @@ def test_evaluation_computes_with_it_too() -> None:
     assert step(engine) == pytest.approx(after, rel=1e-6)
 
 
+def test_a_model_in_parts_is_traced_once_for_a_change() -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    part = Part(frozenset(), {}, replace(mesh.current_mesh(), pp=2), is_sharded=False)
+    mark_laid_out(model, part, runs_whole=False)  # as on one of several stages
+    step(engine)
+    model.mode = "sum"
+    step(engine, 1)
+    made = num_programs(engine)
+    assert made > 0
+    step(engine, 2)
+    assert num_programs(engine) == made
+
+
 def test_a_change_back_and_forth() -> None:
     model = Tempered()
     engine = engine_of(model)
@@ -183,3 +201,68 @@ def test_a_parameter_frozen_from_the_start_stays_so() -> None:
     model.other.bias.requires_grad_(True)
     with pytest.raises(TrainingError, match=r"other\.bias was frozen when training began"):
         step(engine)
+
+
+TABLE: dict[str, Any] = {"loss": {"scale": 1.0}, "weights": [torch.ones(4)]}
+EXTRA: dict[str, float] = {}
+
+
+class Configured(nn.Module):
+    """A loss that globals and lists of its own decide, whose items are dicts and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.stages: list[dict[str, float]] = [{"power": 1.0}]
+        self.shifts = {"first": torch.zeros(4)}
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.linear(x) * TABLE["weights"][0] + self.shifts["first"]
+        factor = TABLE["loss"]["scale"] * self.stages[0]["power"] * EXTRA.get("gain", 1.0)
+        return {"loss": out.square().mean() * factor}
+
+
+def change_nested(model: Any) -> None:
+    TABLE["loss"]["scale"] = 2.0
+
+
+def change_tensor(model: Any) -> None:
+    TABLE["weights"][0] = torch.full((4,), 3.0)
+
+
+def change_tensor_in_place(model: Any) -> None:
+    TABLE["weights"][0].mul_(0.5)
+
+
+def add_key(model: Any) -> None:
+    EXTRA["gain"] = 5.0
+
+
+def change_own(model: Any) -> None:
+    model.stages[0]["power"] = 7.0
+
+
+def change_own_tensor(model: Any) -> None:
+    model.shifts["first"] = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_nested, change_tensor, change_tensor_in_place, add_key, change_own, change_own_tensor],
+)
+def test_items_of_lists_and_dicts_are_followed(
+    change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TABLE, "loss", {"scale": 1.0})
+    monkeypatch.setitem(TABLE, "weights", [torch.ones(4)])
+    monkeypatch.setattr(f"{__name__}.EXTRA", {})
+    model = Configured()
+    engine = engine_of(model)
+    before = step(engine)
+    assert before == pytest.approx(model(**batch())["loss"].item())
+    assert num_programs(engine) == 0  # and nothing is traced anew without a change
+    change(model)
+    expected = model(**batch())["loss"].item()
+    assert expected != pytest.approx(before)
+    assert step(engine, 1) == pytest.approx(expected)
+    assert step(engine, 2) == pytest.approx(expected)

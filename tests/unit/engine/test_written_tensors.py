@@ -222,3 +222,62 @@ def test_caches_and_what_begins_anew_are_traced(use: Any) -> None:
     engine = engine_of(model)
     for number in range(2):
         assert step(engine, number) == pytest.approx(expected(**batch())["loss"].item(), rel=1e-6)
+
+
+SHARED_LIST: list[Any] = []
+SHARED_TABLE: dict[str, Any] = {"means": [torch.zeros(4)]}
+
+
+def add_to_global(model: Any, x: torch.Tensor) -> torch.Tensor:
+    SHARED_LIST.append(x.detach().mean(0))
+    return x
+
+
+def test_what_forward_adds_to_a_global_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine_of(Writes(add_to_global))
+    assert caplog.text.count(f"forward keeps values in {__name__}.SHARED_LIST, a list") == 1
+    assert SHARED_LIST == []
+
+
+def grow_global(model: Any, x: torch.Tensor) -> torch.Tensor:
+    SHARED_LIST.append(x.detach().mean(0))
+    return x - sum(SHARED_LIST)
+
+
+def write_into_global(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return average(SHARED_TABLE["means"][0], x)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"), [(grow_global, "SHARED_LIST"), (write_into_global, "SHARED_TABLE")]
+)
+def test_a_global_that_forward_fills_for_the_next_step_is_refused(use: Any, name: str) -> None:
+    with pytest.raises(TraceError, match=f"{__name__}.{name}"):
+        engine_of(Writes(use))
+    assert SHARED_LIST == []
+    assert torch.equal(SHARED_TABLE["means"][0], torch.zeros(4))
+
+
+class Watching:
+    """A hook that keeps what it sees, as scripts log activations."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        self.seen.append(output.detach().mean())
+
+
+def test_what_a_hook_keeps_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = Writes(lambda m, x: x)
+    watching, beside = Watching(), list[int]()
+    model.linear.register_forward_hook(watching)
+    model.linear.register_forward_pre_hook(lambda module, inputs: beside.append(1))
+    with caplog.at_level(logging.WARNING):
+        engine_of(model)
+    assert (
+        caplog.text.count("forward keeps values in Watching.seen of a hook of linear, a list") == 1
+    )
+    assert caplog.text.count("forward keeps values in beside of a hook of linear, a list") == 1
+    assert watching.seen == beside == []

@@ -25,8 +25,8 @@ from merak.graph.ir.serialize import pack_model, unpack_model
 
 logger = logging.getLogger(__name__)
 
-Made = tuple[ModelGraph, frozenset[str]]
-"""A model graph, and the source files that its trace ran through."""
+Made = tuple[ModelGraph, frozenset[str] | None]
+"""A model graph, and the source files that its trace ran through; None where it is not stored."""
 
 
 Adopt = Callable[[ModelGraph], None]
@@ -61,7 +61,7 @@ def cached(
         if found is not None:
             return found, True
         graph, sources = make()
-        if is_usable:
+        if is_usable and sources is not None:
             try:
                 _write(path, graph, sources)
             except OSError as error:

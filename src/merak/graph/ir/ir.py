@@ -146,6 +146,10 @@ class ModelGraph:
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
 
+    def columns_read(self) -> frozenset[str]:
+        """Columns of the batch that anything is computed of."""
+        return frozenset(c for s in (self.prologue, *self.segments) for c in s.columns)
+
     def boundaries(self) -> tuple[tuple[str, ...], ...]:
         """Values that cross each cut between neighbouring segments, in linear time."""
         last = {name: s.index for s in self.segments for name in s.inputs}

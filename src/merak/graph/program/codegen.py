@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.program.compiled import Compilation, compiled
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_branch_select, is_condition
 from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
@@ -43,12 +44,15 @@ class _Observed(fx.Interpreter):
         return result
 
 
-def runnable(graph: fx.Graph, observe: Observe | None = None) -> Function:
+def runnable(
+    graph: fx.Graph, observe: Observe | None = None, compilation: Compilation | None = None
+) -> Function:
     """Function that runs a graph's operators one after another.
 
     Args:
         graph: as traced, or rewritten for a rank's shard of it.
         observe: looks at every result, which takes time; None for nobody.
+        compilation: how `torch.compile` compiles operators; None runs them as they are.
 
     Returns:
         A function of the graph's placeholders, in order; what it gathers from shards of the
@@ -56,13 +60,13 @@ def runnable(graph: fx.Graph, observe: Observe | None = None) -> Function:
         of the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
-    whole = _function(graph, observe)
+    whole = _function(graph, observe, compilation)
     if not places:
         return whole
 
     @cache
     def chosen(answers: BranchValues) -> Function:
-        return _function(specialize_branches(graph, answers), observe)
+        return _function(specialize_branches(graph, answers), observe, compilation)
 
     def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         answers = branch_values([args[i] for i in places])
@@ -100,7 +104,9 @@ def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
     return made
 
 
-def _function(graph: fx.Graph, observe: Observe | None) -> Function:
+def _function(
+    graph: fx.Graph, observe: Observe | None, compilation: Compilation | None
+) -> Function:
     if any(is_opaque(node) or is_dynamic_region(node) for node in graph.nodes):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
@@ -108,11 +114,13 @@ def _function(graph: fx.Graph, observe: Observe | None) -> Function:
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
-    forward: Function = (
-        fx.GraphModule(torch.nn.Module(), graph).forward
-        if observe is None
-        else _Observed(graph, observe).run
-    )
+    forward: Function
+    if observe is not None:
+        forward = _Observed(graph, observe).run
+    elif compilation is not None:
+        forward = compiled(graph, compilation)
+    else:
+        forward = fx.GraphModule(torch.nn.Module(), graph).forward
     if any(node.target is gather_with_partial_grad for node in graph.nodes):
         return saving_shards(forward)
     return forward

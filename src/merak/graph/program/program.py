@@ -22,6 +22,9 @@ from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 
+MakeFunction = Callable[[fx.Graph], Function]
+"""Gives the function that runs a graph."""
+
 Rewrite = Callable[[Segment], tuple[Segment, dict[str, ParameterShard]]]
 """Changes how a segment is run: its new form, and how it splits its parameters over tp."""
 
@@ -338,10 +341,12 @@ class Compiler:
 
     Args:
         graph: the whole model, cut into segments.
+        make: gives the function of a segment's graph.
     """
 
-    def __init__(self, graph: ModelGraph) -> None:
+    def __init__(self, graph: ModelGraph, make: MakeFunction = runnable) -> None:
         self.graph = graph
+        self._make = make
 
     def segment(
         self,
@@ -364,7 +369,7 @@ class Compiler:
             shards |= split
         if selective is not None:
             local, saved_ops = save_operators(local, selective)
-        program = compile_segment(local, self.graph.values, draws)
+        program = compile_segment(local, self.graph.values, draws, self._make)
         return replace(program, selective=saved_ops), shards
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
@@ -385,7 +390,7 @@ def compile_segment(
     segment: Segment,
     values: Mapping[str, TensorMeta],
     draws: bool = False,
-    make: Callable[[fx.Graph], Function] = runnable,
+    make: MakeFunction = runnable,
 ) -> SegmentProgram:
     """Program of a segment: a Python function that runs its operators one after another."""
     return SegmentProgram(

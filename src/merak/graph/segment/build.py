@@ -146,7 +146,9 @@ def build_timed(
             source.loss_fn,
         )
         refuse_left(traced.left, graph, trace_again)
-        return graph, traced.sources | loaded_sources(source.model)
+        # What is warned of is warned of again in the next run, and on rank 0 whoever is first.
+        is_stored = not any(one.is_added_to for one in traced.left.values())
+        return graph, traced.sources | loaded_sources(source.model) if is_stored else None
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
         if source.cache_dir is None or does_call_model(source.loss_fn):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import PlanError
+from merak.core.errors import DoesNotFitError, PlanError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
@@ -252,9 +252,9 @@ def _refuse_misfit(
     fixes += _offload_that_fits(forecast, policy, budget)
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
-        raise PlanError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
+        raise DoesNotFitError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
     fix = _fix(forecast, budget, times)
-    raise PlanError(f"{sentence}, and {size(least, 2)} if everything recomputes; {fix}.")
+    raise DoesNotFitError(f"{sentence}, and {size(least, 2)} if everything recomputes; {fix}.")
 
 
 def _fix(forecast: Forecast, budget: int, times: Times) -> str:

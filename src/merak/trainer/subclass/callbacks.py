@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
+from merak.trainer.subclass.parts_seen import check_gradient_readers, reporting_parts
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -63,9 +64,11 @@ class AgreedCallbacks(CallbackHandler):
         """Call an event of every callback, and agree on what they ask for."""
         begins = event == "on_train_begin"
         job = self._board.job if begins else None
-        with nullcontext() if job is None else args.with_layout(logged_layout(job)):
+        layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
+        with layout, reporting_parts(self.model):
             changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         if begins:
+            check_gradient_readers(self.model, args, self.callbacks)
             self._find_events()
         return self.agree(event, changed) if event in _WITHIN else changed
 

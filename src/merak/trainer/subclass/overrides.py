@@ -165,15 +165,16 @@ def _problem(name: str, method: object, *, extended_only: bool) -> str | None:
 def _calls_super(name: str, method: object) -> bool:
     """Whether a method's code names the method that it overrides; yes where there is no code."""
     code = getattr(inspect.unwrap(_function(method)), "__code__", None)
-    return code is None or any(name in found.co_names for found in _codes(code))
+    return code is None or any(name in found.co_names for found in codes_of(code))
 
 
 def _function(method: object) -> Any:
     return getattr(method, "__func__", method)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
+            yield from codes_of(constant)

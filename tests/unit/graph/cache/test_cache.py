@@ -64,6 +64,27 @@ def test_an_equal_model_is_found(tmp_path: Path) -> None:
     assert is_known(tmp_path)
 
 
+class Keeping(Scaled):
+    """A model that adds to a list in every call, which is warned of where it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.means.append(out.detach().mean())
+        return out
+
+
+def test_a_trace_that_is_warned_of_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in (1, 2):
+        assert not is_known(tmp_path, model=Keeping())
+        assert caplog.text.count("forward keeps values in means") == number
+
+
 def test_other_weights_are_found(tmp_path: Path) -> None:
     torch.manual_seed(0)
     is_known(tmp_path)

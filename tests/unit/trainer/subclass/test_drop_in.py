@@ -20,6 +20,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
+    TrainerCallback,
     default_data_collator,
     integrations,
 )
@@ -304,3 +305,24 @@ def test_one_process_evaluates_by_generation(tmp_path: Path) -> None:
     expected, their_words = evaluated(Seq2SeqTrainer, Seq2SeqTrainingArguments)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert words == their_words
+
+
+class OutOfMemory(TrainerCallback):
+    """Runs out of memory where a batch is above 3 samples, as a device would."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.train_batch_size > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
+    args = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=5)
+    trainer = merak.MerakTrainer(
+        Model(),
+        args,
+        train_dataset=SAMPLES,
+        callbacks=[OutOfMemory()],
+        data_collator=default_data_collator,
+    )
+    assert trainer.train().global_step == 5
+    assert trainer._train_batch_size == 3

@@ -1,9 +1,10 @@
-"""Lists and dicts of modules, whose items forward may replace, write into, or add to."""
+"""Lists and dicts that a model's code reads, whose items it may replace, write into, or add to."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,12 @@ import torch
 from torch import nn
 
 from merak.core.rank0 import warn_on_rank0
-from merak.graph.ir.state_read import LOSS, MODEL, StateRead
-from merak.graph.trace.state.holders import Holder, attributes, label_of, loss_holders
-from merak.graph.trace.state.slots import is_plain
+from merak.core.source_lines import is_installed
+from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
+from merak.graph.trace.state.functions import function_reads, functions_of
+from merak.graph.trace.state.holders import Holder, attributes, closure, label_of, loss_holders
+from merak.graph.trace.state.modules import line_of
+from merak.graph.trace.state.slots import is_plain, slots_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,28 +31,42 @@ _KINDS = (list, deque, dict)
 _MAX_DEPTH, _MAX_ITEMS = 3, 1000
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place of a container, and what is there now."""
+
+    read: StateRead
+    get: Callable[[], Any]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ContainerBefore:
-    """A list, deque or dict of a module, before a trace.
+    """A list, deque or dict of a module, a global or a closure, before a trace.
 
     Args:
         label: the attribute, as people write it.
         container: the object itself.
         items: what it had then, by index or key.
         inner: the containers among its items.
-        place: the holder and the attribute's name; None for an inner one.
+        place: where the model's code finds it; None for an inner one.
     """
 
     label: str
     container: Any
     items: dict[Any, Any]
     inner: tuple[ContainerBefore, ...] = ()
-    place: tuple[Holder, str] | None = None
+    place: _Place | None = None
 
     @property
     def is_of_loss(self) -> bool:
         """Whether the loss function's object has it, whose code runs behind the model's forward."""
-        return self.place is not None and self.place[0].root == LOSS
+        return self.place is not None and self.place.read.root == LOSS
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a global or a variable of a closure."""
+        read = None if self.place is None else self.place.read
+        return read is not None and (read.root == GLOBALS or read.steps[-1].startswith("("))
 
     @property
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,9 +110,8 @@ class ContainerBefore:
             line: of the model, which reads the attribute first; empty where it is not known.
         """
         assert self.place is not None
-        holder, name = self.place
-        now = attributes(holder.value).get(name)
-        where = str(StateRead(holder.root, holder.path, (*holder.steps, name), line))
+        now, where = self.place.get(), str(self.place.read)
+        line = line or self.place.read.source
         if type(now) is not type(self.container):
             return None
         known = {id(tensor) for _, tensor in self.tensors}
@@ -144,19 +161,73 @@ class LeftContainer:
 def containers_of(
     model: nn.Module, loss_fn: Callable[..., Any] | None = None
 ) -> list[ContainerBefore]:
-    """The lists, deques and dicts in attributes of modules and of a loss's object, as they are now.
+    """The lists, deques and dicts that the model's code may read, as they are now.
+
+    They are attributes of modules and of a loss's object, or globals and variables of closures.
 
     Args:
         model: the model.
         loss_fn: its loss function, such as a method of a trainer; None for none.
     """
     modules = [Holder(module, MODEL, path) for path, module in model.named_modules()]
-    return [
-        _before(label_of(holder, name), value, (holder, name))
+    own = [
+        _before(label_of(holder, name), value, _Place(_attribute(holder, name), get))
         for holder in [*modules, *loss_holders(loss_fn)]
         for name, value in attributes(holder.value).items()
-        if name not in _OF_TORCH and isinstance(value, _KINDS) and len(value) <= _MAX_ITEMS
+        if name not in _OF_TORCH and _is_followed(value)
+        for get in [partial(attributes(holder.value).get, name)]
     ]
+    own += _of_hooks(model)
+    return own + [
+        _before(slot.label, slot.get(), _Place(slot.read, slot.get))
+        for slot in slots_of(function_reads(model, loss_fn), model, loss_fn)
+        if _is_followed(slot.get())
+    ]
+
+
+def _of_hooks(model: nn.Module) -> Iterator[ContainerBefore]:
+    """Containers of the objects, and in the closures, of hooks around modules' forwards."""
+    hooks = [
+        (path, hook)
+        for path, module in model.named_modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not is_installed(_line_of_hook(hook).rpartition(":")[0] or "<built in>")
+    ]
+    seen: set[int] = set()
+    for path, hook in hooks:
+        for name, value in _held_by_hook(hook):
+            if _is_followed(value) and id(value) not in seen:
+                seen.add(id(value))
+                label = f"{name} of a hook of {path or 'the model'}"
+                read = StateRead(MODEL, path, (f"{name} of a hook",), _line_of_hook(hook))
+                yield _before(label, value, _Place(read, partial(_itself, value)))
+
+
+def _line_of_hook(hook: Any) -> str:
+    while isinstance(hook, partial):
+        hook = hook.func
+    is_object = not isinstance(hook, (types.FunctionType, types.MethodType))
+    return line_of(type(hook).__call__ if is_object else hook)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _held_by_hook(hook: Any) -> Iterator[tuple[str, Any]]:
+    for holder in loss_holders(hook):
+        for name, value in attributes(holder.value).items():
+            yield f"{type(holder.value).__name__}.{name}", value
+    for _, function in functions_of(hook, ()):
+        yield from closure(function).items()
+
+
+def _attribute(holder: Holder, name: str) -> StateRead:
+    return StateRead(holder.root, holder.path, (*holder.steps, name), "")
+
+
+def _is_followed(value: Any) -> bool:
+    return isinstance(value, _KINDS) and len(value) <= _MAX_ITEMS
 
 
 def warn_of_kept(containers: Iterable[LeftContainer]) -> None:
@@ -177,9 +248,7 @@ def warn_of_kept(containers: Iterable[LeftContainer]) -> None:
             )
 
 
-def _before(
-    label: str, value: Any, place: tuple[Holder, str] | None = None, depth: int = 1
-) -> ContainerBefore:
+def _before(label: str, value: Any, place: _Place | None = None, depth: int = 1) -> ContainerBefore:
     items = _items(value)
     inner = tuple(
         _before(f"{label}[{key!r}]", one, depth=depth + 1)

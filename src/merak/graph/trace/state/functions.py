@@ -19,13 +19,15 @@ from torch import nn
 from merak.core.source_lines import is_installed
 from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
 from merak.graph.trace.state.holders import closure
+from merak.graph.trace.state.kept import CONTAINERS
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
 
 def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[StateRead, ...]:
-    """Plain values and tensors in globals and closures that forward and the loss function read.
+    """Values in globals and closures that forward and the loss function read.
 
-    What a method asks for with `getattr` or `hasattr`, and is not there, is among them.
+    They are plain values, tensors, lists and dicts. What a method asks for with `getattr` or
+    `hasattr`, and is not there, is among them.
 
     Args:
         model: the model.
@@ -33,9 +35,11 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
     """
     classes = [base for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
     found: dict[tuple[str, str, tuple[str, ...]], StateRead] = {}
-    waiting = [f for f in (_own_function(cls.__dict__.get("forward")) for cls in classes) if f]
+    held_functions = [value for m in model.modules() for value in vars(m).values()]
+    forwards = [cls.__dict__.get("forward") for cls in classes]
+    waiting = [f for f in map(_own_function, [*forwards, *held_functions]) if f is not None]
     held = _method_closures(model)
-    for steps, function in _functions_of(loss_fn, ()):
+    for steps, function in functions_of(loss_fn, ()):
         waiting.append(function)
         held += _closure_reads(LOSS, "", steps, function)
     for read in held:
@@ -51,8 +55,7 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
         for name, _ in _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD"):
             waiting += [f for f in (_own_function(cls.__dict__.get(name)) for cls in classes) if f]
         for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
-            called = _own_function(function.__globals__.get(name))
-            waiting += [called] if called is not None else []
+            waiting += _called(function, function.__globals__.get(name))
             for read in _global_reads(function, name, line):
                 found.setdefault((read.root, read.path, read.steps), read)
     return tuple(found.values())
@@ -81,24 +84,34 @@ def _closure_reads(
     """Reads of the plain values in a function's closure."""
     line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     for name, value in closure(function).items():
-        if _is_constant(value):
-            yield StateRead(root, path, (*steps, f"({name})"), line)
+        yield from _reads_of(value, root, path, (*steps, f"({name})"), line)
 
 
-def _functions_of(
+def _reads_of(
+    value: Any, root: str, path: str, steps: tuple[str, ...], line: str
+) -> Iterator[StateRead]:
+    """Reads of a plain value, a tensor, a list or a dict; of a dict of plain values, of each."""
+    if not _is_constant(value):
+        return
+    yield StateRead(root, path, steps, line)
+    for key in value if is_plain_dict(value) else ():
+        yield StateRead(root, path, (*steps, f"[{key}]"), line)
+
+
+def functions_of(
     function: Any, steps: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], types.FunctionType]]:
     """A function of the user, and those in its closure, with the steps that lead to them."""
     if isinstance(function, types.MethodType):
-        yield from _functions_of(function.__func__, (*steps, "__func__"))
+        yield from functions_of(function.__func__, (*steps, "__func__"))
     elif isinstance(function, partial):
-        yield from _functions_of(function.func, (*steps, "func"))
+        yield from functions_of(function.func, (*steps, "func"))
     elif isinstance(function, types.FunctionType):
         if not is_installed(function.__code__.co_filename):
             yield steps, function
         for name, value in closure(function).items():
             if isinstance(value, (types.FunctionType, types.MethodType)) and len(steps) < 4:
-                yield from _functions_of(value, (*steps, f"({name})"))
+                yield from functions_of(value, (*steps, f"({name})"))
 
 
 def _own_function(value: Any) -> types.FunctionType | None:
@@ -107,6 +120,14 @@ def _own_function(value: Any) -> types.FunctionType | None:
     if not isinstance(function, types.FunctionType):
         return None
     return None if is_installed(function.__code__.co_filename) else function
+
+
+def _called(function: types.FunctionType, value: Any) -> list[types.FunctionType]:
+    """The user's own functions that a function may call by a global: it, or those of a module."""
+    values = [value]
+    if isinstance(value, types.ModuleType):
+        values = [vars(value)[name] for name in function.__code__.co_names if name in vars(value)]
+    return [found for found in map(_own_function, values) if found is not None]
 
 
 def _names(code: types.CodeType, *operations: str) -> Iterator[tuple[str, str]]:
@@ -128,16 +149,13 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
         return  # not reached by its module's name
     value = function.__globals__.get(name)
     if _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
-        yield StateRead(GLOBALS, module, (f"[{name}]",), line)
-    elif is_plain_dict(value):
-        for key in value:
-            yield StateRead(GLOBALS, module, (f"[{name}]", f"[{key}]"), line)
+        yield from _reads_of(value, GLOBALS, module, (f"[{name}]",), line)
     elif isinstance(value, types.ModuleType):
         if not is_installed(getattr(value, "__file__", None) or "<built in>"):
             for own in _attributes_read(function, value):
                 yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
     elif isinstance(value, types.FunctionType):
-        for steps, inner in _functions_of(value, (f"[{name}]",)):
+        for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
     elif hasattr(value, "__dict__") and not _is_installed_class(value):
         for own in _attributes_read(function, value):
@@ -193,4 +211,4 @@ def _lacks(value: Any, name: str) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    return is_plain(value) or type(value) is torch.Tensor
+    return is_plain(value) or type(value) in (torch.Tensor, set, *CONTAINERS)

@@ -1,12 +1,14 @@
 """Values of watched places as they were: what the values of now are compared with.
 
-Tensors are compared by identity and version, functions by identity, dicts by their keys: so a
-comparison before each step costs next to nothing.
+Tensors are compared by identity and version, functions by identity, lists and dicts item by item,
+and dicts of plain values, whose items are watched, by their keys: so a comparison before each step
+costs next to nothing.
 """
 
 from __future__ import annotations
 
 import types
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.graph.trace.state.slots import MISSING, is_plain
+from merak.graph.trace.state.slots import MISSING, is_plain, is_plain_dict
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 """Types of functions that a model may call by the attribute that holds them."""
 
+CONTAINERS = (list, tuple, deque, dict)
+"""Types of containers whose items are compared."""
+
 _LARGEST_COPY, _LARGEST_SHOWN = 4096, 16
+_MOST_ITEMS, _MAX_DEPTH = 1000, 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +43,12 @@ class KeptTensor:
     version: int
     values: torch.Tensor | None
 
-    def is_same(self, new: Any) -> bool:
+    def is_same(self, new: Any, *, reads_values: bool = True) -> bool:
         """Whether a value of now is this tensor, or a small one that equals it."""
         if new is self.tensor and version(new) == self.version:
             return True
         old = self.values
-        if old is None or type(new) is not torch.Tensor or new.is_meta:
+        if not reads_values or old is None or type(new) is not torch.Tensor or new.is_meta:
             return False
         kinds = [(t.shape, t.dtype, t.device) for t in (old, new)]
         is_trained = self.tensor.requires_grad != new.requires_grad
@@ -60,26 +66,81 @@ class KeptKeys:
     keys: tuple[Any, ...]
 
 
-def kept(value: Any) -> Any:
-    """A value as it is now: of what can be changed in place, a copy or a summary."""
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptItems:
+    """A list, tuple, deque or dict as it was.
+
+    Args:
+        kind: its type.
+        keys: of its items, in their order: numbers where it is no dict.
+        values: of its items, as of `kept`; of objects that are neither plain values, tensors,
+            functions nor such containers, the type. Empty for very many.
+    """
+
+    kind: type
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+    def is_same(self, new: Any, *, reads_values: bool = True) -> bool:
+        """Whether a value of now has the same items."""
+        if type(new) is not self.kind or len(now := items_of(new)) != len(self.keys):
+            return False
+        if not self.values:
+            return True
+        return tuple(now) == self.keys and all(
+            type(value) is old
+            if isinstance(old, type)
+            else is_same(old, value, reads_values=reads_values)
+            for old, value in zip(self.values, now.values(), strict=True)
+        )
+
+
+def items_of(container: Any) -> dict[Any, Any]:
+    """Items of a list, tuple, deque or dict, by index or key."""
+    return dict(container) if isinstance(container, dict) else dict(enumerate(container))
+
+
+def _kept_items(container: Any, depth: int) -> KeptItems:
+    items = items_of(container)
+    is_small = len(items) <= _MOST_ITEMS and depth < _MAX_DEPTH
+    values = [
+        kept(value, depth + 1)
+        if is_plain(value) or type(value) in (torch.Tensor, *FUNCTIONS, *CONTAINERS)
+        else type(value)
+        for value in items.values()
+        if is_small
+    ]
+    return KeptItems(type(container), tuple(items), tuple(values))
+
+
+def kept(value: Any, depth: int = 0) -> Any:
+    """A value as it is now: of what can be changed in place, a copy or a summary.
+
+    Args:
+        value: of now.
+        depth: how many containers it is inside of.
+    """
     if type(value) is torch.Tensor:
         is_small = value.numel() <= _LARGEST_COPY and not value.is_meta
         copied = value.detach().clone() if is_small else None
         return KeptTensor(value, version(value), copied)
-    if type(value) is dict:
+    if type(value) is dict and depth == 0 and is_plain_dict(value):
         return KeptKeys(tuple(value))
-    return list(value) if type(value) is list else value
+    if type(value) in CONTAINERS and not is_plain(value):
+        return _kept_items(value, depth)
+    return type(value)(value) if type(value) in (list, set) else value
 
 
-def is_same(old: Any, new: Any) -> bool:
+def is_same(old: Any, new: Any, *, reads_values: bool = True) -> bool:
     """Whether a value of now is what it was.
 
     Args:
         old: as of `kept`.
         new: the value of now.
+        reads_values: whether another tensor with equal values is the same; a trace cannot tell.
     """
-    if type(old) is KeptTensor:
-        return old.is_same(new)
+    if isinstance(old, (KeptTensor, KeptItems)):
+        return old.is_same(new, reads_values=reads_values)
     if type(old) is KeptKeys:
         return type(new) is dict and tuple(new) == old.keys
     return old is new or not differs(old, new)
@@ -105,17 +166,36 @@ def shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, KeptTensor):
         return shown(value.tensor if value.values is None else value.values)
-    if isinstance(value, (KeptKeys, dict)):
+    if isinstance(value, KeptItems):
+        return _shown_items(value.kind, value.keys, value.values)
+    if isinstance(value, KeptKeys) or is_plain_dict(value):
         return f"the keys {list(value.keys if isinstance(value, KeptKeys) else value)}"
     if isinstance(value, torch.Tensor):
         if value.numel() <= _LARGEST_SHOWN and not value.is_meta:
             return f"tensor({value.tolist()})"
         return f"a tensor of shape {tuple(value.shape)}"
+    if type(value) in CONTAINERS and not _is_of_functions(value):
+        items = items_of(value)
+        return _shown_items(type(value), tuple(items), tuple(items.values()))
     if isinstance(value, tuple):  # of hooks
         return f"({', '.join(map(shown, value))})"
     if isinstance(value, (*FUNCTIONS, nn.Module)):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return type(value).__name__
+
+
+def _shown_items(kind: type, keys: tuple[Any, ...], values: tuple[Any, ...]) -> str:
+    whole = f"a {kind.__name__} of {len(keys)} items"
+    if not values or len(keys) > _LARGEST_SHOWN:
+        return whole
+    named = kind is dict
+    parts = [v.__name__ if isinstance(v, type) else shown(v) for v in values]
+    parts = [f"{k!r}: {p}" for k, p in zip(keys, parts, strict=True)] if named else parts
+    return f"{'{' if named else '['}{', '.join(parts)}{'}' if named else ']'}"
+
+
+def _is_of_functions(value: Any) -> bool:
+    return type(value) is tuple and all(isinstance(item, FUNCTIONS) for item in value)
 
 
 def version(tensor: torch.Tensor) -> int:

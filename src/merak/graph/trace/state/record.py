@@ -6,7 +6,6 @@ import copy
 import inspect
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,12 +17,11 @@ from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.holders import Holder, attributes, find_holders, label_of
-from merak.graph.trace.state.kept import FUNCTIONS, differs, version
+from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS, differs, is_same, kept, version
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
-_CONTAINERS = (list, dict, deque)
-_RECORDED = frozenset((*PLAIN, *_CONTAINERS, tuple)) | _CONSTANTS
+_RECORDED = frozenset((*PLAIN, *CONTAINERS)) | _CONSTANTS
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -57,6 +55,12 @@ class StateReads:
             for key, values in self._before.items()
             for name, value in values.items()
             if type(value) is torch.Tensor
+        }
+        self._items = {
+            (key, name): kept(value)
+            for key, values in self._before.items()
+            for name, value in values.items()
+            if type(value) in CONTAINERS
         }
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
@@ -123,10 +127,8 @@ class StateReads:
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
-        if type(value) in _CONTAINERS:
+        if type(value) in CONTAINERS:
             self.lines[label_of(self._holders[key[0]], name)] = model_line(sys._getframe(2))
-        if not (type(value) in _CONSTANTS or is_plain(value) or is_plain_dict(value)):
-            return
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
             return  # of torch's modules, by their own code
         name = getattr(type(holder), "attribute_map", {}).get(name, name)
@@ -165,7 +167,12 @@ class StateReads:
             is_mutated = type(now) is torch.Tensor and version(now) != self._versions.get(
                 (key, name)
             )
-            if is_mutated or differs(before, now):
+            items = self._items.get((key, name))
+            if items is None:
+                is_other = differs(before, now)
+            else:
+                is_other = not is_same(items, now, reads_values=False)
+            if is_mutated or is_other:
                 self._written.setdefault((key, name), now)
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
@@ -197,7 +204,7 @@ class StateReads:
             holder = self._holders[key]
             steps = (*holder.steps, name)
             value = self._before[key].get(name)
-            keys = [f"[{item}]" for item in value] if type(value) is dict else []
+            keys = [f"[{item}]" for item in value] if is_plain_dict(value) else []
             for end in (steps, *((*steps, item) for item in keys)):
                 yield StateRead(holder.root, holder.path, end, source)
         for (key, name), source in self._absent.items():

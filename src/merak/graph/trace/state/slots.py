@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeGuard
 
 import torch
@@ -95,6 +95,15 @@ class Slot:
         for step in self.read.steps[:-1]:
             found = _step(found, step)
         return found
+
+
+def slots_of(
+    reads: Iterable[StateRead], model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Iterator[Slot]:
+    """The places of reads, without those that are not there."""
+    for read in reads:
+        with suppress(LookupError):
+            yield Slot(read, model, loss_fn)
 
 
 def _root(read: StateRead, model: nn.Module, loss_fn: Callable[..., Any] | None) -> Any:

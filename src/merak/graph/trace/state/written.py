@@ -18,7 +18,7 @@ from merak.graph.trace.state.containers import ContainerBefore, LeftContainer, c
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.slots import Slot
+from merak.graph.trace.state.slots import Slot, slots_of
 
 
 @contextmanager
@@ -48,6 +48,7 @@ def plain_tensors_stay(
     written = [_Before(value, version(value), _copy(value)) for _, _, _, value in own]
     written += [_Before(t, version(t), _copy(t)) for one in containers for _, t in one.tensors]
     shared = [(slot.label, value, version(value)) for slot, value in _shared(model, reads.loss_fn)]
+    shared += [(n, t, version(t)) for one in containers if one.is_shared for n, t in one.tensors]
 
     def note_left(changed: Iterable[ContainerBefore]) -> None:
         found = [one.left(reads.lines.get(one.label, "")) for one in changed]
@@ -97,11 +98,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
 def _shared(
     model: nn.Module, loss_fn: Callable[..., Any] | None
 ) -> Iterator[tuple[Slot, torch.Tensor]]:
-    for read in function_reads(model, loss_fn):
-        try:
-            slot = Slot(read, model, loss_fn)
-        except LookupError:
-            continue
+    for slot in slots_of(function_reads(model, loss_fn), model, loss_fn):
         value = slot.get()
         if type(value) is torch.Tensor:
             yield slot, value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,9 @@ def test_no_parameter_keeps_a_gradient_of_a_trace() -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-TABLES: dict[str, Tensor] = {}
+@lru_cache
+def table() -> Tensor:
+    return torch.arange(float(g.WIDTH))
 
 
 class Cached(nn.Module):
@@ -167,19 +170,33 @@ class Cached(nn.Module):
         self.net = g.layers()
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        if "one" not in TABLES:
-            TABLES["one"] = torch.arange(float(g.WIDTH))
-        return {"loss": self.net(x * TABLES["one"]).mean()}  # reads the table
+        return {"loss": self.net(x * table()).mean()}  # reads the table
 
 
 def test_a_constant_without_numbers_is_refused() -> None:
-    TABLES.clear()
+    table.cache_clear()
     built(Cached(), batch_for("x"))
     text = message(Cached(), batch_for("x"))
-    TABLES.clear()
+    table.cache_clear()
     assert text.startswith("the model cannot be traced at ")
     assert f"{__file__}:{line_of('# reads the table')}: " in text
     assert "a tensor of the shape (6,) that has no values" in text
+
+
+TABLES: dict[str, Tensor] = {}
+
+
+class CachedInDict(Cached):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        if "one" not in TABLES:
+            TABLES["one"] = torch.arange(float(g.WIDTH))
+        return {"loss": self.net(x * TABLES["one"]).mean()}
+
+
+def test_a_global_dict_has_no_tensor_of_a_trace() -> None:
+    for _ in range(2):
+        built(CachedInDict(), batch_for("x"))
+        assert TABLES == {}
 
 
 def message(model: nn.Module, batch: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,102 @@
+"""Compiled segments: `torch.compile` of the operators between what Merak adds to them.
+
+A segment's graph has plain operators of torch, and functions of Merak's own between them:
+collectives, operators whose results are saved or deferred, code that runs as it is. Every run of
+plain operators becomes a module that torch compiles, forward and backward, when it is first called.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from merak.graph.ir.mutation import mutated_arguments
+
+INDUCTOR = "inductor"
+"""torch's default backend, the one that has modes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """How `torch.compile` compiles.
+
+    Args:
+        backend: of torch, by name.
+        mode: of the backend "inductor"; None for its default.
+    """
+
+    backend: str = INDUCTOR
+    mode: str | None = None
+
+
+def compiled(graph: fx.Graph, how: Compilation) -> Callable[..., Any]:
+    """Function that runs a graph, whose runs of plain operators are compiled.
+
+    Args:
+        graph: of a segment.
+        how: they are compiled.
+    """
+    number, was_plain = 0, False
+    runs: dict[fx.Node, int] = {}
+    plain: set[int] = set()
+    for node in graph.nodes:
+        is_plain = was_plain if _indexes_result(node) else _is_plain(node)
+        number += is_plain is not was_plain
+        was_plain = is_plain
+        runs[node] = number
+        if is_plain:
+            plain.add(number)
+    whole = fx.GraphModule(torch.nn.Module(), graph)
+    split = split_module(whole, whole, runs.__getitem__, keep_original_order=True)
+    for name, module in list(split.named_children()):
+        if int(name.removeprefix("submod_")) in plain:
+            setattr(split, name, _compile(module, how))
+    return split.forward
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether torch may compile an operator: one of torch's that mutates nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and not mutated_arguments(node)
+
+
+def _indexes_result(node: fx.Node) -> bool:
+    """Whether a node picks one of an operator's results, or computes with numbers."""
+    return getattr(node.target, "__module__", "") == operator.getitem.__module__
+
+
+def _compile(module: torch.nn.Module, how: Compilation) -> torch.nn.Module:
+    made: Any
+    if how.backend == INDUCTOR:
+        # Draws are those of the layout-independent random state. Tensors of one microbatch outlive
+        # the next call, which the memory of CUDA graphs would not allow.
+        options = {
+            **(_all_modes()[how.mode] if how.mode else {}),
+            "fallback_random": True,
+            "triton.cudagraphs": False,
+        }
+        made = torch.compile(module, backend=INDUCTOR, options=options, dynamic=False)
+    else:
+        made = torch.compile(module, backend=how.backend, dynamic=False)
+    return cast("torch.nn.Module", made)
+
+
+def compile_backends() -> Sequence[str]:
+    """Names of the backends of `torch.compile` that are installed."""
+    return torch.compiler.list_backends(exclude_tags=())
+
+
+def compile_modes() -> Sequence[str]:
+    """Names of the modes of the backend "inductor"."""
+    return sorted(_all_modes())
+
+
+def _all_modes() -> dict[str, dict[str, Any]]:
+    from torch._inductor import list_mode_options  # takes a second, which most jobs do not need
+
+    return list_mode_options()

@@ -1,0 +1,143 @@
+"""Callbacks that look at the parameters of a model of which each rank has a part.
+
+What they write into parameters is right, since every rank writes into its own. What they compute of
+them, such as a norm, is of one rank's part alone, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from merak.arguments import MerakArguments
+from merak.core.errors import TrainingError
+from merak.core.rank0 import warn_once
+from merak.core.source_lines import is_installed, users_line, with_text
+from merak.graph.weights.laid_out import Part, part_of
+from merak.trainer.subclass.overrides import codes_of
+
+logger = logging.getLogger(__name__)
+
+_GRADIENTS = frozenset({"grad", "clip_grad_norm_", "clip_grad_value_"})
+"""Names in code that reads or writes gradients."""
+
+_WALKS = ("named_parameters", "parameters")
+_INSTEAD = (
+    "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
+    "norm of all gradients"
+)
+
+
+@contextmanager
+def reporting_parts(model: object) -> Iterator[None]:
+    """Context of callbacks: people are told what they see of a model that ranks have parts of.
+
+    Args:
+        model: of the trainer.
+
+    Raises:
+        TrainingError: a callback has read a value that this rank does not have.
+    """
+    part = part_of(model) if isinstance(model, nn.Module) else None
+    if part is None or not isinstance(model, nn.Module):
+        yield
+        return
+    own = vars(model)
+    own.update({name: partial(_walk, model, part, getattr(model, name)) for name in _WALKS})
+    try:
+        yield
+    except AttributeError as error:
+        if "'NoneType'" in str(error):
+            error.add_note(
+                "The gradients of parameters of other pipeline stages are None on this rank; "
+                f"leave out those that are (p.grad is None), or: {_INSTEAD}."
+            )
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta tensor" not in str(error):
+            raise
+        line = users_line(traceback.extract_tb(error.__traceback__))
+        raise TrainingError(
+            f"a callback reads a value that this rank does not have, at {with_text(line)}: the "
+            f"parameters of other pipeline stages are on the meta device ({error}); leave out "
+            f"parameters that are (p.is_meta), or: {_INSTEAD}."
+        ) from error
+    finally:
+        for name in _WALKS:
+            own.pop(name, None)
+
+
+def check_gradient_readers(
+    model: object, args: MerakArguments, callbacks: Iterable[TrainerCallback]
+) -> None:
+    """Look for callbacks that read or write gradients which a rank does not have as a whole.
+
+    Those of a model that ranks have parts of are warned of.
+
+    Args:
+        model: of the trainer.
+        args: of the trainer.
+        callbacks: of the trainer, transformers' own ones among them.
+
+    Raises:
+        TrainingError: the optimizer steps other tensors than the parameters, which then have no
+            gradients behind the backward pass.
+    """
+    is_in_parts = isinstance(model, nn.Module) and part_of(model) is not None
+    others = f"zero={args.zero}" if args.zero and args.world_size > 1 else ""
+    others = others or ("master_weights=True" if args.master_weights else "")
+    for reader in _gradient_readers(callbacks) if is_in_parts or others else ():
+        if others:
+            raise TrainingError(
+                f"{reader} reads or writes gradients, but with {others} the optimizer steps "
+                "tensors of its own, and those of the model have none behind the backward pass; "
+                f"leave {others} out, or change gradients in hooks of parameters (register_hook)."
+            )
+        warn_once(
+            logger,
+            "%s reads gradients, and each rank has those of its part of the model alone, some as "
+            "shards of the whole (%s).",
+            reader,
+            _INSTEAD,
+        )
+
+
+def _gradient_readers(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
+    """The first method of each callback of a script's own that names gradients."""
+    for cls in {type(callback): None for callback in callbacks}:
+        for method in vars(cls).values():
+            if not isinstance(method, types.FunctionType):
+                continue
+            names = {name for code in codes_of(method.__code__) for name in code.co_names}
+            if names & _GRADIENTS and not is_installed(method.__code__.co_filename):
+                yield method.__qualname__
+                break
+
+
+def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(1)
+    if not is_installed(frame.f_code.co_filename):
+        parameters = [p for _, p in nn.Module.named_parameters(model)]
+        held = sum(not p.is_meta for p in parameters)
+        sharded = f", {len(part.shards)} of these as shards" if part.shards else ""
+        warn_once(
+            logger,
+            "%s walks the model's parameters, and each rank has a part of them: this one has "
+            "values and gradients of %d of %d%s. What it writes into them is right; what it "
+            "computes of them is of this part alone (%s).",
+            frame.f_code.co_qualname,
+            held,
+            len(parameters),
+            sharded,
+            _INSTEAD,
+        )
+    return walk(*args, **kwargs)

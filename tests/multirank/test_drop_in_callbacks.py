@@ -1,0 +1,169 @@
+"""Callbacks that look at a model in parts, and a hub that rank 0 cannot reach."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from merak.core.errors import ScheduleError, TrainingError
+from merak.core.rank0 import warn_once
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import Layout, Setup, make_merak
+from tests.tiers import slow
+
+SETUP = Setup("gpt2", padded=False, arguments={"max_steps": 2, "optim": "sgd"})
+
+
+class Norms(TrainerCallback):
+    """Computes a norm of the gradients that it sees."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model = kwargs["model"]
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        torch.stack(norms).norm()
+
+
+class Values(TrainerCallback):
+    """Reads the value of every parameter."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for _, parameter in kwargs["model"].named_parameters():
+            parameter.abs().max().item()
+
+
+class Messages(logging.Handler):
+    """Keeps warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def train(layout: Layout, cache: str) -> tuple[list[str], str]:
+    """What is warned of, and what is said where a callback reads what is not here."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    warn_once.cache_clear()  # of another layout in this process
+    messages = Messages()
+    logging.getLogger("merak").addHandler(messages)
+    try:
+        make_merak(SETUP, dp, cache, callbacks=[Norms()]).train()
+    finally:
+        logging.getLogger("merak").removeHandler(messages)
+    said = ""
+    try:
+        make_merak(SETUP, dp, cache, callbacks=[Values()]).train()
+    except TrainingError as error:
+        said = str(error)
+    return [text for text in messages.texts if "Norms." in text], said
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+def test_callbacks_are_told_that_they_see_a_part(
+    pool: RankPool, cache: str, layout: Layout
+) -> None:
+    (first, said), (other, _) = pool.run(train, 2, layout, cache)
+    dp, _, pp = layout
+    assert other == []
+    if dp == 2:
+        assert first == []
+    else:
+        reads, walks = first
+        assert reads.startswith("Norms.on_pre_optimizer_step reads gradients, and each rank has")
+        assert walks.startswith("Norms.on_pre_optimizer_step walks the model's parameters")
+        assert "as shards" in walks or pp == 2
+    assert said.startswith("a callback reads a value that this rank does not have") == (pp == 2)
+    assert ("parameter.abs().max().item()" in said) == (pp == 2)
+
+
+def train_sharded(zero: int, cache: str) -> str:
+    import merak
+
+    merak.init(dp=2, device="cpu")
+    setup = Setup("gpt2", padded=False, arguments={**SETUP.arguments, "zero": zero})
+    try:
+        make_merak(setup, 2, cache, callbacks=[Norms()]).train()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero", [0, 1, slow(3)])
+def test_gradients_that_parameters_do_not_have_are_not_read(
+    pool: RankPool, cache: str, zero: int
+) -> None:
+    for said in pool.run(train_sharded, 2, zero, cache):
+        expected = f"Norms.on_pre_optimizer_step reads or writes gradients, but with zero={zero}"
+        assert said.startswith(expected) == (zero > 0)
+
+
+class Hooks(TrainerCallback):
+    """Registers a hook on the gradient of some parameters when training begins."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, parameter in kwargs["model"].named_parameters():
+            if self.part in name:
+                parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+def train_hooked(layout: Layout, part: str, cache: str) -> str:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    try:
+        make_merak(SETUP, dp, cache, callbacks=[Hooks(part)]).train()
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
+def test_later_hooks_that_would_not_run_are_refused(
+    pool: RankPool, cache: str, layout: Layout
+) -> None:
+    for said in pool.run(train_hooked, 2, layout, "wte", cache):  # which the head reads, too
+        assert said.startswith("transformer.wte.weight has a hook on its gradient, but it is read")
+    assert pool.run(train_hooked, 2, layout, "mlp", cache) == ["", ""]
+
+
+def push(folder: str, cache: str, when: str) -> str:
+    """What a rank says of a hub that is out of reach."""
+    import merak
+
+    merak.init(pp=2, device="cpu")
+    given = {"output_dir": folder, "push_to_hub": when == "at once", "hub_model_id": "own/model"}
+    setup = Setup("gpt2", padded=False, arguments={**SETUP.arguments, **given})
+    with mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+        try:
+            trainer = make_merak(setup, 1, cache)
+            trainer.train()
+            trainer.push_to_hub()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("when", ["at once", slow("at the end")])
+def test_every_rank_tells_why_rank_0_cannot_push(
+    pool: RankPool, cache: str, tmp_path: Path, when: str
+) -> None:
+    first, other = pool.run(push, 2, str(tmp_path / "run"), cache, when)
+    assert "ffline" in first
+    assert other.startswith("Rank0Error: rank 0 could not")
+    assert first.partition(": ")[2][:40] in other
