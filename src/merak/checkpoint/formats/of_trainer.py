@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 from transformers import PreTrainedModel
 
-from merak.checkpoint.formats.trainer_files import (
+from merak.checkpoint.manifest import MANIFEST
+from merak.checkpoint.optimizer_state import MASTER, PREFIX
+from merak.checkpoint.storage import ReaderOfOneLoad
+from merak.checkpoint.trainer_files import (
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     TRAINING_ARGS_NAME,
 )
-from merak.checkpoint.manifest import MANIFEST
-from merak.checkpoint.optimizer_state import MASTER, PREFIX
-from merak.checkpoint.storage import ReaderOfOneLoad
 from merak.core.errors import WeightsError
 from merak.core.health.status import during
 from merak.graph.weights.holders import RankView, first_names, full_shape, named_tensors

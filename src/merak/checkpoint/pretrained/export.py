@@ -17,13 +17,6 @@ import torch
 from transformers.core_model_loading import dot_natural_key
 
 from merak.checkpoint.files import damage, inner_files
-from merak.checkpoint.formats.trainer_files import (
-    OPTIMIZER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    TRAINER_STATE_NAME,
-    TRAINING_ARGS_NAME,
-)
 from merak.checkpoint.manifest import MANIFEST, read_manifest
 from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
 from merak.checkpoint.pretrained.splitting import INDEX, index_text, is_weights, split_files
@@ -34,6 +27,13 @@ from merak.checkpoint.pretrained.tensor_file import (
     lay_out,
     read_layout,
     read_tensor,
+)
+from merak.checkpoint.trainer_files import (
+    OPTIMIZER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
+    TRAINING_ARGS_NAME,
 )
 from merak.core.errors import SavingError, WeightsError
 from merak.core.tensor_meta import TensorMeta

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+import transformers.trainer
 from torch import nn
 
 import merak
+from merak.checkpoint import trainer_files
 from merak.core import mesh
 from merak.core.errors import MerakError
 from merak.trainer.resuming import checkpoint_to_resume
@@ -200,3 +201,10 @@ def test_other_files_are_not_looked_at(job: Path) -> None:
         torch.save(Touch(marker), job / "checkpoint-1" / name)
     assert ours(job).train(resume_from_checkpoint=True).global_step == 2
     assert not marker.exists()
+
+
+def test_names_of_files_are_those_of_transformers() -> None:
+    names = [name for name in vars(trainer_files) if name.isupper()]
+    assert names
+    for name in names:
+        assert getattr(trainer_files, name) == getattr(transformers.trainer, name)
