@@ -51,7 +51,7 @@ LENGTH = {
     "max_steps": honoured("as in transformers"),
     "auto_find_batch_size": refused(
         "ranks cannot change it one by one when memory runs out; per_device_train_batch_size="
-        "'auto' finds the largest that fits before training",
+        "'auto' chooses one that fits before training",
         layout=Layout.SEVERAL_RANKS,
     ),
 }
