@@ -17,10 +17,11 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from merak.graph.trace.opaque.experts.cuts import cut_of
-from merak.graph.trace.opaque.experts.follow import Follower
-from merak.graph.trace.opaque.experts.meanings import Row, Sum, is_same_memory
-from merak.graph.trace.opaque.experts.operands import in_range
+from merak.graph.trace.opaque.experts.follow.cuts import cut_of
+from merak.graph.trace.opaque.experts.follow.follower import Follower
+from merak.graph.trace.opaque.experts.follow.meanings import Row, Sum, is_same_memory
+from merak.graph.trace.opaque.experts.follow.operands import in_range
+from merak.graph.trace.opaque.experts.follow.sums import put_in_range
 from merak.graph.trace.opaque.experts.program import TOTAL, Applied, Call, Program
 from merak.graph.trace.opaque.experts.steps import (
     NotALoopError,
@@ -30,7 +31,6 @@ from merak.graph.trace.opaque.experts.steps import (
     Pick,
     Step,
 )
-from merak.graph.trace.opaque.experts.sums import put_in_range
 from merak.graph.trace.opaque.pytree import NotPlain, fill, flatten
 
 _OF_VALUES = frozenset((

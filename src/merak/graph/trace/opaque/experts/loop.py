@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.trace.opaque.experts.around import Around
-from merak.graph.trace.opaque.experts.follow import Follower
+from merak.graph.trace.opaque.experts.follow.follower import Follower
 from merak.graph.trace.opaque.experts.program import Program
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights

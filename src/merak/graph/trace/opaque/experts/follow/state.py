@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from merak.graph.trace.opaque.experts.meanings import (
+from merak.graph.trace.opaque.experts.follow.meanings import (
     Input,
     Meaning,
     Own,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from merak.graph.trace.opaque.experts.meanings import (
+from merak.graph.trace.opaque.experts.follow.meanings import (
     Input,
     Own,
     Part,
@@ -17,7 +17,7 @@ from merak.graph.trace.opaque.experts.meanings import (
     Sum,
     without_mask,
 )
-from merak.graph.trace.opaque.experts.state import Loop
+from merak.graph.trace.opaque.experts.follow.state import Loop
 from merak.graph.trace.opaque.experts.steps import (
     NotALoopError,
     OfChoices,

@@ -17,8 +17,8 @@ from merak.graph.ir.operators import (
     SPLITS,
     aten_family,
 )
-from merak.graph.trace.opaque.experts.meanings import Noise, Own, Row, Sum
-from merak.graph.trace.opaque.experts.state import Loop
+from merak.graph.trace.opaque.experts.follow.meanings import Noise, Own, Row, Sum
+from merak.graph.trace.opaque.experts.follow.state import Loop
 from merak.graph.trace.opaque.experts.steps import NotALoopError, PerRow, Result
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from merak.graph.ir.operators import aten_family
-from merak.graph.trace.opaque.experts.meanings import Part, Row, Sum, without_mask
-from merak.graph.trace.opaque.experts.state import Loop, without_values
+from merak.graph.trace.opaque.experts.follow.meanings import Part, Row, Sum, without_mask
+from merak.graph.trace.opaque.experts.follow.state import Loop, without_values
 from merak.graph.trace.opaque.experts.steps import NotALoopError, Scatter
 
 

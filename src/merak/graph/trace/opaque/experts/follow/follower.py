@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir.operators import aten_family
-from merak.graph.trace.opaque.experts import operands, per_row, sums
-from merak.graph.trace.opaque.experts.state import Loop
+from merak.graph.trace.opaque.experts.follow import operands, per_row, sums
+from merak.graph.trace.opaque.experts.follow.state import Loop
 
 Rule = Callable[[Loop, Any, Any, Any], Any]
 """An operator on what is followed: its result; None for an operator that it is not about."""
