@@ -17,7 +17,7 @@ def test_a_job_that_does_not_fit_is_refused_on_every_rank(pool, cache):
     with pytest.raises(RankError) as caught:
         pool.run(train_merak, 2, (1, 1, 2), [job(memory_budget=100_000)], cache)
     text = str(caught.value)
-    assert "PlanError: pp rank" in text
+    assert "DoesNotFitError: pp rank" in text
     assert "but may hold 100.00 kB" in text
 
 

@@ -90,7 +90,11 @@ class Distributed(Checked):
         return {"loss": -chosen.entropy().mean()}
 
 
-def test_checks_of_distributions_are_taken_to_pass(caplog: pytest.LogCaptureFixture) -> None:
+def test_checks_of_distributions_are_taken_to_pass(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch.compile switches these checks off for the rest of a process.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     trace(Distributed(), COLUMNS)
     (said,) = [
         r.getMessage() for r in caplog.records if r.name == "merak.graph.trace.modes.value_checks"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -302,8 +303,8 @@ def test_of_modules_that_are_alike_one_is_tried(monkeypatch: pytest.MonkeyPatch)
     assert tried == ["blocks.0.range", "blocks.1.range"]  # whose buffers hold numbers of their own
 
 
-SEEN: list[weakref.ref[torch.Tensor]] = []
-"""Activations of modules that fail."""
+SEEN: SimpleQueue[weakref.ref[torch.Tensor]] = SimpleQueue()
+"""Activations of modules that fail; a list would be as before once the trace ends."""
 
 
 class Fails(nn.Module):
@@ -316,7 +317,7 @@ class Fails(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
         if not isinstance(y, FakeTensor):
-            SEEN.append(weakref.ref(y))
+            SEEN.put(weakref.ref(y))
         places = (y > 0).nonzero().tolist()
         return y * places[y.numel()][0]
 
@@ -335,4 +336,5 @@ class Surrounded(nn.Module):
 def test_a_failed_call_lets_go_of_what_it_has_computed() -> None:
     with pytest.raises(TraceError, match="it fails on synthetic values") as caught:
         build_graph(GraphSource(Surrounded()), COLUMNS, training=True)
-    assert SEEN and all(ref() is None for ref in SEEN), caught
+    seen = [SEEN.get_nowait() for _ in range(SEEN.qsize())]
+    assert seen and all(ref() is None for ref in seen), caught
