@@ -317,6 +317,16 @@ def written_to(self: Block, x: Tensor) -> Tensor:
     return torch.zeros_like(flat).index_add(0, order // 2, made).view_as(x)
 
 
+def more_than_one(self: Block, x: Tensor) -> Tensor:
+    """An expert with a single row does not compute it."""
+    flat = x.view(-1, WIDTH)
+    _, chosen = routed(self, flat)
+    order = chosen.flatten().argsort()
+    rows = flat[order // 2].split(chosen.flatten().bincount(minlength=EXPERTS).tolist())
+    outs = torch.cat([self.experts[i](r) if len(r) > 1 else 0 * r for i, r in enumerate(rows)])
+    return torch.zeros_like(flat).index_add(0, order // 2, outs).view_as(x)
+
+
 def in_an_autocast(self: Block, x: Tensor) -> Tensor:
     """Products are in another type than where the block is called."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -337,6 +347,7 @@ def cleared(self: Block, x: Tensor) -> Tensor:
 
 OTHERS = (
     in_an_autocast,
+    more_than_one,
     slow(cleared),
     with_parts(limited),
     with_parts(rarely_limited),

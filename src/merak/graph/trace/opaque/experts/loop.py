@@ -94,6 +94,9 @@ def _found(module: Subject) -> ExpertLoop | None:
                 found = _programs(module, num_experts)
                 if found is not None:
                     break
+            if found is not None and not num_classes and _has_others(module, num_experts):
+                found = None
+                break
             if found is not None or not num_classes:
                 break  # no integers were left
         is_changed = _state(call.module) != state
@@ -174,7 +177,11 @@ def _programs(module: Subject, num_experts: int) -> tuple[Program, Program | Non
         return replace(own, templates=first.templates), None
     if replace(idle, templates=first.templates) != first:
         return None
-    return replace(own, templates=first.templates), idle
+    try:  # a single row may be treated otherwise than many
+        lone = _followed(module, Routing(num_experts, sizes[0], is_skewed=True, lone=last))
+    except Exception:
+        return None
+    return (replace(own, templates=first.templates), idle) if lone == first else None
 
 
 def _few_tokens(num_experts: int) -> int:
@@ -225,6 +232,18 @@ def _fails(module: Subject, num_experts: int) -> bool:
     except Exception as error:
         return not isinstance(error, NotALoopError)
     return False
+
+
+def _has_others(module: Subject, num_experts: int) -> bool:
+    """Whether the module does something for choices of no expert that has weights.
+
+    Where it fails, there can be none.
+    """
+    more = Routing(num_experts + 1, _few_tokens(num_experts + 1))
+    try:
+        return num_experts in _followed(module, more).templates
+    except Exception as error:
+        return isinstance(error, NotALoopError)
 
 
 def _num_classes(module: Subject) -> int:

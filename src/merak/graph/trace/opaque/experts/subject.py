@@ -62,18 +62,21 @@ class Routing:
         is_skewed: whether all tokens choose the first expert, and two begin with each other one,
             the remaining tokens with the last; where each chooses one, two choose the first, too.
         idle: an expert that no token chooses; None for none.
+        lone: an expert that the first token alone chooses; None for none.
     """
 
     num_experts: int
     num_tokens: int
     is_skewed: bool = False
     idle: int | None = None
+    lone: int | None = None
 
     def choices(self, num_choices: int) -> Choices:
         """The choices, so many for each token."""
-        experts = torch.tensor([e for e in range(self.num_experts) if e != self.idle])
-        if self.idle is not None and num_choices > len(experts):
+        some = [e for e in range(self.num_experts) if e not in (self.idle, self.lone)]
+        if num_choices > len(some) and len(some) < self.num_experts:
             raise NotALoopError
+        experts = torch.tensor(some)
         is_crowded = self.is_skewed and num_choices > 1
         others = experts[1:] if is_crowded else experts
         first = torch.arange(self.num_tokens)
@@ -83,6 +86,9 @@ class Routing:
         index = others[(first[:, None] + steps) % len(others)]
         if is_crowded:
             index = torch.cat((experts[:1].expand(self.num_tokens, 1), index), 1)
+        if self.lone is not None:
+            place = torch.tensor([0]), torch.tensor([num_choices - 1])
+            index = index.index_put(place, torch.tensor(self.lone))
         return Choices.of(index, self.num_experts)
 
     def counts(self, num_rows: int) -> list[int]:

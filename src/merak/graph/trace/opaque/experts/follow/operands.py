@@ -130,6 +130,9 @@ def viewed(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_led and shape[:1] != (num_tokens,):
             raise NotALoopError
         return loop.note(made, Input(found.place, shape[2 if is_led else 1 :], is_led))
+    is_single = args[0].shape[:1] == (1,) and shape == args[0].shape[1:]
+    if is_single and (isinstance(found, Part) or (isinstance(found, Row) and not found.is_led)):
+        return loop.note(made, found)  # as torch puts a single row
     if not isinstance(found, Row):
         raise NotALoopError
     num_rows = args[0].shape[1 if found.is_led else 0]
