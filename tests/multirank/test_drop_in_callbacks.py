@@ -10,6 +10,7 @@ from unittest import mock
 import huggingface_hub
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
 
 from merak.core.errors import ScheduleError, TrainingError
@@ -36,6 +37,16 @@ class Values(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for _, parameter in kwargs["model"].named_parameters():
             parameter.abs().max().item()
+
+
+class Averages(TrainerCallback):
+    """Keeps an average of the weights in a copy of the model."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.average = AveragedModel(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.average.update_parameters(kwargs["model"])
 
 
 class Messages(logging.Handler):
@@ -86,6 +97,34 @@ def test_callbacks_are_told_that_they_see_a_part(
         assert "as shards" in walks or pp == 2
     assert said.startswith("a callback reads a value that this rank does not have") == (pp == 2)
     assert ("parameter.abs().max().item()" in said) == (pp == 2)
+
+
+def train_averaged(layout: Layout, cache: str) -> tuple[list[str], bool]:
+    """What is warned of, and whether this rank's averages are those of its weights."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    warn_once.cache_clear()
+    messages, averages = Messages(), Averages()
+    logging.getLogger("merak").addHandler(messages)
+    setup = Setup("gpt2", padded=False, arguments={**SETUP.arguments, "max_steps": 1})
+    try:
+        trainer = make_merak(setup, dp, cache, callbacks=[averages])
+        trainer.train()
+    finally:
+        logging.getLogger("merak").removeHandler(messages)
+    pairs = zip(averages.average.module.parameters(), trainer.model.parameters(), strict=True)
+    own = [torch.equal(kept, now) for kept, now in pairs if not now.is_meta]
+    return [text for text in messages.texts if "copies the model" in text], all(own)
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+def test_copies_of_a_part_are_told(pool: RankPool, cache: str, layout: Layout) -> None:
+    for rank, (said, are_averages) in enumerate(pool.run(train_averaged, 2, layout, cache)):
+        assert are_averages
+        assert len(said) == (rank == 0 and layout[0] == 1)
+        assert all("AveragedModel(kwargs" in text and "part by part" in text for text in said)
 
 
 def train_sharded(zero: int, cache: str) -> str:

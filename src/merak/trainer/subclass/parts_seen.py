@@ -6,6 +6,7 @@ them, such as a norm, is of one rank's part alone, and nobody would notice.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import traceback
@@ -31,6 +32,7 @@ _GRADIENTS = frozenset({"grad", "clip_grad_norm_", "clip_grad_value_"})
 """Names in code that reads or writes gradients."""
 
 _WALKS = ("named_parameters", "parameters")
+_REPLACED = (*_WALKS, "__deepcopy__")
 _INSTEAD = (
     "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
     "norm of all gradients"
@@ -53,6 +55,7 @@ def reporting_parts(model: object) -> Iterator[None]:
         return
     own = vars(model)
     own.update({name: partial(_walk, model, part, getattr(model, name)) for name in _WALKS})
+    own["__deepcopy__"] = partial(_copy, model, part)
     try:
         yield
     except AttributeError as error:
@@ -72,7 +75,7 @@ def reporting_parts(model: object) -> Iterator[None]:
             f"parameters that are (p.is_meta), or: {_INSTEAD}."
         ) from error
     finally:
-        for name in _WALKS:
+        for name in _REPLACED:
             own.pop(name, None)
 
 
@@ -126,18 +129,39 @@ def _gradient_readers(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
 def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     frame = sys._getframe(1)
     if not is_installed(frame.f_code.co_filename):
-        parameters = [p for _, p in nn.Module.named_parameters(model)]
-        held = sum(not p.is_meta for p in parameters)
-        sharded = f", {len(part.shards)} of these as shards" if part.shards else ""
         warn_once(
             logger,
             "%s walks the model's parameters, and each rank has a part of them: this one has "
-            "values and gradients of %d of %d%s. What it writes into them is right; what it "
-            "computes of them is of this part alone (%s).",
+            "values and gradients of %s. What it writes into them is right; what it computes of "
+            "them is of this part alone (%s).",
             frame.f_code.co_qualname,
-            held,
-            len(parameters),
-            sharded,
+            _held(model, part),
             _INSTEAD,
         )
     return walk(*args, **kwargs)
+
+
+def _copy(model: nn.Module, part: Part, memo: dict[int, Any]) -> nn.Module:
+    warn_once(
+        logger,
+        "%s copies the model, and each rank has a part of its parameters: this one's copy has "
+        "values of %s. Averages that are kept in it are right, part by part; what is computed of "
+        "it or saved is of this part alone (%s).",
+        with_text(users_line(traceback.extract_stack())),
+        _held(model, part),
+        _INSTEAD,
+    )
+    own = vars(model)
+    replaced = {name: own.pop(name) for name in _REPLACED if name in own}
+    try:
+        return copy.deepcopy(model, memo)
+    finally:
+        own.update(replaced)
+
+
+def _held(model: nn.Module, part: Part) -> str:
+    """How many parameters this rank has."""
+    parameters = [p for _, p in nn.Module.named_parameters(model)]
+    held = sum(not p.is_meta for p in parameters)
+    sharded = f", {len(part.shards)} of these as shards" if part.shards else ""
+    return f"{held} of {len(parameters)}{sharded}"
