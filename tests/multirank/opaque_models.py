@@ -33,7 +33,10 @@ class Gated(nn.Module):
 
 
 class HitExperts(nn.Module):
-    """Loops over the experts that were chosen; the others get no gradient."""
+    """Loops over the experts that were chosen; the others get no gradient.
+
+    Rows are turned around and back, which is not followed as a loop over experts.
+    """
 
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
@@ -46,7 +49,8 @@ class HitExperts(nn.Module):
         result = torch.zeros_like(x)
         for expert in functional.one_hot(chosen, 6).sum(0).nonzero().flatten():
             rows = (chosen == expert).nonzero().flatten()
-            result[rows] = self.drop(self.experts[int(expert)](x[rows])) * scores[rows, None]
+            made = self.experts[int(expert)](x[rows].flip(0)).flip(0)
+            result[rows] = self.drop(made) * scores[rows, None]
         return result
 
 
