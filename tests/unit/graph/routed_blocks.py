@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +47,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks."""
+    """Two blocks of a kind."""
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, make_block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(Block(way) for _ in range(2))
+        self.layers = nn.ModuleList(make_block() for _ in range(2))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         h = self.stem(x)
@@ -68,7 +69,7 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 def traced(way: Way) -> tuple[Model, ModelGraph]:
     torch.manual_seed(0)
-    model = Model(way).train()
+    model = Model(partial(Block, way)).train()
     return model, unpack_model(pack_model(cases.traced(model, batch(1))))
 
 

@@ -25,6 +25,7 @@ from tests.unit.graph.routed_blocks import (
     INNER,
     WIDTH,
     Block,
+    Model,
     Way,
     assert_like_eager,
     batch,
@@ -424,21 +425,6 @@ class Counted(nn.Module):
         return torch.zeros_like(flat).scatter_add(0, index, made).view_as(x)
 
 
-class StackedModel(nn.Module):
-    """A model with two such blocks."""
-
-    def __init__(self, block: type[nn.Module]) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        self.layers = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        h = self.stem(x)
-        for layer in self.layers:
-            h = h + layer(F.layer_norm(h, (WIDTH,)))
-        return {"loss": self.head(h).square().mean()}
-
-
 @pytest.mark.parametrize(
     ("block", "ep"), [(Stacks, 1), (Stacks, 2), (Counted, 2), slow(Counted, 1)]
 )
@@ -446,7 +432,7 @@ def test_stacks_of_weights_are_split(
     block: type[nn.Module], ep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = StackedModel(block).train()
+    model = Model(block).train()
     graph = cases.traced(model, batch(1))
     assert not opaque_nodes(graph)
     weights = tensor_parallel(graph, None, 2, ep=ep).weights
