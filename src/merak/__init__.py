@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments, MerakSeq2SeqArguments
     from merak.core.errors import MerakError
-    from merak.core.mesh import current_mesh, init
+    from merak.core.mesh import current_mesh
+    from merak.core.start.init import init
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
     from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
@@ -25,7 +26,7 @@ _HOMES = {
     "Vocabulary": "merak.graph.tensor_parallel.features",
     "current_mesh": "merak.core.mesh",
     "empty_weights": "merak.graph.weights.empty_weights",
-    "init": "merak.core.mesh",
+    "init": "merak.core.start.init",
     "parallelize": "merak.parallel",
 }
 

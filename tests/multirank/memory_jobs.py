@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine import Engine, build_engine, forecast_of

@@ -63,7 +63,7 @@ class RankPool:
     ) -> list[Any]:
         """Call `function(*args)` on ranks 0 … world_size − 1, with gloo connected between them.
 
-        The function calls `merak.core.mesh.init` itself if it wants a mesh; mesh and process
+        The function calls `merak.init` itself if it wants a mesh; mesh and process
         groups are gone after each run. It must be importable: defined at the top of a module.
 
         Args:

@@ -11,7 +11,7 @@ from torch import nn
 
 from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
 from merak.core.errors import ScheduleError
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.graph.program.program import SubPipelinedRun
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import merak
 from merak.check import Case, CheckOptions, Layout, check_model
-from merak.core import mesh
 from merak.core.shards import take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
@@ -34,7 +34,7 @@ AT_FOUR: list[tuple[str, dict[str, Any]]] = [
 
 def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str, str]:
     """By architecture, where this rank's gradients are not its share of one process's."""
-    rank = mesh.init(tp=tp, device="cpu").tp_rank
+    rank = merak.init(tp=tp, device="cpu").tp_rank
     problems = {}
     for name, changes in models:
         model, columns = ARCHITECTURES[name].build(**changes), ARCHITECTURES[name].batch()

@@ -17,9 +17,10 @@ from merak.checkpoint.save_pretrained import save_pretrained
 from merak.checkpoint.saver import save_state
 from merak.checkpoint.state import RankState, load_state
 from merak.core.errors import WeightsError
-from merak.core.mesh import Mesh, init
+from merak.core.mesh import Mesh
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
+from merak.core.start.init import init
 from merak.graph.weights.empty_weights import empty_weights
 from merak.graph.weights.materialize import materialize
 from tests.multirank.ranks import RankPool

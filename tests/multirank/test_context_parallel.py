@@ -13,7 +13,6 @@ import torch
 import transformers
 
 import merak
-from merak.core import mesh
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph
 from tests.multirank.compare import assert_close
@@ -141,7 +140,7 @@ def loss_and_gradients(
 ) -> tuple[float, Gradients, str | None]:
     """What one rank computes on its tokens."""
     if cp > 1:
-        mesh.init(cp=cp, device="cpu")
+        merak.init(cp=cp, device="cpu")
     model, columns = case(family, attention, dropout, padded)
     graph, said = cases.traced(model, columns), None
     if cp > 1:

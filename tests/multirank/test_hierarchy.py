@@ -13,6 +13,7 @@ import torch.distributed as dist
 import merak
 from merak.core import mesh as meshes
 from merak.core.errors import ScheduleError
+from merak.core.start import connect
 from merak.engine.comm import replica_levels
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_expert_dispatch import trained
@@ -32,7 +33,7 @@ def init(layout: Layout, hosts: str) -> Any:
     """A job whose ranks believe to be on hosts of these names, one letter each."""
     dp, tp, pp = layout
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
-    meshes._current[0] = replace(mesh, hosts=tuple(hosts) if len(set(hosts)) > 1 else ())
+    meshes.set_mesh(replace(mesh, hosts=tuple(hosts) if len(set(hosts)) > 1 else ()))
     return mesh
 
 
@@ -100,7 +101,7 @@ def train_experts(degrees: dict[str, int], hosts: str, options: dict[str, Any]) 
     found = []
     started = mock.Mock(wraps=replica_levels.Levels.start)
     with (
-        mock.patch.object(meshes, "host_names", lambda *_: tuple(hosts)),
+        mock.patch.object(connect, "host_names", lambda *_: tuple(hosts)),
         mock.patch.object(replica_levels.Levels, "start", lambda *own: started(*own)),
     ):
         for value in ("off", "on"):

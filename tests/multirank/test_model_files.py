@@ -17,8 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from merak.checkpoint.pretrained.tensor_file import TensorFile
 from merak.checkpoint.save_pretrained import save_pretrained
 from merak.core.errors import SavingError
-from merak.core.mesh import Mesh, init
+from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
+from merak.core.start.init import init
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_frozen import low_rank_llama
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from merak import parallelize
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TrainingError
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource

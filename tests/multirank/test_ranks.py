@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from merak.core import mesh
+import merak
 from tests.multirank.ranks import RankError, RankPool
 
 
 def sum_over_tp(value: float) -> tuple[int, float]:
-    grid = mesh.init(tp=dist.get_world_size(), device="cpu")
+    grid = merak.init(tp=dist.get_world_size(), device="cpu")
     total = torch.tensor([value + grid.tp_rank])
     if grid.group("tp") is not None:
         dist.all_reduce(total, group=grid.group("tp"))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.health.timeouts import extend_timeouts
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
 from merak.engine.health.step_records import StepRecord

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from merak.core.mesh import init
 from merak.core.shards import join
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import merak
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.ops import collectives
 from merak.ops.sharded_saved import saving_shards
 from tests.multirank.compare import assert_close

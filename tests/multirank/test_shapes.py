@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import nn
 
-from merak.core.mesh import init, reset
+from merak.core.mesh import reset
 from merak.core.shards import join
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource

@@ -41,7 +41,8 @@ Found = dict[str, tuple[list[float], dict[str, torch.Tensor]]]
 def train(schedule: str, names: Sequence[str] = tuple(OPTIONS)) -> Found:
     """Losses and parameters with every option: four replicas of two stages, on four hosts."""
     mesh = merak.init(dp=4, pp=2, device="cpu")
-    mesh = meshes._current[0] = replace(mesh, hosts=tuple("aabbccdd"))
+    mesh = replace(mesh, hosts=tuple("aabbccdd"))
+    meshes.set_mesh(mesh)
 
     def share(step: int) -> dict[str, torch.Tensor]:
         x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(step))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from merak.core.mesh import init
+from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
 from merak.graph.program.program import SubPipelinedRun

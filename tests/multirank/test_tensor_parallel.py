@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import merak
 from merak.check import CheckOptions, Job
-from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.core.shards import ParameterShard, join, take
 from merak.engine import EngineOptions, build_engine
@@ -28,7 +28,7 @@ def loss_and_gradients(
     family: str, attention: str, dropout: float, tp: int
 ) -> tuple[float, Gradients, dict[str, ParameterShard]]:
     """What one rank computes on its shares."""
-    rank = mesh.init(tp=tp, device="cpu").tp_rank if tp > 1 else 0
+    rank = merak.init(tp=tp, device="cpu").tp_rank if tp > 1 else 0
     model, columns = cases.build(family, attention, dropout), cases.batch()
     graph = cases.traced(model, columns)
     graph, shards = cases.shard_model(graph, tensor_parallel(graph, None, tp).weights, tp)
@@ -61,7 +61,7 @@ def test_ranks_equal_one_process(
 
 def build_with_another_search(folder: Path) -> str:
     """The error of a rank of two, of which one derives another of two equally good programs."""
-    ranks = mesh.init(tp=2, device="cpu")
+    ranks = merak.init(tp=2, device="cpu")
     job = Job(case_of(BY_NAME["UNet"]), options=CheckOptions(microbatch=4))
     source = job.source(ranks.device, folder)
     same = patch.object(Search, "_enter_earlier", lambda search, best: best)
@@ -77,7 +77,7 @@ def test_ranks_with_different_programs_end(pool: RankPool, tmp_path: Path) -> No
 
 def apply_all(degree: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Result and gradient of every collective on rank r of an input of r + 1 times a pattern."""
-    rank = mesh.init(tp=degree, device="cpu").tp_rank
+    rank = merak.init(tp=degree, device="cpu").tp_rank
     pattern = torch.arange(12.0).reshape(2, 6)
     layout = (1, (2 * degree, 4 * degree), "tp")
     whole = torch.arange(12.0 * degree).reshape(2, 6 * degree)

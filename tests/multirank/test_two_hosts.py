@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from merak.core.mesh import OWN_STORE
+from merak.core.start.init import OWN_STORE
 from tests.multirank.network import Network, script_environment, until, wait_for
 
 pytestmark = pytest.mark.slow

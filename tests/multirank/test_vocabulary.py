@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import merak
 from merak.check import Case, CheckOptions, Layout, check_model
-from merak.core import mesh
 from merak.core.shards import ParameterShard, take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -35,7 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def losses_off(tp: int) -> list[str]:
     """The settings under which loss or gradient are not those of torch's cross entropy."""
-    rank = mesh.init(tp=tp, device="cpu").tp_rank
+    rank = merak.init(tp=tp, device="cpu").tp_rank
     return [str(settings) for settings in SETTINGS if not loss_is_right(tp, rank, **settings)]
 
 
@@ -84,7 +84,7 @@ def test_cross_entropy(pool: RankPool, tp: int) -> None:
 
 def outside() -> tuple[str, str]:
     """What a rank says of an index and of a target that are in no rank's share."""
-    mesh.init(tp=2, device="cpu")
+    merak.init(tp=2, device="cpu")
     beyond = torch.tensor([1, 5])
     with pytest.raises(IndexError, match="out of range"):
         vocab_parallel_embedding(torch.rand(3, 2), beyond, -1, False, False, 5, "tp")
@@ -142,7 +142,7 @@ MODELS["by-hand"] = ByHand
 
 def gradients_off(names: list[str], tp: int) -> dict[str, str]:
     """By model, where this rank's gradients are not its share of one process's."""
-    rank = mesh.init(tp=tp, device="cpu").tp_rank
+    rank = merak.init(tp=tp, device="cpu").tp_rank
     problems = {}
     for name in names:
         torch.manual_seed(0)

@@ -26,7 +26,7 @@ from merak.core.errors import ArgumentsError
 @pytest.fixture(autouse=True)
 def job() -> Iterator[None]:
     meshes.reset()
-    meshes._current.append(meshes.Mesh(1, 1, 1, 0, torch.device("cpu"), None))
+    meshes.set_mesh(meshes.Mesh(1, 1, 1, 0, torch.device("cpu"), None))
     yield
     meshes.reset()
 
@@ -104,13 +104,13 @@ def test_settled_arguments_are_taken_again() -> None:
 
 def test_a_step_keeps_its_samples_where_fewer_replicas_are_there() -> None:
     smaller = meshes.Mesh(2, 1, 1, 0, torch.device("cpu"), None, wanted_dp=4)
-    meshes._current[0] = smaller
+    meshes.set_mesh(smaller)
     args = arguments(gradient_accumulation_steps=3)
     assert args.gradient_accumulation_steps == 6
     assert args.train_batch_size * args.world_size * 6 == 8 * 4 * 3
     assert dataclasses.replace(args, max_steps=3).gradient_accumulation_steps == 6
     assert MerakArguments(**dataclasses.asdict(args)).gradient_accumulation_steps == 6
-    meshes._current[0] = dataclasses.replace(smaller, dp=3)
+    meshes.set_mesh(dataclasses.replace(smaller, dp=3))
     with pytest.raises(ArgumentsError, match=r"=2 × dp=4 = 8 microbatches .* the 3 replicas that"):
         arguments(gradient_accumulation_steps=2)
     assert arguments(gradient_accumulation_steps=3).gradient_accumulation_steps == 4
@@ -149,7 +149,7 @@ def test_a_draft_touches_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("merak.arguments.training.fresh_state", touch)
     monkeypatch.setattr("merak.arguments.training.check_autocast", touch)
-    meshes._current[0] = meshes.Mesh(2, 1, 1, 0, torch.device("cuda"), None)
+    meshes.set_mesh(meshes.Mesh(2, 1, 1, 0, torch.device("cuda"), None))
     assert DraftArguments(output_dir="unused").device.type == "cuda"
     with pytest.raises(ArgumentsError, match="max_steps='three' should be a whole number"):
         DraftArguments(output_dir="unused", max_steps="three")  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def job() -> Iterator[Callable[..., None]]:
 
     def stand(dp: int = 1, tp: int = 1, pp: int = 1, rank: int = 0) -> None:
         meshes.reset()
-        meshes._current.append(meshes.Mesh(dp, tp, pp, rank, torch.device("cpu"), None))
+        meshes.set_mesh(meshes.Mesh(dp, tp, pp, rank, torch.device("cpu"), None))
 
     stand()
     yield stand
@@ -162,7 +162,7 @@ def test_use_cpu_needs_a_mesh_on_the_cpu(job: Callable[..., None]) -> None:
     assert arguments(use_cpu=True).device == torch.device("cpu")
     args = arguments(use_cpu=True)
     meshes.reset()
-    meshes._current.append(meshes.Mesh(1, 1, 1, 0, torch.device("meta"), None))
+    meshes.set_mesh(meshes.Mesh(1, 1, 1, 0, torch.device("meta"), None))
     with pytest.raises(ArgumentsError, match=r"use_cpu=True .* merak.init\(device='cpu'\)"):
         check_arguments(args)
 

@@ -51,7 +51,7 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     yield
     mesh.reset()
 
@@ -62,7 +62,7 @@ def pickled(marker: Path) -> bytes:
 
 def read_features(path: Path) -> object:
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     try:
         folder = str(path.parent / "out")
         return merak.MerakArguments(output_dir=folder, feature_dict=str(path))
@@ -170,7 +170,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a small model after one step."""
     folder = tmp_path_factory.mktemp("saved")
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     trainer(folder).train()
     mesh.reset()
     return folder / "checkpoint-1"

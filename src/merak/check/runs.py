@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from merak.check.case import Case
 from merak.check.float64 import computing_in
-from merak.core.mesh import Mesh, init
+from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard
+from merak.core.start.init import init
 from merak.core.tensor_meta import TensorMeta
 from merak.data import signature
 from merak.engine import Engine, build_engine

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from merak.core.mesh import init
 from merak.core.random import seed_for
+from merak.core.start.init import init
 from merak.engine.profile.links import SIZES
 from merak.engine.profile.measure import ProfiledModel, measure_profile
 from merak.launch.ranks import Work, run_ranks, under_torchrun

@@ -14,6 +14,7 @@ from merak.core import mesh
 from merak.core.elastic import Degrees, check_expert_degree
 from merak.core.errors import ArgumentsError, MeshError
 from merak.core.mesh import AXES, EXPERT_REPLICAS, REPLICAS, Mesh, crosses_hosts
+from merak.core.start import init as start
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -83,14 +84,14 @@ def test_tensor_parallelism_across_hosts_is_warned_of(
     def connect(degrees: Any, *rest: Any) -> Mesh:
         return dataclasses.replace(mesh_of(*degrees[:3]), hosts=hosts)
 
-    monkeypatch.setattr(mesh, "_connect", connect)
+    monkeypatch.setattr(start, "connect", connect)
     mesh.reset()
-    mesh.init(tp=tp, pp=4 // tp, device="cpu")
+    merak.init(tp=tp, pp=4 // tp, device="cpu")
     mesh.reset()
     assert f"tp={tp} spans hosts" in caplog.text
     assert advice in caplog.text
     caplog.clear()
-    mesh.init(pp=4, device="cpu")
+    merak.init(pp=4, device="cpu")
     mesh.reset()
     assert caplog.text == ""
 
@@ -100,10 +101,10 @@ def test_fewer_ranks_are_refused_or_get_smaller_degrees(
 ) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(mesh, "_connect", lambda degrees, *rest: mesh_of(*degrees[:3]))
+    monkeypatch.setattr(start, "connect", lambda degrees, *rest: mesh_of(*degrees[:3]))
     mesh.reset()
     with pytest.raises(MeshError) as refused:
-        mesh.init(dp=2, pp=2, device="cpu")
+        merak.init(dp=2, pp=2, device="cpu")
     assert str(refused.value) == (
         "dp=2 × tp=1 × pp=2 = 4 ranks, but torchrun started 2; make the product of the degrees "
         "equal the number of ranks, such as dp=1 × tp=1 × pp=2, or allow smaller degrees with "
@@ -114,8 +115,8 @@ def test_fewer_ranks_are_refused_or_get_smaller_degrees(
         ({"dp": 1}, "such as dp=2 × tp=1 × pp=1"),
     ):
         with pytest.raises(MeshError, match=rf"equal the number of ranks, {fix}\.$"):
-            mesh.init(**degrees, device="cpu", elastic=True)
-    found = mesh.init(dp=2, pp=2, device="cpu", elastic=True)
+            merak.init(**degrees, device="cpu", elastic=True)
+    found = merak.init(dp=2, pp=2, device="cpu", elastic=True)
     assert (found.dp, found.tp, found.pp, found.wanted_dp) == (1, 1, 2, 2)
     mesh.reset()
     assert caplog.messages == [
@@ -132,8 +133,8 @@ def test_a_host_that_could_not_come_back_is_warned_of(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
-    mesh._warn_of_hosts(dataclasses.replace(mesh_of(2, 1, 1), hosts=on(1, 1)))
-    mesh._warn_of_hosts(mesh_of(2, 1, 1))
+    start._warn_of_hosts(dataclasses.replace(mesh_of(2, 1, 1), hosts=on(1, 1)))
+    start._warn_of_hosts(mesh_of(2, 1, 1))
     assert len(caplog.messages) == warned
     assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in caplog.text) == warned
 
@@ -161,13 +162,13 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | 
 def test_a_single_process_computes_on_the_gpu_that_it_names(
     three_gpus: list[torch.device | int],
 ) -> None:
-    assert mesh.init(device="cuda:2").device == torch.device("cuda", 2)
+    assert merak.init(device="cuda:2").device == torch.device("cuda", 2)
     assert three_gpus == [torch.device("cuda", 2)]
 
 
 def test_a_gpu_that_is_not_there_is_refused(three_gpus: list[torch.device | int]) -> None:
     with pytest.raises(MeshError, match=r"device='cuda:3' is not here: torch sees 3 GPUs"):
-        mesh.init(device="cuda:3")
+        merak.init(device="cuda:3")
 
 
 def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
@@ -176,7 +177,7 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(MeshError, match=r"device='cuda:0' was asked for on local rank 1"):
-        mesh.init(device="cuda:0")
+        merak.init(device="cuda:0")
     assert three_gpus == []
 
 
@@ -221,9 +222,9 @@ def test_a_single_process_is_told_how_to_start_several(
 def test_one_rank_refuses_what_several_would(settings: dict[str, Any], said: str) -> None:
     mesh.reset()
     with pytest.raises(MeshError) as caught:
-        mesh.init(**{"device": "cpu", **settings})
+        merak.init(**{"device": "cpu", **settings})
     assert said in str(caught.value)
-    mesh.init(device="cpu", backend="gloo")
+    merak.init(device="cpu", backend="gloo")
     mesh.reset()
 
 
@@ -272,7 +273,7 @@ def test_axes_lie_as_documented_and_replicas_are_dp_and_cp_together() -> None:
 @pytest.mark.parametrize("name", ["dpp", "unknown"])
 def test_arguments_that_init_does_not_have_are_refused(name: str) -> None:
     with pytest.raises(ArgumentsError, match=f"merak.init has no argument '{name}'") as caught:
-        mesh.init(**{name: 2})
+        merak.init(**{name: 2})
     assert isinstance(caught.value, TypeError)  # as Python's own
 
 

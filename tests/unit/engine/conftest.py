@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import merak
 from merak.core import mesh
 from tests import shared_cache
 
@@ -19,7 +20,7 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_rank() -> Iterator[None]:
     """A mesh of this process alone, on the CPU, and a seed."""
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     torch.manual_seed(0)
     yield
     mesh.reset()

@@ -33,7 +33,7 @@ CAUSAL = "aten.scaled_dot_product_attention.default"
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
     mesh.reset()
-    mesh.init(device=DEVICE)
+    merak.init(device=DEVICE)
     yield
     mesh.reset()
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import merak
 from merak.core import mesh
 from merak.core.errors import DataError
 from merak.engine.health.status import Progress
@@ -15,7 +16,7 @@ from merak.trainer.batch_exchange import BatchExchange, ExchangedBatches
 @pytest.fixture
 def exchange() -> Iterator[BatchExchange]:
     mesh.reset()
-    yield BatchExchange(mesh.init(device="cpu"), Progress(HostClock(), 0))
+    yield BatchExchange(merak.init(device="cpu"), Progress(HostClock(), 0))
     mesh.reset()
 
 

@@ -54,6 +54,9 @@ class _Once(logging.Filter):
 
 _needless = _Needless()
 
+_raised: dict[str, int] = {}
+"""The level of our own log before it was raised."""
+
 
 def hide_needless() -> None:
     """Hide what libraries warn of in this process and nobody can act on."""
@@ -98,3 +101,21 @@ def warn_once() -> None:
     for handler in logging.getLogger("transformers").handlers:
         if type(handler) is logging.StreamHandler:  # which writes; others may keep records
             handler.addFilter(_Once())
+
+
+def quiet_other_ranks(rank: int) -> None:
+    """Raise our own log level to WARNING on ranks other than 0, unless the user has set a level.
+
+    Args:
+        rank: of this process in its job.
+    """
+    own = logging.getLogger("merak")
+    if rank and own.level == logging.NOTSET:
+        _raised["level"] = own.level
+        own.setLevel(logging.WARNING)
+
+
+def unquiet_other_ranks() -> None:
+    """Set our own log level back to what it was before `quiet_other_ranks`."""
+    if "level" in _raised:
+        logging.getLogger("merak").setLevel(_raised.pop("level"))

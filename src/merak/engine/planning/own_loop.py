@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from merak.core.mesh import Mesh, lay_out
+from merak.core.mesh import Mesh
+from merak.core.start.init import lay_out
 from merak.core.tensor_meta import Signature
 from merak.engine.planning.choose import Job, choose_plan
 from merak.engine.planning.devices import devices_here

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from merak.core.doctor.finding import Finding, Level, System
 from merak.core.health import failure
 from merak.core.health.status import named
-from merak.core.mesh import Mesh, init
+from merak.core.mesh import Mesh
+from merak.core.start.init import init
 from merak.core.units import counted
 from merak.engine.profile.links import measure_pairs
 from merak.engine.profile.stopwatch import Stopwatch

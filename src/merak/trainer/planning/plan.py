@@ -27,8 +27,9 @@ from merak.arguments.planned import (
 from merak.core.announce import announce
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import ArgumentsError, DataError
-from merak.core.mesh import Mesh, current_mesh, lay_out
+from merak.core.mesh import Mesh, current_mesh
 from merak.core.rank0 import warn_on_rank0
+from merak.core.start.init import lay_out
 from merak.data import check_not_empty, longest_batch
 from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here

@@ -24,7 +24,7 @@ from tests.multirank.training import alone
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     yield
     mesh.reset()
 

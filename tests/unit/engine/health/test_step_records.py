@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from merak.core.mesh import Mesh, init, reset
+from merak.core.mesh import Mesh, reset
+from merak.core.start.init import init
 from merak.engine.health.status import Progress, Wait
 from merak.engine.health.step_records import DeviceClock, HostClock, clock_of, gather_records
 from merak.schedule.ir import parse_action

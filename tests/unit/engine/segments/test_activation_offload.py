@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import merak
 from merak.core import mesh
 from merak.core.errors import PlanError, ScheduleError, TrainingError
 from merak.core.storages import MIN_OFFLOADED_BYTES
@@ -36,7 +37,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Measuring the machine takes a second, and here any speeds will do.
     monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     yield
     mesh.reset()
 

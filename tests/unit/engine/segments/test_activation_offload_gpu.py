@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import merak
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
@@ -24,7 +25,7 @@ CYCLES = 500_000_000
 @pytest.fixture(autouse=True)
 def one_rank() -> Iterator[None]:
     mesh.reset()
-    mesh.init(device="cuda")
+    merak.init(device="cuda")
     yield
     mesh.reset()
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import merak
 from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.data import signature
@@ -27,7 +28,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Measuring the machine takes a second, and here any speeds will do.
     monkeypatch.setattr("merak.plan.layout.measure", lambda *_: preset("a100-80gb"))
     mesh.reset()
-    mesh.init(device="cpu")
+    merak.init(device="cpu")
     yield
     mesh.reset()
 

@@ -1,0 +1,85 @@
+"""Ranks that torchrun has started meet: process groups, hosts, the watchdog."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from merak.core.doctor import failed_start
+from merak.core.elastic import Degrees
+from merak.core.health import failure, store, watchdog
+from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
+from merak.core.health.quiet import quiet_libraries, quiet_other_ranks
+from merak.core.health.status import waiting
+from merak.core.mesh import Mesh
+
+
+@failure.starting(failed_start.advise)
+def connect(
+    degrees: Degrees, ep: int, device: torch.device, backend: str | None, timeout_s: float
+) -> Mesh:
+    """Connect the ranks of a job; a collective of all of them.
+
+    Args:
+        degrees: whose product is the number of ranks.
+        ep: expert parallel degree.
+        device: of this rank.
+        backend: of the process groups; None for that of the device.
+        timeout_s: seconds that a rank waits for others.
+
+    Returns:
+        The mesh, with groups of ranks along every axis, and the host of every rank.
+    """
+    dp, tp, pp, cp = degrees
+    quiet_libraries(int(os.environ.get("RANK", "0")))
+    if "RANK" not in os.environ:
+        return Mesh(dp, tp, pp, 0, device, None, cp=cp, ep=ep)
+    rank, num_ranks = int(os.environ["RANK"]), math.prod(degrees)
+    mesh = Mesh(dp, tp, pp, rank, device, None, cp=cp, ep=ep)
+    quiet_other_ranks(rank)
+    limit = watchdog.Limit("timeout_s", timeout_s)
+    timeout = timedelta(seconds=watchdog.timeouts_s(limit))
+    known = None
+    if dist.is_initialized():
+        store.join(timeout_s)
+    else:
+        known = store.open_store(rank, timeout_s)
+    if num_ranks > 1:
+        watchdog.start(watchdog.Member(rank, num_ranks, describe_place(mesh)), limit)
+    with waiting(watchdog.JOINING, tuple(r for r in range(num_ranks) if r != rank)):
+        if known is not None:
+            known.set_timeout(timeout)
+        found = exchange_hosts(known, rank, num_ranks)
+        names = host_names(found)
+        if known is not None:
+            choose_interface(found, rank)
+            dist.init_process_group(
+                backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                store=known,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" and backend != "gloo" else None,
+            )
+            atexit.register(_disconnect)
+        mesh = mesh.connected()
+    hosts = names if len(set(names)) > 1 else ()
+    return replace(mesh, hosts=hosts)
+
+
+def describe_place(mesh: Mesh) -> str:
+    """Name this rank's coordinates, as "pp 0, dp 1, tp 0"."""
+    context = f", cp {mesh.cp_rank}" if mesh.cp > 1 else ""
+    return f"pp {mesh.pp_rank}, dp {mesh.dp_rank}{context}, tp {mesh.tp_rank}"
+
+
+def _disconnect() -> None:
+    watchdog.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
