@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,10 @@ def rank_job(options: argparse.Namespace) -> None:
 
 
 def steps_of(plan: Candidate, source: ModelSource, options: argparse.Namespace) -> float:
-    """Median seconds of a step of a plan, from the first rank's start to the last one's end."""
+    """Median seconds from the end of a step to that of the next one.
+
+    What a step leaves to run beside the next one, such as ZeRO's gathers, is hidden as in a job.
+    """
     batch = batch_of(source, plan.microbatch * plan.num_microbatches)
     model = merak.parallelize(
         source.build().train(),
@@ -205,14 +209,13 @@ def steps_of(plan: Candidate, source: ModelSource, options: argparse.Namespace) 
         sub_pipelining=plan.sub_pipelining,
         partition=plan.partition or partition_of(plan, options),
     )
-    seconds = []
+    dist.barrier()
+    ends = []
     for _ in range(options.warmup + options.steps):
-        dist.barrier()
-        start = time.perf_counter()
         model.step(batch)
-        dist.barrier()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[options.warmup :])
+        ends.append(time.perf_counter())
+    seconds = [end - start for start, end in pairwise(ends)]
+    return statistics.median(seconds[-options.steps :])
 
 
 def partition_of(plan: Candidate, options: argparse.Namespace) -> list[int] | None:
@@ -302,7 +305,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default="GPT2LMHeadModel", help="a class that takes n_layer")
     parser.add_argument("--million-ms", type=float, default=60.0, help="sleep; 0 computes")
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before them, 1 at least")
     parser.add_argument("--rate", help="of the network of two hosts, such as 200mbit; one host")
     parser.add_argument("--patience", type=float, default=1200.0, help="seconds of a job at most")
     parser.add_argument("--folder", default="", help="to keep the profile and logs in")

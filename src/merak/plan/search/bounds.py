@@ -21,7 +21,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.ir.ir import Kind, Segment
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
-from merak.plan.cluster.groups import group_of
+from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.optimizer_memory import optimizer_memory
 from merak.plan.price.candidate import Candidate, Form
@@ -37,6 +37,9 @@ _FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
 
 _BUBBLES = {"zero_bubble_h1": 1 / 3, "zero_bubble_v": 0.1, "dualpipe_v": 0.2}
 """Usual bubbles of schedules with split backwards, as fractions of 1F1B's."""
+
+_BOTH_ENDS = frozenset({"zero_bubble_v", "dualpipe_v"})
+"""Schedules in which one pp rank has the first and the last stage."""
 
 _SELECTIVE = 0.3
 """Part of a forward that selective recomputation usually runs again."""
@@ -166,6 +169,19 @@ class _Shares:
         return self.shared.held(replicas, zero) + self.experts.held(same, zero)
 
 
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """Bytes of the gradients of parameters that several segments read.
+
+    Args:
+        at_ends: of those that only the first and the last segment read.
+        elsewhere: of all others.
+    """
+
+    at_ends: float
+    elsewhere: float
+
+
 def _gradient_bytes(meta: TensorMeta, of_low: int) -> int:
     is_low = of_low and meta.dtype in LOW_PRECISION
     return math.prod(meta.shape) * of_low if is_low else meta.num_bytes
@@ -186,6 +202,7 @@ class JobPricing:
     base: int = 1
     _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
     _states: dict[Form, tuple[_Shares, _Shares]] = field(init=False, default_factory=dict)
+    _tied: dict[Form, _Tied] = field(init=False, default_factory=dict)
     _estimates: HeldEstimates | None = field(init=False, default=None)
 
     @property
@@ -224,11 +241,25 @@ class JobPricing:
         # Sharding over the sequence moves as many bytes over tp; it is told apart by the price.
         form = self._form(replace(candidate, microbatch=self.base, sequence_parallel=False))
         again = {"full": 1.0, "selective": _SELECTIVE}.get(str(candidate.recompute), 0.0)
-        stage_s = (form.forward_s * (1 + again) + form.backward_s) * scale / candidate.pp
+        whole_s = form.forward_s * (1 + again) + form.backward_s
+        stage_s = max(whole_s / candidate.pp, form.largest_s) * scale
         chunks = int(candidate.schedule_options.get("chunks", 1))
         bubble = _BUBBLES.get(candidate.schedule, 1 / chunks) * (candidate.pp - 1)
         pipeline_s = stage_s * (candidate.num_microbatches + bubble)
-        return pipeline_s + self._rough_replicas_s(candidate, pipeline_s)
+        tied_s = self._rough_tied_s(candidate, stage_s)
+        return pipeline_s + tied_s + self._rough_replicas_s(candidate, pipeline_s)
+
+    def _rough_tied_s(self, candidate: Candidate, stage_s: float) -> float:
+        """What gradients of tied parameters add, which the ranks that hold them exchange."""
+        tied = self._tied_bytes(candidate)
+        sent = tied.elsewhere + (0.0 if candidate.schedule in _BOTH_ENDS else tied.at_ends)
+        if candidate.pp == 1 or not sent:
+            return 0.0
+        link = send_link(self.cluster, 0, (candidate.pp - 1) * candidate.stage_ranks)
+        hop_s = link.latency_s + sent / link.bytes_per_s
+        is_exact = self.workload.tied_gradients == "microbatch"
+        waits_s = max(0.0, hop_s - stage_s) * candidate.num_microbatches
+        return 2 * hop_s + is_exact * waits_s
 
     def _rough_replicas_s(self, candidate: Candidate, pipeline_s: float) -> float:
         """What the exchanges of replicas add, as far as the pipeline does not hide them."""
@@ -320,6 +351,26 @@ class JobPricing:
             largest = max(found[1:], key=lambda own: own.held(Candidate()), default=found[0])
             self._states[form] = found[0], largest
         return self._states[form]
+
+    def _tied_bytes(self, candidate: Candidate) -> _Tied:
+        form = Form(self.base, candidate.tp, ep=candidate.ep)
+        if form not in self._tied:
+            segments = self.workload.local_graph(form).segments
+            readers: dict[str, list[int]] = {}
+            metas: dict[str, TensorMeta] = {}
+            for number, segment in enumerate(segments):
+                for name, meta in _parameters(segment).items():
+                    readers.setdefault(name, []).append(number)
+                    metas[name] = meta
+            ends = {0, len(segments) - 1}
+            of_low = 4 if self.workload.kernels.float32_gradients else 0
+            tied = [(n, own) for n, own in readers.items() if metas[n].requires_grad and own[1:]]
+            sizes = [(_gradient_bytes(metas[n], of_low), ends.issuperset(own)) for n, own in tied]
+            self._tied[form] = _Tied(
+                float(sum(size for size, at_ends in sizes if at_ends)),
+                float(sum(size for size, at_ends in sizes if not at_ends)),
+            )
+        return self._tied[form]
 
     def _form(self, candidate: Candidate) -> _Form:
         key = _key(candidate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,9 @@ MOST_PRICED = 32
 _FIRST, _LAST = 3 / 8, 3 / 4
 """Parts of them that are priced in the order of estimates before the best plan's neighbours are,
 and behind them in all; a search of few candidates prices every one."""
+
+_MOST_ALIKE = 2
+"""Plans of the same degrees that are enough at first: an estimate that is wrong is so for all."""
 
 _WORTH_PRICING = 1.15
 """Neighbours that are estimated slower than the best plan by more than this are not priced."""
@@ -74,7 +78,7 @@ def rank(
         else:
             run.found.rejections.append(rejection)
     in_order = list(_in_order(waiting, pricing, run.found))
-    run.take(in_order, math.ceil(_FIRST * most_priced))
+    run.take(in_order, math.ceil(_FIRST * most_priced), _MOST_ALIKE)
     neighbours = Neighbours(in_order)
     run.climb(neighbours)
     is_small = len(in_order) <= most_priced
@@ -103,14 +107,24 @@ class _Run:
     _seen: set[int] = field(default_factory=set)
     _best: Candidate | None = None
 
-    def take(self, candidates: Iterable[Candidate], most: int) -> None:
-        """Price or reject candidates, one after another, until so many are priced in all."""
+    def take(
+        self, candidates: Iterable[Candidate], most: int, most_alike: float = math.inf
+    ) -> None:
+        """Price or reject candidates, one after another, until so many are priced in all.
+
+        Args:
+            candidates: in the order of their estimates.
+            most: candidates that may be priced, with those that are.
+            most_alike: plans of the same degrees behind which further ones are passed over.
+        """
+        alike = Counter(_degrees(own.candidate) for own in self.found.plans)
         for candidate in candidates:
             if self.found.num_priced >= most:
                 return
-            if id(candidate) not in self._seen:
-                self._seen.add(id(candidate))
-                self._consider(candidate)
+            if id(candidate) in self._seen or alike[_degrees(candidate)] >= most_alike:
+                continue
+            self._seen.add(id(candidate))
+            alike[_degrees(candidate)] += self._consider(candidate)
 
     def climb(self, neighbours: Neighbours) -> None:
         """Go from the best plan to the first neighbour that is better, until there is none."""
@@ -141,16 +155,19 @@ class _Run:
         found.rejections += [_behind(own) for own in found.behind]
         del found.plans[self.top :]
 
-    def _consider(self, candidate: Candidate) -> None:
+    def _consider(self, candidate: Candidate) -> bool:
+        """Price or reject a candidate, and tell whether it is a plan."""
         rejection = self._rejection(candidate, quick=False)
         if rejection is not None:
             self.found.rejections.append(rejection)
-            return
+            return False
         fastest = self.found.plans[0] if self.found.plans else None
-        if _price(candidate, self.pricing, self.found, self._misfits):
-            self._fitting.add(candidate)
-            if self.found.plans[0] is not fastest:
-                self._best = candidate
+        if not _price(candidate, self.pricing, self.found, self._misfits):
+            return False
+        self._fitting.add(candidate)
+        if self.found.plans[0] is not fastest:
+            self._best = candidate
+        return True
 
     def _rejection(self, candidate: Candidate, quick: bool) -> Rejection | None:
         plans = self.found.plans
@@ -178,6 +195,10 @@ def _in_order(waiting: list[Candidate], pricing: Pricing, found: Ranked) -> Iter
         level = _recompute_level(candidate)
         keyed.append((is_large, rough_s, candidate.zero, level, number))
     return [waiting[key[-1]] for key in sorted(keyed)]
+
+
+def _degrees(own: Candidate) -> tuple[int, ...]:
+    return own.dp, own.tp, own.pp, own.cp, own.ep
 
 
 def _recompute_level(candidate: Candidate) -> int:

@@ -115,6 +115,19 @@ def test_a_first_rank_without_the_memory_is_found_before_the_price() -> None:
     assert misfit.device_bytes == usable_bytes(whole.peak_memory_bytes[0])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_estimates_know_a_large_head_and_tied_weights(tied: bool) -> None:
+    """A head larger than all layers together, which one rank has, and a slow way to its twin."""
+    changes = {"num_hidden_layers": 2, "vocab_size": 65536, "tie_word_embeddings": tied}
+    config = {**LLAMA.config.to_dict(), **changes}
+    source = replace(LLAMA, config=LlamaConfig(**config))
+    found = example_workload(source, global_batch=64, sequence=512, optimizer=adam)
+    cluster = parse_cluster("rtx4090:1x4")
+    own = Candidate(pp=4, num_microbatches=64)
+    step_s = price(found, cluster, own).step_s
+    assert 0.6 * step_s < JobPricing(found, cluster).rough_s(own) < 1.4 * step_s
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
     found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)

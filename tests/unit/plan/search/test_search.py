@@ -83,6 +83,23 @@ def test_no_neighbour_of_the_first_plan_is_faster(seed, budget):
         assert not price.fits or price.step_s >= best.step_s, own
 
 
+class DeepIsUnderrated(Double):
+    """Deep pipelines are estimated too fast, and take longer than any other plan."""
+
+    def rough_s(self, own):
+        return super().rough_s(own) * (0.3 if own.pp > 2 else 1.0)
+
+    def price(self, own):
+        found = super().price(own)
+        return replace(found, step_s=found.step_s * (4.0 if own.pp > 2 else 1.0))
+
+
+def test_an_estimate_that_is_wrong_for_all_plans_of_some_degrees_costs_few_prices():
+    job, double = job_of(8, 64, 12), DeepIsUnderrated(device_bytes=200.0)
+    (found,) = search_job(job, double, Pinned(), 1, 24).plans
+    assert found.candidate.pp <= 2
+
+
 def test_neighbours_are_one_step_away():
     space = space_of(job_of(8, 64, 9), Pinned()).candidates
     wanted = (2, 2, 2, 2, 1, "1f1b", "selective", "off", False)
