@@ -80,6 +80,7 @@ def planned_arguments(plan: PlanFile) -> dict[str, Any]:
         "gradient_sums": plan.gradient_sums,
         "gradient_compression": plan.gradient_compression,
         "hierarchical_reductions": plan.hierarchical_reductions,
+        "tied_gradients": plan.tied_gradients,
         **layout_arguments(plan.candidate),
     }
 

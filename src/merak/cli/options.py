@@ -56,12 +56,13 @@ def shared(name: str, flag: str = "") -> Any:
     )
 
 
-def check_reductions(kind: str, hierarchy: str) -> None:
-    """Refuse words that are no kind of gradient compression, or of hierarchical reductions.
+def check_reductions(kind: str, hierarchy: str, tied: str) -> None:
+    """Refuse words that say nothing about how gradients are reduced.
 
     Args:
         kind: of compression, as it was typed.
-        hierarchy: as it was typed.
+        hierarchy: of reductions, as it was typed.
+        tied: when gradients of tied parameters are exchanged, as it was typed.
 
     Raises:
         CommandError: one is none.
@@ -71,6 +72,8 @@ def check_reductions(kind: str, hierarchy: str) -> None:
             f"--hierarchical-reductions {hierarchy} is no choice; use "
             f"{', '.join(HIERARCHIES[:-1])} or {HIERARCHIES[-1]}."
         )
+    if tied not in ("microbatch", "step"):
+        raise CommandError(f"--tied-gradients {tied} is no time; use microbatch or step.")
     if kind not in COMPRESSIONS:
         raise CommandError(
             f"--gradient-compression {kind} is no compression; use {', '.join(COMPRESSIONS[:-1])} "

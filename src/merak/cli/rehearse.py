@@ -75,6 +75,7 @@ class RehearseRequest:
     zero: int = shared("zero")
     gradient_compression: str = shared("gradient_compression")
     hierarchical_reductions: str = shared("hierarchical_reductions")
+    tied_gradients: str = shared("tied_gradients")
     sequence_parallel: bool = shared("sequence_parallel")
     sub_pipelining: str = option(
         "off", "--sub-pipelining", "on|off", "Whether microbatches run as two sub-microbatches."
@@ -149,6 +150,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     )
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
+    workload.tied_gradients = request.tied_gradients
     samples = candidate.microbatch * candidate.num_microbatches
     columns = example_columns(
         source.model_class, source.config, batch=samples, sequence=request.sequence
@@ -165,7 +167,9 @@ def _candidate(request: RehearseRequest) -> Candidate:
     for name in ("dp", "tp", "pp", "cp", "microbatch"):
         if getattr(request, name) < 1:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
-    check_reductions(request.gradient_compression, request.hierarchical_reductions)
+    check_reductions(
+        request.gradient_compression, request.hierarchical_reductions, request.tied_gradients
+    )
     if request.sub_pipelining not in ("on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)

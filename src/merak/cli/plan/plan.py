@@ -185,6 +185,7 @@ def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | No
     )
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
+    workload.tied_gradients = request.tied_gradients
     workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
     return workload
 

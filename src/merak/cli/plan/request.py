@@ -94,6 +94,7 @@ class PlanRequest:
     gradient_sums: str = shared("gradient_sums")
     gradient_compression: str = shared("gradient_compression")
     hierarchical_reductions: str = shared("hierarchical_reductions")
+    tied_gradients: str = shared("tied_gradients")
     top: int = option(5, "--top", "K", "Plans to show.")
     what_if: bool = option(
         False,
@@ -134,7 +135,9 @@ def pinned_of(request: PlanRequest) -> Pinned:
         raise CommandError(
             f"--gradient-sums {request.gradient_sums} is no type of sums; use float32 or own."
         )
-    check_reductions(request.gradient_compression, request.hierarchical_reductions)
+    check_reductions(
+        request.gradient_compression, request.hierarchical_reductions, request.tied_gradients
+    )
     if request.sub_pipelining not in (None, "on", "off"):
         raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
     if request.sub_pipelining == "on" and request.sequence_parallel:

@@ -226,6 +226,7 @@ class JobDraft:
             "gradient_sums": args.gradient_sums,
             "gradient_compression": args.gradient_compression,
             "hierarchical_reductions": args.hierarchical_reductions,
+            "tied_gradients": args.tied_gradients,
         }
 
     def refuse_unpriced(self, command: str) -> None:

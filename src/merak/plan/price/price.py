@@ -18,6 +18,7 @@ class Price:
         compute_s: of `step_s`, computation on the busiest pp rank, exposed collectives left out.
         bubble_s: of `step_s`, waiting of that rank for other pp ranks.
         exposed_communication_s: of `step_s`, collectives and transfers that nothing hides.
+        tied_s: of `exposed_communication_s`, exchanges of gradients of tied parameters.
         optimizer_s: of `step_s`, the optimizer's step.
         bubble_fraction: idle time of all pp ranks ÷ (pp · time of the pipeline), up to its last
             backward; 0 for one pp rank.
@@ -41,6 +42,7 @@ class Price:
     peak_memory_bytes: tuple[int, ...]
     memory_uncertainty: float
     device_bytes: tuple[float, ...]
+    tied_s: float = 0.0
 
     @property
     def fits(self) -> bool:

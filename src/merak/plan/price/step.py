@@ -148,6 +148,7 @@ def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _La
         compute_s=shares.compute_s,
         bubble_s=shares.bubble_s,
         exposed_communication_s=shares.communication_s,
+        tied_s=shares.tied_s,
         optimizer_s=shares.optimizer_s,
         bubble_fraction=bubble_fraction,
         model_flops=flops,
@@ -304,18 +305,16 @@ def _step(
         slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
         for stage, exchange, wait_s in zip(stages, exchanges, offload_s, strict=True)
     ]
-    simulation = simulate(schedule, costs_of(whole, links, sizes, reduction_s))
-    busy = _busy(
-        simulation,
-        durations(schedule, simulation.table, costs_of(whole, links, sizes, reduction_s)),
-    )
+    costs = costs_of(whole, links, sizes, reduction_s)
+    simulation = simulate(schedule, costs)
+    busy = _busy(simulation, durations(schedule, simulation.table, costs))
     alone = costs_of([stage.compute for stage in stages], links, sizes, reduction_s)
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
     ends_s = float(simulation.end.max(initial=0.0))
     exact = forecast.options.exact_tied_gradients
-    late_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero, exact)
-    late_s += exposed_gather_s(stages, exchanges)
+    tied_s = tied_seconds(forecast.layout, stages, cluster, candidate, zero, exact)
+    late_s = tied_s + exposed_gather_s(stages, exchanges)
     late_s += max(
         averaging_seconds(
             [stages[n] for n in schedule.stages_of(own)], cluster, candidate, zero, local
@@ -340,6 +339,7 @@ def _step(
         communication_s=max(0.0, exposed_s) + late_s,  # sums of many numbers: none may be -1e-18
         optimizer_s=optimizer_s,
         launch_s=launch_s,
+        tied_s=tied_s,
     )
     idle = 1.0 - float(busy.sum()) / (candidate.pp * ends_s) if ends_s else 0.0
     return shares, max(0.0, idle)

@@ -26,6 +26,7 @@ class Shares:
         communication_s: collectives that nothing hides.
         optimizer_s: the optimizer's step.
         launch_s: of the computation, overheads of kernels.
+        tied_s: of the communication, exchanges of gradients of tied parameters.
     """
 
     compute_s: float
@@ -33,6 +34,7 @@ class Shares:
     communication_s: float
     optimizer_s: float
     launch_s: float
+    tied_s: float = 0.0
 
     @property
     def total_s(self) -> float:

@@ -38,6 +38,7 @@ class PlanFile:
         gradient_sums: type in which gradients of a lower precision are summed.
         gradient_compression: how replicas compress the gradients that they reduce.
         hierarchical_reductions: whether replicas reduce by hierarchy.
+        tied_gradients: when gradients of tied parameters are exchanged.
     """
 
     model: Mapping[str, Any]
@@ -51,6 +52,7 @@ class PlanFile:
     gradient_sums: str = "float32"
     gradient_compression: str = "off"
     hierarchical_reductions: str = "off"
+    tied_gradients: str = "microbatch"
 
     @property
     def global_batch(self) -> int:
@@ -86,6 +88,7 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         workload.gradient_sums,
         workload.gradient_compression,
         workload.hierarchical_reductions,
+        workload.tied_gradients,
     )
 
 
@@ -104,7 +107,7 @@ def optimizer_name(factory: OptimizerFactory | None) -> str | None:
 
 _OF_THE_JOB = (
     "cluster", "autocast", "master_weights", "sequence", "optimizer", "gradient_sums",
-    "gradient_compression", "hierarchical_reductions",
+    "gradient_compression", "hierarchical_reductions", "tied_gradients",
 )  # fmt: skip
 
 
@@ -149,7 +152,7 @@ def read_plan(path: Path) -> PlanFile:
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
-        before = {"gradient_sums": "float32"}
+        before = {"gradient_sums": "float32", "tied_gradients": "microbatch"}
         before |= dict.fromkeys(("gradient_compression", "hierarchical_reductions"), "off")
         named = before | content  # files before it was an option
         return PlanFile(candidate=candidate, **{name: named[name] for name in names})

@@ -30,7 +30,7 @@ _FIRST, _LAST = 3 / 8, 3 / 4
 """Parts of them that are priced in the order of estimates before the best plan's neighbours are,
 and behind them in all; a search of few candidates prices every one."""
 
-_MOST_ALIKE = 2
+_MOST_OF_DEGREES = 2
 """Plans of the same degrees that are enough at first: an estimate that is wrong is so for all."""
 
 _WORTH_PRICING = 1.15
@@ -78,7 +78,7 @@ def rank(
         else:
             run.found.rejections.append(rejection)
     in_order = list(_in_order(waiting, pricing, run.found))
-    run.take(in_order, math.ceil(_FIRST * most_priced), _MOST_ALIKE)
+    run.take(in_order, math.ceil(_FIRST * most_priced), _MOST_OF_DEGREES)
     neighbours = Neighbours(in_order)
     run.climb(neighbours)
     is_small = len(in_order) <= most_priced
@@ -108,23 +108,23 @@ class _Run:
     _best: Candidate | None = None
 
     def take(
-        self, candidates: Iterable[Candidate], most: int, most_alike: float = math.inf
+        self, candidates: Iterable[Candidate], most: int, most_of_degrees: float = math.inf
     ) -> None:
         """Price or reject candidates, one after another, until so many are priced in all.
 
         Args:
             candidates: in the order of their estimates.
             most: candidates that may be priced, with those that are.
-            most_alike: plans of the same degrees behind which further ones are passed over.
+            most_of_degrees: plans of the same degrees behind which further ones are passed over.
         """
-        alike = Counter(_degrees(own.candidate) for own in self.found.plans)
+        of_degrees = Counter(_degrees(own.candidate) for own in self.found.plans)
         for candidate in candidates:
             if self.found.num_priced >= most:
                 return
-            if id(candidate) in self._seen or alike[_degrees(candidate)] >= most_alike:
-                continue
-            self._seen.add(id(candidate))
-            alike[_degrees(candidate)] += self._consider(candidate)
+            degrees = _degrees(candidate)
+            if id(candidate) not in self._seen and of_degrees[degrees] < most_of_degrees:
+                self._seen.add(id(candidate))
+                of_degrees[degrees] += self._consider(candidate)
 
     def climb(self, neighbours: Neighbours) -> None:
         """Go from the best plan to the first neighbour that is better, until there is none."""

@@ -11,6 +11,7 @@ from merak.core.garbage import paused_collector
 from merak.graph.tensor_parallel.report import undivided_weights
 from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.advice import slow_choices
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
@@ -74,7 +75,10 @@ def search(
         if with_context.plans:
             found = with_context
     found = with_variants(found, pricing, pinned, top, refusal)
-    return replace(found, notes=tuple(_undivided(workload, job, pinned)))
+    notes = list(_undivided(workload, job, pinned))
+    if found.plans:
+        notes.extend(slow_choices(found.plans[0], workload))
+    return replace(found, notes=tuple(notes))
 
 
 def _with_context(

@@ -24,7 +24,7 @@ def workload_of(model: nn.Module, autocast: torch.dtype | None = None) -> Worklo
     own = SimpleNamespace(
         model=model, autocast=autocast, master_weights=False, sequence=12,
         optimizer=torch.optim.SGD, gradient_sums="float32", gradient_compression="off",
-        hierarchical_reductions="off",
+        hierarchical_reductions="off", tied_gradients="microbatch",
     )  # fmt: skip
     return cast(Workload, own)
 
