@@ -41,6 +41,7 @@ def train(request: TrainRequest) -> None:
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
+    from merak.cli.layout_check import check_layout
     from merak.cli.recipe.job import Job, check_job, num_ranks, run_job
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
@@ -57,6 +58,8 @@ def train(request: TrainRequest) -> None:
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
         ranks = num_ranks(job)
+        if ranks > 1 and not under_torchrun():
+            check_layout(request.recipe, recipe)
         if under_torchrun() or (ranks == 1 and not max_restarts):
             report = run_job(job)
         else:
