@@ -41,8 +41,8 @@ def train(request: TrainRequest) -> None:
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.layout_check import check_layout
     from merak.cli.recipe.job import Job, check_job, num_ranks, run_job
+    from merak.cli.recipe.layout_check import check_layout
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
     from merak.core.health import failure

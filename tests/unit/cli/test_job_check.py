@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from merak.cli import layout_check
 from merak.cli.main import main
+from merak.cli.recipe import layout_check
 from merak.cli.recipe.recipe import read_recipe
 from merak.core import mesh as meshes
 from merak.launch import ranks as launch

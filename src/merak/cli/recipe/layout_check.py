@@ -12,8 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from merak.cli.memory import MemoryRequest
-from merak.cli.model import filled, model_workload
 from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.planned_job import PlannedJob
 from merak.cli.recipe.schema import Recipe
@@ -23,7 +21,7 @@ from merak.core.mesh import Mesh
 from merak.engine import forecast_of
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import resolve
-from merak.zoo.workload import empty_model
+from merak.zoo.workload import empty_model, example_workload
 
 
 def check_layout(name: str, recipe: Recipe) -> None:
@@ -44,19 +42,24 @@ def check_layout(name: str, recipe: Recipe) -> None:
         draft = planned.draft(torch.device("cpu"))
         source = model_of(recipe)
         options = draft.options() | {"memory_budget": sys.maxsize}  # whose limit ranks know
-        values = draft.laid_out() | planned.samples(source)
-        request = filled(MemoryRequest(model=name), values)
-        mesh, further = draft.mesh, options["schedule_options"] or {}
-        schedule = resolve(options["schedule"], mesh.pp, request.microbatches, **further)
+        values, mesh = draft.laid_out(), draft.mesh
+        num_microbatches = values.get("microbatches", 2 * mesh.pp)  # which 'auto' leaves open
+        further = options["schedule_options"] or {}
+        schedule = resolve(options["schedule"], mesh.pp, num_microbatches, **further)
         if not is_in_doubt(empty_model(source, torch.float32), mesh, schedule.num_stages):
             return
         try:
-            workload = model_workload(request, source, global_batch=request.batch, draft=draft)
+            workload = example_workload(
+                source,
+                global_batch=values.get("global_batch", 1),
+                sequence=planned.samples(source).get("sequence"),
+            )
+            draft.give_options(workload)
             forecast_of(
                 workload.source,
-                workload.columns(request.batch),
+                workload.columns(values.get("microbatch", 1)),
                 mesh,
-                EngineOptions(**options, num_microbatches=request.microbatches),
+                EngineOptions(**options, num_microbatches=num_microbatches),
             )
         except (TraceError, DataError):
             return  # samples stand for those of the data here, and ranks have these
