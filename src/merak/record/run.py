@@ -70,7 +70,8 @@ class JobRecord:
         peak_source: where that figure comes from.
         options: further options of the layout, by name, as text.
         versions: of the packages that matter.
-        process_bytes: of a process before it had its weights, largest rank; None on a GPU.
+        base_bytes: of a process of every pp rank before it had its weights, the largest one;
+            empty on a GPU.
     """
 
     model: str
@@ -91,7 +92,7 @@ class JobRecord:
     peak_source: str
     options: dict[str, str]
     versions: dict[str, str]
-    process_bytes: int | None = None
+    base_bytes: tuple[int | None, ...] = ()
 
     @property
     def num_ranks(self) -> int:
