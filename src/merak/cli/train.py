@@ -93,11 +93,12 @@ def _max_restarts(request: TrainRequest) -> int:
 
 def _page(report: TrainReport) -> str:
     held_out = "" if report.eval_loss is None else f", {report.eval_loss:.4f} on held-out samples"
+    tokens = report.tokens_per_second
+    speed = "" if tokens is None else f", {tokens:,.0f} tokens/s"
     return "\n".join(
         (
             f"{counted(report.steps, 'step')} in {report.seconds:.1f} s: "
-            f"loss {report.loss:.4f}{held_out}, "
-            f"{report.tokens_per_second:,.0f} tokens/s",
+            f"loss {report.loss:.4f}{held_out}{speed}",
             f"the model is in {report.checkpoint}",
         )
     )

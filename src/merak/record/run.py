@@ -58,7 +58,7 @@ class JobRecord:
         on_gpu: whether it is a GPU, whose peak memory is that of its tensors.
         device_bytes: memory of a device; None where it is not known.
         hosts: host of every rank; empty where all are on one.
-        microbatch: shape of the first column of a microbatch.
+        microbatch: shape of the largest column of a microbatch.
         schedule: of an ordinary step.
         stages: segments of every stage, by index.
         segments: of the model, in order.
