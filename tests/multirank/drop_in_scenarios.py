@@ -93,6 +93,30 @@ class Stepping(TrainerCallback):
             self.behind(state, control, kwargs)
 
 
+class Events(TrainerCallback):
+    """Keeps the events that loggers use, with their step and the names of what is logged."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, list[str]]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("train_begin", state.global_step, []))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        # Merak adds its figures to logs of a step, and to no others.
+        own = {"loss", "grad_norm", "learning_rate", "epoch"} if "loss" in logs else set(logs)
+        self.seen.append(("log", state.global_step, sorted(own & set(logs))))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("save", state.global_step, []))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(("train_end", state.global_step, []))
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        self.seen.append(("predict", state.global_step, sorted(metrics)))
+
+
 # ---- callbacks ----
 
 
@@ -606,6 +630,18 @@ def samples_are_predicted(make: Make, folder: Path) -> Seen:
     seen = trained(trainer)
     found = trainer.predict(Texts(7, seed=3))
     return seen | {"predictions": torch.as_tensor(found.predictions)}
+
+
+@scenario()
+def loggers_get_every_event(make: Make, folder: Path) -> Seen:
+    """Loggers of a run open, fill and close it by these: W&B's summary, MLflow's run."""
+    events = Events()
+    arguments = {"eval_strategy": "steps", "eval_steps": 2, "skip_memory_metrics": True}
+    trainer = make(arguments=arguments, eval_dataset=Texts(8, seed=3), callbacks=[events])
+    seen = trained(trainer)
+    trainer.evaluate()
+    trainer.predict(Texts(7, seed=3))
+    return seen | {"events": events.seen}
 
 
 # ---- arguments ----

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
+from transformers.integrations import WandbCallback
+from transformers.integrations.integration_utils import WandbLogModel
 
-from merak.core.errors import ScheduleError, TrainingError
+from merak.core.errors import ArgumentsError, ScheduleError, TrainingError
 from merak.core.rank0 import warn_once
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, make_merak
@@ -146,6 +148,36 @@ def test_gradients_that_parameters_do_not_have_are_not_read(
     for said in pool.run(train_sharded, 2, zero, cache):
         expected = f"Norms.on_pre_optimizer_step reads or writes gradients, but with zero={zero}"
         assert said.startswith(expected) == (zero > 0)
+
+
+def train_uploading(layout: Layout, cache: str) -> str:
+    """What is said of a logger that uploads the model when training ends."""
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    # As it is with WANDB_LOG_MODEL=end, but for the package, without which it does nothing.
+    uploading = WandbCallback.__new__(WandbCallback)
+    uploading._wandb, uploading._log_model = None, WandbLogModel.END
+    try:
+        trainer = make_merak(SETUP, dp, cache, callbacks=[uploading])
+        trainer.train()
+    except ArgumentsError as error:
+        return f"step {trainer.state.global_step}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+def test_uploads_of_a_part_are_refused_before_training(
+    pool: RankPool, cache: str, layout: Layout
+) -> None:
+    degrees = {(1, 1, 2): "pp=2", (1, 2, 1): "tp=2"}
+    expected = "" if layout not in degrees else (
+        "step 0: WandbCallback uploads the model from rank 0 when training ends "
+        f"(WANDB_LOG_MODEL=end), but each rank has a part of it ({degrees[layout]}); leave that "
+        "out, and upload the folder that trainer.save_model() writes."
+    )  # fmt: skip
+    assert pool.run(train_uploading, 2, layout, cache) == [expected] * 2
 
 
 class Hooks(TrainerCallback):

@@ -88,6 +88,8 @@ def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout
     assert [log.step for log in record.logs] == [1, 2]
     assert [log.figures["loss"] for log in record.logs] == [log["loss"] for log in logs]
     assert all(len(log.memory_bytes) == pp for log in record.logs)
+    # What a process held before it had its weights is its own, for rank 0 holds other things, too.
+    assert len(record.job.base_bytes) == pp and all(record.job.base_bytes)
     assert [step.step for step in record.steps] == [0, 1]
     for step in record.steps:
         assert [len(own) for own in step.records] == [2 * MICROBATCHES // (dp)] * pp

@@ -7,6 +7,7 @@ import builtins
 import dataclasses
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -104,3 +105,19 @@ def test_what_is_looked_for() -> None:
 
 def test_every_quoted_name_is_there() -> None:
     assert [f"{place}: {text}" for place, text in quoted() if is_broken(text)] == []
+
+
+def test_versions_are_the_same_wherever_they_are_named() -> None:
+    """What pyproject.toml requires is what `make compat` tests, and what readers are told."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    least = dict(one.split(">=") for one in project["dependencies"])
+    torch, transformers = least["torch"], least["transformers"]
+    python = project["requires-python"].removeprefix(">=")
+    told = {
+        "Makefile": f"OLDEST := torch=={torch}.* transformers=={transformers}.*\n",
+        "README.md": f"Merak needs torch {torch} or newer and transformers {transformers} or newer",
+        "CHANGELOG.md": f"needs Python {python}, torch {torch} and transformers {transformers}, or",
+        "CITATION.cff": f"\nversion: {project['version']}\n",
+    }
+    for file, words in told.items():
+        assert words in (ROOT / file).read_text(encoding="utf-8"), file

@@ -188,32 +188,8 @@ def model_workload(
         master_weights=master_weights,
     )
     if draft is not None:
-        _take_draft(workload, draft)
+        draft.give_options(workload)
     return workload
-
-
-def _take_draft(workload: Workload, draft: JobDraft) -> None:
-    """Give a workload the options of a recipe's job, and its adapters."""
-    from merak.cli.recipe.parts import model_of, with_adapters
-    from merak.engine.layer_dropping import drop_layers
-    from merak.graph.weights.empty_weights import empty_weights
-    from merak.plan.engine_options import EngineOptions
-
-    options, recipe = EngineOptions(**draft.options()), draft.job.recipe
-    if recipe.lora is not None:
-        with empty_weights():
-            model = with_adapters(workload.model, recipe, model_of(recipe))
-        workload.source = replace(workload.source, model=model)
-    drop_layers(workload.source, options)
-    workload.features = options.features
-    workload.tied_gradients = options.tied_gradients
-    workload.local_steps = options.local_steps
-    workload.outer_optimizer = options.outer_optimizer
-    if options.layer_keep < 1:
-        write_line(
-            f"merak: {draft.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
-            "time and memory are those of steps in which all run."
-        )
 
 
 def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:

@@ -42,6 +42,7 @@ def train(request: TrainRequest) -> None:
     Starts the ranks on this machine, or joins those that torchrun started.
     """
     from merak.cli.recipe.job import Job, check_job, num_ranks, run_job
+    from merak.cli.recipe.layout_check import check_layout
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
     from merak.core.health import failure
@@ -57,6 +58,8 @@ def train(request: TrainRequest) -> None:
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
         ranks = num_ranks(job)
+        if ranks > 1 and not under_torchrun():
+            check_layout(request.recipe, recipe)
         if under_torchrun() or (ranks == 1 and not max_restarts):
             report = run_job(job)
         else:
@@ -90,11 +93,12 @@ def _max_restarts(request: TrainRequest) -> int:
 
 def _page(report: TrainReport) -> str:
     held_out = "" if report.eval_loss is None else f", {report.eval_loss:.4f} on held-out samples"
+    tokens = report.tokens_per_second
+    speed = "" if tokens is None else f", {tokens:,.0f} tokens/s"
     return "\n".join(
         (
             f"{counted(report.steps, 'step')} in {report.seconds:.1f} s: "
-            f"loss {report.loss:.4f}{held_out}, "
-            f"{report.tokens_per_second:,.0f} tokens/s",
+            f"loss {report.loss:.4f}{held_out}{speed}",
             f"the model is in {report.checkpoint}",
         )
     )

@@ -33,6 +33,16 @@ Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""
 
 
+def largest_shape(columns: Signature) -> tuple[int, ...]:
+    """Return the shape of the largest column, which tells more of a microbatch than labels may.
+
+    Args:
+        columns: of a microbatch.
+    """
+    shapes = [tuple(map(int, meta.shape)) for _, meta in columns if meta.shape]
+    return max(shapes, key=math.prod, default=())
+
+
 def requires_grad(meta: Any) -> bool:
     """Tell whether a gradient flows through a node with this metadata."""
     if isinstance(meta, TensorMeta):

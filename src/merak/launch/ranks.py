@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -128,6 +129,9 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     """Run one rank: it writes its result, or a note of its failure and ends so that others stop."""
     os.dup2(2, 1)  # standard output belongs to the result, which the launcher prints
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where it was forked from
+    # As under torchrun. A rank takes over how it was started itself, and with that each worker of
+    # its data loaders would import everything anew.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     listen()
     at_first_step((folder / STEPPED).touch)
     _report_restart(folder)

@@ -99,9 +99,10 @@ def check_stages(num_segments: int, num_stages: int, pp: int) -> None:
         PlanError: there are.
     """
     if num_stages > num_segments:
+        most = num_segments * pp // num_stages  # of a schedule with several stages a rank
+        fix = f"pp ≤ {most}" if most else "a schedule with fewer stages a rank"
         raise PlanError(
-            f"{num_segments} segments cannot fill {num_stages} stages (pp={pp}); use "
-            f"pp ≤ {num_segments}."
+            f"{num_segments} segments cannot fill {num_stages} stages (pp={pp}); use {fix}."
         )
 
 

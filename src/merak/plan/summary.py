@@ -9,7 +9,7 @@ import torch
 
 from merak.core.errors import MerakError
 from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
-from merak.core.tensor_meta import Signature
+from merak.core.tensor_meta import Signature, largest_shape
 from merak.core.units import count, ranges, size, step_time
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
@@ -136,8 +136,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _shape(sample: Signature) -> str:
-    shapes = [meta.shape for _, meta in sample if meta.shape]
-    return " of " + " × ".join(map(str, shapes[0])) if shapes else ""
+    shape = largest_shape(sample)
+    return " of " + " × ".join(map(str, shape)) if shape else ""
 
 
 def bubble(schedule: Schedule) -> float:

@@ -58,7 +58,7 @@ class JobRecord:
         on_gpu: whether it is a GPU, whose peak memory is that of its tensors.
         device_bytes: memory of a device; None where it is not known.
         hosts: host of every rank; empty where all are on one.
-        microbatch: shape of the first column of a microbatch.
+        microbatch: shape of the largest column of a microbatch.
         schedule: of an ordinary step.
         stages: segments of every stage, by index.
         segments: of the model, in order.
@@ -70,7 +70,8 @@ class JobRecord:
         peak_source: where that figure comes from.
         options: further options of the layout, by name, as text.
         versions: of the packages that matter.
-        process_bytes: of a process before it had its weights, largest rank; None on a GPU.
+        base_bytes: of a process of every pp rank before it had its weights, the largest one;
+            empty on a GPU.
     """
 
     model: str
@@ -91,7 +92,7 @@ class JobRecord:
     peak_source: str
     options: dict[str, str]
     versions: dict[str, str]
-    process_bytes: int | None = None
+    base_bytes: tuple[int | None, ...] = ()
 
     @property
     def num_ranks(self) -> int:

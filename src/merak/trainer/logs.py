@@ -52,7 +52,7 @@ class Throughput:
     """
 
     def __init__(self, counts_tokens: bool = False) -> None:
-        self._counts_tokens = counts_tokens
+        self.counts_tokens = counts_tokens
         self._tokens = self._steps = self._microbatches = 0
         self._since_s = time.perf_counter()
 
@@ -65,7 +65,7 @@ class Throughput:
     def take(self) -> Interval:
         """Training since the last time."""
         now = time.perf_counter()
-        tokens = self._tokens if self._counts_tokens else 0
+        tokens = self._tokens if self.counts_tokens else 0
         found = Interval(now - self._since_s, self._steps, self._microbatches, tokens)
         self._since_s = now
         self._tokens = self._steps = self._microbatches = 0

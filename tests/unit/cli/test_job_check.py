@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from merak.cli.main import main
+from merak.cli.recipe import layout_check
+from merak.cli.recipe.recipe import read_recipe
 from merak.core import mesh as meshes
 from merak.launch import ranks as launch
 
@@ -78,6 +80,52 @@ def test_what_is_wrong_is_said_before_ranks_start(
     (told,) = [line for line in captured.err.splitlines() if line.startswith("merak: ")]
     assert said in told
     assert "Traceback" not in captured.err
+
+
+EXPERTS = {
+    "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_local_experts": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.pp=7"], "parallel.pp=7: 6 segments cannot fill 7 stages (pp=7); use pp ≤ 6."),
+        (
+            ["parallel.pp=4", "arguments.schedule=interleaved_1f1b"],
+            "6 segments cannot fill 8 stages (pp=4); use pp ≤ 3.",
+        ),
+        (["parallel.pp=1", "parallel.tp=5"], "parallel.tp=5: tp=5 can split nothing of this model"),
+        (
+            ["model.name=MixtralForCausalLM", f"model.config={EXPERTS}", "parallel.pp=1",
+             "parallel.dp=3", "parallel.ep=3"],
+            "parallel.ep=3: ep=3 does not divide the number of experts of model.layers.0.mlp.",
+        ),
+    ],
+)  # fmt: skip
+def test_degrees_that_the_model_cannot_have(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write(tmp_path, "arguments", {"gradient_accumulation_steps": 8})
+    assert main(["train", str(recipe), *words, "--device", "cpu"]) == 2
+    (told,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("merak: ")]
+    assert said in told
+
+
+def test_degrees_that_fit_are_not_laid_out_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lay_out(*_: object) -> None:
+        raise AssertionError("the model was traced")
+
+    monkeypatch.setattr(layout_check, "forecast_of", lay_out)
+    for pp, tp in ((1, 1), (1, 2), (2, 2)):
+        recipe = read_recipe(write(tmp_path, "parallel", {"pp": pp, "tp": tp}))
+        layout_check.check_layout("recipe.yaml", recipe)
+    with pytest.raises(AssertionError, match="traced"):
+        wide = write(tmp_path, "parallel", {"pp": 2, "tp": 5})
+        layout_check.check_layout("recipe.yaml", read_recipe(wide))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Ranks that a command starts: the result of rank 0, and the first cause of a failure."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +29,8 @@ def ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def add_ranks(offset: int) -> int:
     print("not the result")
+    # Workers of data loaders start as in a script, though the rank itself was spawned.
+    assert multiprocessing.get_start_method() == multiprocessing.get_all_start_methods()[0]
     dist.init_process_group("gloo")
     total = torch.tensor(offset + dist.get_rank())
     dist.all_reduce(total)

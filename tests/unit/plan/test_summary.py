@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from merak.core.mesh import Mesh
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import TensorMeta, largest_shape
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
@@ -51,6 +51,14 @@ def test_a_job_in_a_few_lines() -> None:
     assert [row[:2] for row in cells] == [["0–1", "0"], ["2–3", "1"]]
     assert all(row[-1].endswith((" kB", " MB")) for row in cells)
     assert len({len(line) for line in lines[4:]}) == 1  # numbers are aligned
+
+
+def test_the_largest_column_tells_what_a_microbatch_is() -> None:
+    """Not the first one, such as the class of an image, or the decoder's few tokens."""
+    columns = {"labels": (4,), "pixel_values": (4, 3, 8, 8), "scale": ()}
+    sample = tuple((name, TensorMeta(shape, torch.float32)) for name, shape in columns.items())
+    assert largest_shape(sample) == (4, 3, 8, 8)
+    assert largest_shape(sample[2:]) == ()
 
 
 def test_one_rank_has_no_bubble() -> None:

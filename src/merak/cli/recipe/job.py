@@ -134,11 +134,11 @@ def _run(job: Job) -> TrainReport | None:
     if current_mesh().rank != 0:
         return None
     history = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    seconds = trained.metrics["train_runtime"]
+    seconds, has_tokens = trained.metrics["train_runtime"], trainer.throughput.counts_tokens
     return TrainReport(
         loss=history[-1] if history else trained.training_loss,
         steps=trained.global_step,
-        tokens_per_second=clock.num_tokens(trainer.state) / seconds,
+        tokens_per_second=clock.num_tokens(trainer.state) / seconds if has_tokens else None,
         checkpoint=str(args.output_dir),
         eval_loss=held_out_loss,
         seconds=seconds,

@@ -16,13 +16,19 @@ from merak.arguments.fields import AutoBatch
 from merak.arguments.planned import pinned_arguments, step_samples
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import draft_of
+from merak.cli.recipe.parts import model_of, with_adapters
 from merak.cli.recipe.recipe import names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
 from merak.core.elastic import AUTO_PLAN
+from merak.core.health.stderr import write_line
 from merak.core.mesh import Mesh
+from merak.engine.layer_dropping import drop_layers
+from merak.graph.weights.empty_weights import empty_weights
 from merak.launch.errors import CommandError
 from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.engine_options import EngineOptions
 from merak.plan.options import BUCKET_BYTES, PARALLEL_OPTIONS
+from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource, resolve_model
 from merak.zoo.workload import reads_sequence
 
@@ -168,6 +174,31 @@ class JobDraft:
         """The options of the engine, by name."""
         found = {name: getattr(self.args, name) for name in PARALLEL_OPTIONS}
         return found | {"feature_dict": found["feature_dict"] or None}
+
+    def give_options(self, workload: Workload) -> None:
+        """Give a workload the options of the job, and its adapters.
+
+        Args:
+            workload: of the job's model; changed in place.
+
+        Raises:
+            TraceError: the model has no blocks to drop.
+        """
+        options, recipe = EngineOptions(**self.options()), self.job.recipe
+        if recipe.lora is not None:
+            with empty_weights():
+                model = with_adapters(workload.model, recipe, model_of(recipe))
+            workload.source = replace(workload.source, model=model)
+        drop_layers(workload.source, options)
+        workload.features = options.features
+        workload.tied_gradients = options.tied_gradients
+        workload.local_steps = options.local_steps
+        workload.outer_optimizer = options.outer_optimizer
+        if options.layer_keep < 1:
+            write_line(
+                f"merak: {self.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
+                "time and memory are those of steps in which all run."
+            )
 
     def pinned(self) -> dict[str, Any]:
         """Fields of a request to search a layout: what the job itself would keep.

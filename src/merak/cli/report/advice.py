@@ -219,7 +219,7 @@ def _outside(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
         f"{milliseconds(study.outside_s)} of a step ({percent(share)}) are outside the pipeline: "
         "reading data, clipping, the optimizer and callbacks.",
         "Try dataloader_num_workers=2 or more if data is prepared on the fly, "
-        "optim='adamw_torch_fused', zero=1 with several replicas, and a larger logging_steps.",
+        "zero=1 with several replicas, and a larger logging_steps.",
     )
 
 

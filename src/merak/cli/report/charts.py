@@ -127,9 +127,15 @@ def _used(job: JobRecord, logs: Sequence[LogRecord]) -> tuple[int | None, ...]:
         for rank, own in enumerate(log.memory_bytes):
             if own is not None:
                 most[rank] = max(most.get(rank, 0), own)
-    before = 0 if job.on_gpu else job.process_bytes or 0
-    found = (most.get(rank) for rank in range(job.degrees["pp"]))
-    return tuple(None if own is None else max(own - before, 0) for own in found)
+    ranks = range(job.degrees["pp"])
+    if job.on_gpu:
+        return tuple(most.get(rank) for rank in ranks)
+    base = dict(enumerate(job.base_bytes))
+    return tuple(_grown(most.get(rank), base.get(rank)) for rank in ranks)
+
+
+def _grown(now: int | None, base: int | None) -> int | None:
+    return None if now is None or base is None else max(now - base, 0)
 
 
 def _rank_bars(

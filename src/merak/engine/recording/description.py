@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from merak.core.rank0 import decide_on_rank0
+from merak.core.health.status import waiting_for_all
+from merak.core.mesh import Mesh
+from merak.core.rank0 import decide_on_rank0, has_peers
 from merak.core.tensor_meta import Signature
 from merak.plan.activations.forecast import Forecast
 from merak.plan.expected.job import job_record
@@ -48,6 +51,7 @@ def describe_job(
         process_bytes: of this process before it had its weights; None where it is not known.
     """
     made: list[JobRecord] = []
+    base_bytes = _of_pp_ranks(forecast.mesh, process_bytes)
 
     def utilisation() -> float | None:
         try:
@@ -55,9 +59,22 @@ def describe_job(
         except Exception as error:  # training is worth more than its description
             logger.warning("the job cannot be described for its display and record: %s", error)
             return None
-        made.append(job if job.on_gpu else replace(job, process_bytes=process_bytes))
+        made.append(job if job.on_gpu else replace(job, base_bytes=base_bytes))
         peak = job.peak_flops_per_s
         return None if not peak else job.flops / (peak * job.num_ranks)
 
     base = decide_on_rank0(forecast.mesh, "the base of MFU", utilisation)
     return Description(made[0] if made else None, base)
+
+
+def _of_pp_ranks(mesh: Mesh, own_bytes: int | None) -> tuple[int | None, ...]:
+    """Bytes of the largest process of every pp rank; a collective of all ranks."""
+    everyone: list[tuple[int, int | None]] = [(mesh.pp_rank, own_bytes)]
+    if has_peers(mesh):
+        everyone *= mesh.world_size
+        with waiting_for_all("the memory of"):
+            dist.all_gather_object(everyone, (mesh.pp_rank, own_bytes))
+    return tuple(
+        max((own for rank, own in everyone if rank == pp_rank and own is not None), default=None)
+        for pp_rank in range(mesh.pp)
+    )

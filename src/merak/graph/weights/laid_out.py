@@ -52,6 +52,12 @@ class Part:
     is_sharded: bool
     engine: Callable[[], Any] = lambda: None
 
+    @property
+    def degrees(self) -> str:
+        """Degrees that cut the model into parts, for people to read."""
+        axes = (("pp", self.mesh.pp), ("tp", self.mesh.tp), ("ep", self.mesh.ep))
+        return ", ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "zero=3"
+
 
 class Refusal:
     """Takes the place of a method that needs the whole model.
@@ -73,12 +79,9 @@ class Refusal:
         Raises:
             WeightsError: always.
         """
-        mesh = self.part.mesh
-        axes = (("pp", mesh.pp), ("tp", mesh.tp), ("ep", mesh.ep))
-        degrees = ", ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1)
         raise WeightsError(
             f"{self.method} of the model needs all of its weights, and each rank has a part of "
-            f"them ({degrees or 'zero=3'}); {_INSTEAD[self.method]}."
+            f"them ({self.part.degrees}); {_INSTEAD[self.method]}."
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from merak.core.tensor_meta import Signature
+from merak.core.tensor_meta import Signature, largest_shape
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.benchmark import device_name
 from merak.plan.cost.operators import node_work
@@ -46,7 +46,6 @@ def job_record(
     times = expected_times(forecast, profile)
     peak = peak_speed(profile, mesh.device, autocast or _dtype(forecast))
     on_gpu = mesh.device.type == "cuda"
-    shapes = [meta.shape for _, meta in sample if meta.shape]
     return JobRecord(
         model=type(forecast.model).__name__,
         parameters=sum(math.prod(meta.shape) for meta in graph.parameters.values()),
@@ -55,7 +54,7 @@ def job_record(
         on_gpu=on_gpu,
         device_bytes=torch.cuda.get_device_properties(mesh.device).total_memory if on_gpu else None,
         hosts=tuple(mesh.hosts),
-        microbatch=tuple(map(int, shapes[0])) if shapes else (),
+        microbatch=largest_shape(sample),
         schedule=layout.schedule,
         stages=tuple(tuple(own) for own in layout.partition.stages),
         segments=_segments(forecast, times),

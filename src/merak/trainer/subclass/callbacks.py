@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
+from merak.trainer.subclass.model_uploads import refuse_model_uploads
 from merak.trainer.subclass.parts_seen import check_gradient_readers, reporting_parts
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
@@ -63,6 +64,8 @@ class AgreedCallbacks(CallbackHandler):
     ) -> TrainerControl:
         """Call an event of every callback, and agree on what they ask for."""
         begins = event == "on_train_begin"
+        if begins:
+            refuse_model_uploads(self.model, self.callbacks)
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
         with layout, reporting_parts(self.model):

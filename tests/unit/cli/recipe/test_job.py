@@ -143,6 +143,7 @@ def test_starts_from_weights_and_keeps_a_datasets_columns(
     report = train(file, capsys)
     expected = eval_loss(model, splits["test"], tmp_path)
     assert report["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert report["tokens_per_second"] is None  # pixels are no tokens
     trained = transformers.ViTForImageClassification.from_pretrained(report["checkpoint"])
     for name, parameter in model.named_parameters():
         assert torch.equal(trained.get_parameter(name), parameter), name

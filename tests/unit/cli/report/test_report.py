@@ -19,6 +19,8 @@ from merak.schedule.costs import stage_costs
 from merak.schedule.registry import build
 from tests.unit.record.runs import job_of, log_of, small_run, step_of
 
+MB = 1_000_000
+
 BROWSER = next((p for p in map(shutil.which, ("chromium", "google-chrome")) if p), None)
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -82,6 +84,17 @@ def test_a_page_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     # Nothing is loaded: no script, no address, no file.
     links = re.findall(r'(?:src|href)=|url\(|@import|<script|https?://[^"\s]+', text)
     assert set(links) == {"http://www.w3.org/2000/svg"}
+
+
+def test_what_processes_have_grown_by_is_of_each_pp_rank(tmp_path: Path) -> None:
+    """Rank 0 may have held more from the start, of data that it prepared."""
+    run = small_run()
+    job = replace(run.job, on_gpu=False, device_bytes=None, base_bytes=(700 * MB, 400 * MB))
+    log = replace(run.logs[0], memory_bytes=(900 * MB, 600 * MB))
+    folder = written(tmp_path, replace(run, job=job, logs=(log,)))
+    main(["report", str(folder), "--output", str(tmp_path / "page.html")])
+    page, _ = read(tmp_path / "page.html")
+    assert " ".join(page.text).count("measured 200.0 MB") == 2
 
 
 def test_what_the_page_shows(tmp_path: Path) -> None:
