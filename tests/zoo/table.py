@@ -143,10 +143,10 @@ def _reasons(results: Results, name: str) -> Iterable[str]:
             continue
         reason = result.reason or (result.report or {}).get("reason")
         if reason:
-            yield _plain(reason)
+            yield plain_reason(reason)
 
 
-def _plain(reason: str) -> str:
+def plain_reason(reason: str) -> str:
     """A reason in one line of the page, with the paths of packages from their own root."""
     text = re.sub(r"\S*/(site|dist)-packages/", "", " ".join(reason.split()))
     text = re.sub(r"\S*/(?=(src|tests)/)", "", text)

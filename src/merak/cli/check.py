@@ -61,8 +61,9 @@ def check(request: CheckRequest) -> None:
         from merak.core.health.stderr import write_line
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
-        from merak.zoo.check_by_name import Request, check_named
+        from merak.zoo.check_by_name import check_named
         from merak.zoo.model_source import parse_overrides
+        from merak.zoo.request import Request
 
         warn_once()
         job = recipe_job(request)

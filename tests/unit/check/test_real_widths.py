@@ -4,7 +4,8 @@ import transformers
 
 from merak.check import Layout
 from merak.check.real_widths import RealWidths, layer_of
-from merak.zoo.check_by_name import Request, sharded_at_real_widths
+from merak.zoo.request import Request
+from merak.zoo.widths_by_name import sharded_at_real_widths
 
 
 def at_real_widths(tp: int, **given: int) -> RealWidths:
