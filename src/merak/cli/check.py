@@ -145,4 +145,5 @@ def _at_real_widths(found: RealWidths | None) -> list[str]:
         f"tp={found.tp} splits {found.split:.1%}; a layer sends activations {found.forward} times "
         f"in the forward and {found.backward} times in the backward"
     ]
-    return lines + [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]
+    lines += [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]
+    return lines if found.undivided is None else [*lines, f"  {found.undivided}"]
