@@ -24,6 +24,9 @@ from merak.zoo.workload import TEXTS, empty_model
 REAL_SEQUENCE = 1024
 """Tokens of a sequence at real widths, where the model takes so many."""
 
+MOST_SEQUENCE = 4096
+"""Tokens of a sequence, of a model that takes no other number."""
+
 _BATCHES = ((1, 1), (24, 1), (24, CheckOptions().microbatch))
 """How many kinds of batches of one config are tried, and their samples: one plain sample, then
 further kinds, then several samples, as for a model that takes several rows as one."""
@@ -65,14 +68,17 @@ def _at_real_widths(request: Request, filled: Fields) -> Iterator[tuple[ModelSou
 
 
 def _sequences(source: ModelSource) -> tuple[int, ...]:
-    """Tokens of a sample; fewer, too, where so many are all that the model has positions for.
+    """Tokens of a sample, with a number to try where the model does not take the first.
 
-    Some count a position for the first token that they predict.
+    Some count a position for the first token that they predict, and have no more than that; others
+    train on as many tokens as they have positions.
     """
     limit = most_positions(source.config)
     if limit is None:
         return (DEFAULT_SEQUENCE,)
-    return (REAL_SEQUENCE,) if limit[1] > REAL_SEQUENCE else (limit[1], limit[1] // 2)
+    if limit[1] > REAL_SEQUENCE:
+        return (REAL_SEQUENCE, limit[1]) if limit[1] <= MOST_SEQUENCE else (REAL_SEQUENCE,)
+    return (limit[1], limit[1] // 2)
 
 
 def _sharded(source: ModelSource, tp: int, example: Example, samples: int) -> RealWidths:
