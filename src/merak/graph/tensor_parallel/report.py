@@ -138,7 +138,7 @@ def dividing_degrees(model: ModelGraph, parallel: TensorParallel) -> str:
     nearest = [d for d in fitting if 1 < d < degree][-1:] + [d for d in fitting if d > degree][:1]
     if not nearest:
         return "no tp above 1 would divide all"
-    return f"{' or '.join(f'tp={near}' for near in nearest)} would divide all"
+    return f"{' or '.join(f'tp={d}' for d in nearest)} would divide all"
 
 
 def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None:
