@@ -53,10 +53,11 @@ def main() -> None:
     for number, line in enumerate(lines):
         if line.startswith("## "):
             task = line[3:]
-        wanted = any(task.lower() == own.lower() for own in arguments.task)
+        if not any(task.lower() == own.lower() for own in arguments.task):
+            continue
         cells = _cells(line)
         is_filled = len(cells) == 7 and cells[6] != ""
-        lines[number] = _with_cell(line, wanted and not (arguments.empty and is_filled))
+        lines[number] = _with_cell(line, not (arguments.empty and is_filled))
         if lines[number] != line:
             arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
