@@ -110,11 +110,11 @@ def share_of_plan(module: Any, shapes: dict[str, int]) -> float | None:
 def report(name: str, tp: int, tokens: int, whole: bool) -> None:
     """Print one model's line."""
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
-    from merak.graph.tensor_parallel.report import report_sharding, split_share
+    from merak.graph.tensor_parallel.report import report_sharding, sizes_of_read, split_share
     from merak.graph.tensor_parallel.search.cost import ALL_REDUCES, FORWARD
 
     graph, module = graph_of(source_of(name), tokens)
-    shapes = {n: math.prod(meta.shape) for n, meta in graph.parameters.items()}
+    shapes = sizes_of_read(graph)
     found = auto_tensor_parallel(graph, tp)
     share = split_share(graph, found)
     theirs = share_of_plan(module, shapes)

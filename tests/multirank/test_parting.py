@@ -17,7 +17,8 @@ from merak.check import Case, CheckOptions, CheckReport, Job, Layout, check_mode
 from merak.check.check import trace_job
 from merak.check.first_divergence import StepPhase, first_divergence, with_equal_microbatches
 from merak.check.runs import observe_on_ranks
-from merak.zoo.check_by_name import Request, small_version
+from merak.zoo.check_by_name import small_version
+from merak.zoo.request import Request
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from merak.check import CheckOptions, Job, Layout, Workspace, check_against
-from merak.zoo.check_by_name import Request, small_version
+from merak.zoo.check_by_name import small_version
+from merak.zoo.request import Request
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.zoo.architectures import architectures

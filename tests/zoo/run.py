@@ -21,7 +21,8 @@ import torch
 
 from merak.check import CheckOptions, CheckReport, Job, Layout, Workspace, check_against
 from merak.check.reference import with_reference
-from merak.zoo.check_by_name import Request, small_version
+from merak.zoo.check_by_name import small_version
+from merak.zoo.request import Request
 from merak.zoo.smallest import Trained
 from tests.multirank.ranks import RankPool
 from tests.zoo.architectures import architectures

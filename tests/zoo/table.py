@@ -27,10 +27,15 @@ shards is given in brackets. The column "evaluate" has the largest difference of
 evaluation with tp=2 and pp=2, before, between and after the steps, of a whole batch and, where the
 model takes fewer samples, of a batch with fewer samples.
 
-The last column has, for a few layers of the published widths, 1,024 tokens and tp=8, the fraction
-of the parameters that tensor parallelism shards, and how often ranks exchange activations in one
-layer's forward and backward. `python -m tests.zoo.widths docs/zoo.md` fills it; empty cells have
-not been run, and a cell says so where an architecture needs more memory or time than it may have.
+The last column has, for a few layers of the default config's own widths and tp=8, the fraction of
+the parameters that tensor parallelism shards, and how often ranks exchange activations in one
+layer's forward and backward. A sample has 1,024 tokens, or as many as the model has positions for
+where these are fewer, or 512 where its config names no limit. Parameters that the batch leaves
+unread are left out, as of an encoder of sound beside a text alone. Where attention has a number of
+heads that 8 does not divide, such as 12, its weights are whole; `merak check --widths real` names
+the degrees that divide them. `python -m tests.zoo.widths docs/zoo.md` fills the column; empty cells
+and tables without it have not been run, and a cell says so where an architecture needs more memory
+or processor time than it may have.
 
 `make zoo` runs the zoo and writes this page. It takes hours, and continues where it stopped. Tasks
 that have not been run are left out. The zoo is not part of the tests, which check forty different
@@ -143,10 +148,10 @@ def _reasons(results: Results, name: str) -> Iterable[str]:
             continue
         reason = result.reason or (result.report or {}).get("reason")
         if reason:
-            yield _plain(reason)
+            yield plain_reason(reason)
 
 
-def _plain(reason: str) -> str:
+def plain_reason(reason: str) -> str:
     """A reason in one line of the page, with the paths of packages from their own root."""
     text = re.sub(r"\S*/(site|dist)-packages/", "", " ".join(reason.split()))
     text = re.sub(r"\S*/(?=(src|tests)/)", "", text)

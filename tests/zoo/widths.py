@@ -2,7 +2,9 @@
 
 A few layers of every architecture's own widths are traced and sharded without weights, which takes
 seconds each. The column is written into the page as it stands; cells of other tasks stay, and with
-`--empty` those that are filled, so that the page may be filled in several runs.
+`--empty` those that are filled, so that the page may be filled in several runs. An architecture is
+given up by the processor time and the memory that it takes, so that other work on the machine
+changes no cell.
 """
 
 from __future__ import annotations
@@ -12,24 +14,27 @@ import contextlib
 import multiprocessing
 import re
 import resource
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from merak.check import Layout
-from merak.zoo.check_by_name import Request, sharded_at_real_widths
+from merak.zoo.request import Request
+from merak.zoo.widths_by_name import sharded_at_real_widths
 from tests.zoo.architectures import LISTS
-from tests.zoo.run import within
+from tests.zoo.table import plain_reason
 
 TP = 8
 COLUMN = f"tp={TP}, real widths"
 MOST_S = 300
-"""Seconds after which an architecture is given up."""
+"""Seconds of processor time after which an architecture is given up."""
 
 MOST_BYTES = 8 * 2**30
 """Memory that an architecture may take: some unroll long loops."""
 
+TOO_LONG = f"no: over {MOST_S} s"
 TOO_LARGE = f"no: over {MOST_BYTES >> 30} GiB"
 
 _ROW = re.compile(r"\| `(?P<name>\w+)` \| (?P<traces>[\w ]+) \|")
@@ -48,9 +53,11 @@ def main() -> None:
     for number, line in enumerate(lines):
         if line.startswith("## "):
             task = line[3:]
-        wanted = any(task.lower() == own.lower() for own in arguments.task)
-        is_filled = len(line.split("|")) == 9 and line.split("|")[7].strip() != ""
-        lines[number] = _with_cell(line, wanted and not (arguments.empty and is_filled))
+        if not any(task.lower() == own.lower() for own in arguments.task):
+            continue
+        cells = _cells(line)
+        is_filled = len(cells) == 7 and cells[6] != ""
+        lines[number] = _with_cell(line, not (arguments.empty and is_filled))
         if lines[number] != line:
             arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     arguments.page.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -58,24 +65,28 @@ def main() -> None:
 
 def _with_cell(line: str, wanted: bool) -> str:
     """A line of the page with its cell of the column."""
-    cells = line.strip("| ").split(" | ")
-    if cells[0] == "architecture":
+    cells = _cells(line)
+    if cells[:1] == ["architecture"]:
         return line if cells[-1] == COLUMN else f"{line} {COLUMN} |"
     if cells == ["---"] * 6:
         return f"{line} --- |"
     found = _ROW.match(line)
     if found is None:
         return line
-    columns = line.split("|")[1:-1]
     if wanted and found["traces"] == "yes":
-        return "|".join(("", *columns[:6], f" {_cell(found['name'])} ", ""))
-    return line if len(columns) == 7 else f"{line}  |"
+        return f"| {' | '.join((*cells[:6], _cell(found['name'])))} |"
+    return line if len(cells) == 7 else f"{line}  |"
+
+
+def _cells(line: str) -> list[str]:
+    """What stands between the bars of a line of a table; a bar in a text has a backslash."""
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def _cell(name: str) -> str:
     """Fraction that is split, and the collectives of a layer's forward and backward.
 
-    A child process finds it: one that needs more memory than it may have ends alone.
+    A child process finds it: one that needs more than it may have ends alone.
     """
     processes = multiprocessing.get_context("fork")
     receiving, sending = processes.Pipe(duplex=False)
@@ -85,8 +96,9 @@ def _cell(name: str) -> str:
     try:
         cell = str(receiving.recv())
     except EOFError:  # it was ended without a word
-        cell = TOO_LARGE
+        cell = ""
     child.join()
+    cell = cell or (TOO_LONG if child.exitcode == -signal.SIGXCPU else TOO_LARGE)
     print(f"{name}: {cell}", flush=True)
     return cell
 
@@ -94,15 +106,14 @@ def _cell(name: str) -> str:
 def _send_cell(name: str, sending: Connection) -> None:
     """Send one architecture's cell, in a process of its own."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    # The limit ends the process: nothing that the trace catches can go on behind it.
+    resource.setrlimit(resource.RLIMIT_CPU, (MOST_S, 2 * MOST_S))
     try:
-        with within(MOST_S), contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(None):
             found = sharded_at_real_widths(Request(name), Layout(tp=TP), {})
         cell = f"{found.split:.1%} ({found.forward} + {found.backward})"
-    except TimeoutError:
-        cell = f"no: over {MOST_S} s"
     except Exception as error:  # of one architecture; the others go on
-        print(f"{name}: {type(error).__name__}: {error}", flush=True)
-        cell = TOO_LARGE if _is_for_memory(error) else "no"
+        cell = TOO_LARGE if _is_for_memory(error) else f"no: {plain_reason(str(error))}"
     sending.send(cell)
 
 

@@ -61,8 +61,9 @@ def check(request: CheckRequest) -> None:
         from merak.core.health.stderr import write_line
         from merak.core.rank0 import is_rank0
         from merak.launch.ranks import under_torchrun
-        from merak.zoo.check_by_name import Request, check_named
+        from merak.zoo.check_by_name import check_named
         from merak.zoo.model_source import parse_overrides
+        from merak.zoo.request import Request
 
         warn_once()
         job = recipe_job(request)
@@ -144,4 +145,5 @@ def _at_real_widths(found: RealWidths | None) -> list[str]:
         f"tp={found.tp} splits {found.split:.1%}; a layer sends activations {found.forward} times "
         f"in the forward and {found.backward} times in the backward"
     ]
-    return lines + [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]
+    lines += [f"  every rank holds {name}: {why}" for name, why in found.whole.items()]
+    return lines if found.undivided is None else [*lines, f"  {found.undivided}"]

@@ -30,11 +30,19 @@ Unpack = Callable[[Any], torch.Tensor]
 _keeper: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
 
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values: an operator that saved its own output as it is would hold itself.
+
+    Where no backward ran, such a graph would never be freed.
+    """
+    return tensor.detach()
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-_around: ContextVar[tuple[Pack, Unpack]] = ContextVar("around", default=(_itself, _itself))
+_around: ContextVar[tuple[Pack, Unpack]] = ContextVar("around", default=(_detached, _itself))
 
 
 @contextmanager

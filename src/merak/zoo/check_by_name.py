@@ -7,19 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedConfig
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workspace, check_against
-from merak.check.real_widths import RealWidths, real_widths
 from merak.core.errors import MerakError
 from merak.core.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
@@ -30,55 +28,15 @@ from merak.zoo.batches.batch import example_arguments
 from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.examples import examples
 from merak.zoo.configs.field_names import IMAGE
-from merak.zoo.configs.fields import Fields, flat, merged, most_positions, text_part
-from merak.zoo.configs.fill_defaults import completions, missing_field
+from merak.zoo.configs.fields import flat, merged, most_positions
 from merak.zoo.configs.shrink import Attempt, Wanted, attempts, few_layers
-from merak.zoo.model_source import ModelSource, resolve_model
+from merak.zoo.model_source import ModelSource
+from merak.zoo.request import Request, completions_of, padding
 from merak.zoo.smallest import Trained, Version, first_that_trains
-from merak.zoo.workload import example_workload
+from merak.zoo.widths_by_name import sharded_at_real_widths
 
 DEFAULT_SEQUENCE = 32
 """Tokens of a sequence, where the model takes so many."""
-
-REAL_SEQUENCE = 1024
-"""Tokens of a sequence at real widths, where the model takes so many."""
-
-MAX_MISSING_FIELDS = 8
-"""Fields that are taken from other parts of a config, one after the other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Model by name, as the user requests it.
-
-    Args:
-        model: as `--model`.
-        given: fields of its config that the user has set.
-        sequence: tokens of a sequence; None takes a short one.
-        trust_remote_code: whether code in the model's folder may run.
-        real_widths: whether the model keeps its widths, experts and vocabulary, of a few layers.
-        config: fields that a recipe changes in the model's config, and the check may make smaller.
-    """
-
-    model: str
-    given: Mapping[str, Any] = field(default_factory=dict)
-    sequence: int | None = None
-    trust_remote_code: bool = False
-    real_widths: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-
-    def source(self, changes: Mapping[str, Any]) -> ModelSource:
-        """Resolve the model's class and config, with changes of fields the user has not set."""
-        fields = merged(merged(self.config, changes), self.given)
-        # What a model lacks in its config, and was found for it, its config does not know.
-        source = resolve_model(
-            self.model,
-            fields,
-            trust_remote_code=self.trust_remote_code,
-            missing_field=changes.keys() - self.given.keys(),
-        )
-        _pad(source.config)
-        return source
 
 
 def check_named(request: Request, layout: Layout, options: CheckOptions) -> CheckReport:
@@ -120,46 +78,6 @@ def check_named(request: Request, layout: Layout, options: CheckOptions) -> Chec
     )
 
 
-def sharded_at_real_widths(request: Request, layout: Layout, filled: Fields) -> RealWidths:
-    """Shard a few layers of a model's real widths, without weights.
-
-    Args:
-        request: the model.
-        layout: the degrees.
-        filled: fields that its config leaves open.
-
-    Raises:
-        MerakError: it cannot be traced or sharded.
-    """
-    failures: list[MerakError] = []
-    for completion in chain((filled,), _completions(request, Wanted())):
-        config = request.source(completion).config
-        for fields in few_layers(config, request.given):
-            source = request.source(merged(completion, fields))
-            for tokens in _sequences(source):
-                try:
-                    return _sharded(source, layout.tp, tokens)
-                except MerakError as failed:  # perhaps for want of a layer of each kind
-                    failures.append(failed)
-    raise failures[0]
-
-
-def _sequences(source: ModelSource) -> tuple[int | None, ...]:
-    """Tokens of a sample; fewer, too, where so many are all that the model has positions for.
-
-    Some count a position for the first token that they predict.
-    """
-    limit = most_positions(source.config)
-    if limit is None:
-        return (None,)
-    return (REAL_SEQUENCE,) if limit[1] > REAL_SEQUENCE else (limit[1], limit[1] // 2)
-
-
-def _sharded(source: ModelSource, tp: int, tokens: int | None) -> RealWidths:
-    workload = example_workload(source, global_batch=1, sequence=tokens)
-    return real_widths(workload.graph(1), tp, workload.tokens_per_sample)
-
-
 def small_version(request: Request, layout: Layout, options: CheckOptions) -> Trained:
     """Return the smallest version of a model that trains in one process, and its outcome there.
 
@@ -179,7 +97,7 @@ def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterat
     for one in _changes(request, wanted):
         most = None if one.has_small_inputs else 1
         jobs = partial(_jobs, request, one.fields, (layout, options), most)
-        filled = merged(_padding(request), one.filled)
+        filled = merged(padding(request), one.filled)
         yield Version(jobs, one.is_small, not one.fields, filled)
 
 
@@ -190,7 +108,7 @@ def _wide(request: Request, wanted: Wanted, how: tuple[Layout, CheckOptions]) ->
     # In one process and on all ranks: parameters, gradients and momenta; and what is compared.
     copies = 8 + 6 * how[0].dp * how[0].cp
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (4 * copies)
-    return Version(jobs, filled=_padding(request), most_parameters=most)
+    return Version(jobs, filled=padding(request), most_parameters=most)
 
 
 def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
@@ -200,66 +118,13 @@ def _changes(request: Request, wanted: Wanted) -> Iterator[Attempt]:
     likely = plain[:2]
     yield from likely  # nearly always enough; the rest takes builds to find
     found = [(place, 0, one) for place, one in enumerate(plain)]
-    for number, completion in enumerate(_completions(request, wanted), 1):
+    for number, completion in enumerate(completions_of(request, wanted), 1):
         filled = request.source(completion).config
         for place, one in enumerate(attempts(filled, request.given, wanted)):
             if one.is_small:
                 both = merged(completion, one.fields)
                 found.append((number + place, number, replace(one, fields=both, filled=completion)))
     yield from (one for _, _, one in sorted(found, key=lambda row: row[:2])[len(likely) :])
-
-
-def _completions(request: Request, wanted: Wanted) -> Iterator[Fields]:
-    """Yield completions of the config; those that its class refuses are left out."""
-    seen: list[Fields] = [{}]
-    for completion in completions(request.source({}).config):
-        try:
-            found = _with_missing_fields(request, completion, wanted)
-        except MerakError:
-            continue
-        if found not in seen:
-            seen.append(found)
-            yield found
-
-
-def _with_missing_fields(request: Request, completion: Fields, wanted: Wanted) -> Fields:
-    """Add the fields to a completion that the model built with it finds missing."""
-    for _ in range(MAX_MISSING_FIELDS):
-        config = request.source(completion).config
-        smallest = next(attempts(config, request.given, wanted)).fields
-        source = request.source(merged(completion, smallest))
-        try:
-            with torch.device("meta"):
-                source.build()
-        except MerakError as error:
-            found = missing_field(error, source.config)
-            if not found:
-                break
-            completion = merged(completion, found)
-        else:
-            break
-    return completion
-
-
-def _padding(request: Request) -> Fields:
-    """Return the padding token that `_pad` names, if it does."""
-    source = resolve_model(
-        request.model, request.given, trust_remote_code=request.trust_remote_code
-    )
-    return _pad(source.config)
-
-
-def _pad(config: PreTrainedConfig) -> Fields:
-    """Name a padding token where there is none, which decoders that classify texts look for.
-
-    Returns:
-        What was set.
-    """
-    text = text_part(config)
-    if not getattr(text, "vocab_size", None) or getattr(text, "pad_token_id", None) is not None:
-        return {}
-    text.pad_token_id = 0
-    return {"pad_token_id": 0}
 
 
 def _jobs(

@@ -4,7 +4,8 @@ import transformers
 
 from merak.check import Layout
 from merak.check.real_widths import RealWidths, layer_of
-from merak.zoo.check_by_name import Request, sharded_at_real_widths
+from merak.zoo.request import Request
+from merak.zoo.widths_by_name import sharded_at_real_widths
 
 
 def at_real_widths(tp: int, **given: int) -> RealWidths:
@@ -30,6 +31,18 @@ def test_a_degree_that_does_not_divide_the_heads_is_seen() -> None:
     found = at_real_widths(8, num_attention_heads=12, intermediate_size=2048, vocab_size=1024)
     assert found.split < 0.9
     assert any("q_proj" in name for name in found.whole)
+    assert found.undivided == (
+        "tp=8 does not divide the outputs of q_proj.weight, k_proj.weight and v_proj.weight (12 "
+        "pieces): every rank holds and computes them whole; tp=4 would divide all"
+    )
+    assert at_real_widths(4, num_attention_heads=12, intermediate_size=2048).undivided is None
+
+
+def test_parameters_that_nothing_reads_do_not_count() -> None:
+    # A decoder alone is given no encoder's output, which its cross-attention would read.
+    request = Request("BartForCausalLM", {"d_model": 512})
+    found = sharded_at_real_widths(request, Layout(tp=2), {})
+    assert found.split > 0.95
 
 
 def test_segments_of_a_layer_count_together() -> None:

@@ -267,6 +267,7 @@ def test_notes_name_what_is_whole_and_what_is_slow(capsys):
     whole, slow = json.loads(capsys.readouterr().out)["notes"]
     assert whole.startswith("tp=4 does not divide the outputs of k_proj.weight and v_proj.weight")
     assert "(3 pieces): every rank holds and computes them whole" in whole
+    assert whole.endswith("no tp above 1 would divide all")
     assert slow == "v100 multiplies bfloat16 as slowly as float32; float16 is faster there"
 
 

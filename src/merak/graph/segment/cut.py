@@ -19,7 +19,7 @@ from torch import fx
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
-from merak.graph.ir.mutation import eliminate_dead_code, live_nodes
+from merak.graph.ir.mutation import eliminate_dead_code, has_mutable_schema, live_nodes
 from merak.graph.ir.operators import (
     DROPOUTS,
     SAME_VALUES,
@@ -29,7 +29,12 @@ from merak.graph.ir.operators import (
     reads_parameter,
 )
 from merak.graph.segment.functionalize import functionalize_buffers, release_accumulators
-from merak.graph.segment.liveness import Liveness, Span, analyze_liveness
+from merak.graph.segment.liveness import (
+    Liveness,
+    Span,
+    analyze_liveness,
+    is_detached_parameter,
+)
 from merak.graph.trace.branches.rng_stream import refuse_late_conditions
 from merak.graph.trace.traced import Trace
 
@@ -55,6 +60,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
     """
     outputs_by_name = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
+    _detach_where_read(trace.graph)
     flow = analyze_liveness(trace.graph)
     refuse_late_conditions(flow.main)
     starts = _segment_starts(flow)
@@ -91,6 +97,23 @@ def _keep_outputs(trace: Trace, names: tuple[str, ...]) -> dict[str, fx.Node]:
     trace.graph.output_node().args = (tuple(by_name[name] for name in names),)
     eliminate_dead_code(trace.graph)
     return {name: by_name[name] for name in names}
+
+
+def _detach_where_read(graph: fx.Graph) -> None:
+    """Detach parameters anew for each reader: no segment is then given a weight by another one.
+
+    As of blocks that a model runs several times without gradients, whose weights are detached once.
+    """
+    for source in filter(is_detached_parameter, list(graph.nodes)):
+        readers = list(source.users)
+        if any(n.op == "output" or has_mutable_schema(n) for n in readers):
+            continue
+        for reader in readers:
+            with graph.inserting_before(reader):
+                own = graph.node_copy(source, lambda n: n)
+            own.meta["module"] = reader.meta["module"]
+            reader.replace_input_with(source, own)
+        graph.erase_node(source)
 
 
 def _segment_starts(flow: Liveness) -> list[int]:

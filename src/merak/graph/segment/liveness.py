@@ -11,6 +11,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
+from merak.graph.ir.operators import family
 from merak.graph.ir.reachable import reachable
 from merak.graph.trace.normalize import is_random
 
@@ -118,10 +119,22 @@ def _is_seed(placeholder: fx.Node, writes: Mutations) -> bool:
 
 
 def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Lifetimes of tuples and plain numbers, which never leave their segment."""
+    """Lifetimes of tuples and plain numbers, which never leave their segment.
+
+    Nor does a weight without its gradient, which its one reader takes for itself.
+    """
     for i, node in enumerate(main):
-        if not isinstance(node.meta["tensor"], TensorMeta):
+        is_weight = is_detached_parameter(node) and len(node.users) == 1
+        if is_weight or not isinstance(node.meta["tensor"], TensorMeta):
             yield i, last_use[i]
+
+
+def is_detached_parameter(node: fx.Node) -> bool:
+    """Whether a value is a parameter without its gradient."""
+    if family(node.target) != "detach":
+        return False
+    source = node.all_input_nodes[0]
+    return source.op == "placeholder" and source.meta["kind"] is Kind.PARAMETER
 
 
 def _written(writes: Mutations, position: Mapping[fx.Node, int]) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import sympy  # type: ignore[import-untyped]
+
 from merak.core.shards import shard_size
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.operators import family
@@ -59,10 +61,20 @@ def report_sharding(model: ModelGraph, parallel: TensorParallel) -> tuple[Segmen
 
 
 def split_share(model: ModelGraph, parallel: TensorParallel) -> float:
-    """Fraction of a model's parameters, by numbers, that the ranks share out."""
-    sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
+    """Fraction of the parameters that a model reads, by numbers, that the ranks share out."""
+    sizes = sizes_of_read(model)
     split = sum(sizes[n] * (1 - whole_share(p)) for n, p in parallel.weights.items())
     return split / max(1, sum(sizes.values()))
+
+
+def sizes_of_read(model: ModelGraph) -> dict[str, int]:
+    """Numbers in every parameter that a model reads, by name.
+
+    Others, as of cross-attention in a decoder that is given no encoder's output, have no gradient
+    and do no work.
+    """
+    read = {name for segment in model.segments for name in segment.parameters}
+    return {n: math.prod(meta.shape) for n, meta in model.parameters.items() if n in read}
 
 
 def replication_reasons(model: ModelGraph, parallel: TensorParallel) -> dict[str, str]:
@@ -102,8 +114,31 @@ def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | No
     return (
         f"tp={degree} leaves {left / (left + split):.0%} of what could be split whole on every "
         f"rank: the outputs of {name}, for one, are {pieces[name]} pieces, which it does not "
-        "divide; `merak trace --tp` lists all."
+        f"divide; {dividing_degrees(model, parallel)}, and `merak trace --tp` lists all."
     )
+
+
+def dividing_degrees(model: ModelGraph, parallel: TensorParallel) -> str:
+    """Advice which degrees would divide the outputs of all weights, where this one does not.
+
+    Args:
+        model: that is sharded.
+        parallel: how.
+
+    Returns:
+        Such as "tp=4 or tp=12 would divide all": the nearest smaller degree and the nearest larger
+        one, as far as there are any.
+    """
+    degree = parallel.auto_sharder.degree
+    pieces = {name: count for name, count in limits_of(model).items() if count > 1}
+    repeated = {n for n, p in parallel.weights.items() if isinstance(p, Shard) and p.copies > 1}
+    few = {count for name, count in pieces.items() if name in repeated}
+    common = math.gcd(*(count for name, count in pieces.items() if name not in repeated))
+    fitting = [d for d in sympy.divisors(common) if all(d % n == 0 or n % d == 0 for n in few)]
+    nearest = [d for d in fitting if 1 < d < degree][-1:] + [d for d in fitting if d > degree][:1]
+    if not nearest:
+        return "no tp above 1 would divide all"
+    return f"{' or '.join(f'tp={d}' for d in nearest)} would divide all"
 
 
 def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None:
@@ -123,6 +158,21 @@ def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None
             groups.setdefault(count, {})[short] = None
     found = [f"{_listed(tuple(names))} ({count} pieces)" for count, names in groups.items()]
     return ", ".join(found) or None
+
+
+def undivided_sentence(degrees: Sequence[int], weights: str, advice: str) -> str:
+    """Sentence about degrees that leave weights whole, and those that would not.
+
+    Args:
+        degrees: that do not divide them.
+        weights: from `undivided_weights`.
+        advice: from `dividing_degrees`.
+    """
+    listed = _listed([str(degree) for degree in degrees])
+    return (
+        f"tp={listed} {'do' if len(degrees) > 1 else 'does'} not divide the outputs of {weights}: "
+        f"every rank holds and computes them whole; {advice}"
+    )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,7 +8,11 @@ from functools import cache
 
 from merak.core.errors import MerakError
 from merak.core.garbage import paused_collector
-from merak.graph.tensor_parallel.report import undivided_weights
+from merak.graph.tensor_parallel.report import (
+    dividing_degrees,
+    undivided_sentence,
+    undivided_weights,
+)
 from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.advice import slow_choices
@@ -140,20 +144,16 @@ def context_degrees(job: Job) -> tuple[int, ...]:
 def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
     """What the degrees of tensor parallelism that are searched leave whole on every rank."""
     base = pinned.microbatch or 1
-    degrees = dict[str, list[str]]()
+    degrees = dict[tuple[str, str], list[int]]()
     for tp in searched_tp(job, pinned):
         ep = _expert_degree(pinned, tp)
         if tp > 1 and job.problem(tp, 1, ep) is None:
-            rewrite = workload.tensor_rewrite(Form(base, tp, ep=ep))
-            weights = undivided_weights(workload.graph(base), rewrite)
+            graph, rewrite = workload.graph(base), workload.tensor_rewrite(Form(base, tp, ep=ep))
+            weights = undivided_weights(graph, rewrite)
             if weights is not None:
-                degrees.setdefault(weights, []).append(str(tp))
-    for weights, own in degrees.items():
-        several = f"{', '.join(own[:-1])} and {own[-1]} do" if len(own) > 1 else f"{own[0]} does"
-        yield (
-            f"tp={several} not divide the outputs of {weights}: every rank holds and computes "
-            "them whole"
-        )
+                degrees.setdefault((weights, dividing_degrees(graph, rewrite)), []).append(tp)
+    for (weights, advice), own in degrees.items():
+        yield undivided_sentence(own, weights, advice)
 
 
 def job_of(

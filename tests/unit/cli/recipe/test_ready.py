@@ -15,6 +15,7 @@ from merak.cli.recipe.ready import ready_names, ready_text, ready_title
 from merak.cli.recipe.recipe import read_recipe
 from merak.launch.errors import CommandError
 from merak.zoo import check_by_name
+from merak.zoo.request import Request
 
 ROOT = Path(__file__).parents[4]
 NEEDS_MODEL, NEEDS_DATA = ("sft", "lora"), ("vit", "swin", "sft", "lora")
@@ -61,9 +62,9 @@ def test_a_recipe_that_leaves_its_model_open_says_how_to_name_it() -> None:
 
 
 def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests: list[check_by_name.Request] = []
+    requests: list[Request] = []
 
-    def note(request: check_by_name.Request, *others: object) -> None:
+    def note(request: Request, *others: object) -> None:
         requests.append(request)
         raise CommandError("noted")
 

@@ -283,6 +283,35 @@ def test_gradients_flow_where_the_meta_says() -> None:
     assert all(graph.values[name].requires_grad for name in crossing)
 
 
+class RunsTwice(nn.Module):
+    """Layers that run several times, at first without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in (*self.layers, *self.layers):
+                x = torch.relu(layer(x))
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.pow(2).mean()
+
+
+def test_weights_are_read_where_they_are_used_and_never_sent() -> None:
+    torch.manual_seed(0)
+    model, batch = RunsTwice(), {"x": torch.rand(4, 8)}
+    eager = copy.deepcopy(model)
+    eager(**batch).backward()
+    graph = built(model, batch)
+    assert len(graph.segments) > 3
+    assert all(graph.values[name].shape[0] == 4 for names in graph.boundaries() for name in names)
+    Pipeline(graph, model).train(batch)
+    expected, found = gradients_of(eager), gradients_of(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 # ---- linear time ----
 
 

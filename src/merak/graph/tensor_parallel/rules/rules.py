@@ -170,7 +170,9 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     views.repeat_heads: ("repeat_heads",),
     views.repeat_interleave: ("repeat_interleave",),
     # pointwise too, but not tagged so
-    elementwise.elementwise: COPIES | FILLS_LIKE | {"copy_", "detach", "hardswish"},
+    elementwise.elementwise: COPIES
+    | FILLS_LIKE
+    | {"copy_", "detach", "fill_", "hardswish", "masked_fill_", "zero_"},
     elementwise.first_operand: CONVERSIONS | {"type_as"},
     elementwise.shape_given: FILLS_NEW,
     elementwise.along_dim: SOFTMAXES | CUMULATIVE | {"glu"},

@@ -192,7 +192,8 @@ def _once(
         storage = tensor.untyped_storage()
         if storage._cdata not in outside:
             saved[storage._cdata] = storage.nbytes()
-        return tensor
+        # An operator that saved its own output as it is would hold itself, and never be freed.
+        return tensor.detach()
 
     with (
         _inside(subject.modes),

@@ -162,6 +162,17 @@ def picked(block: Block, x: torch.Tensor) -> torch.Tensor:
     return merged(torch.gather(scores, -1, order.expand(B, HEADS, T, T)) @ heads(x))
 
 
+def filled_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """Masked as XLM does: by a mask of the size of all heads, in place."""
+    scores = heads(x) @ heads(x).transpose(-1, -2)
+    mask = torch.ones(1, 1, T, T, dtype=torch.bool, device=x.device).triu(1)
+    scores.masked_fill_(mask.expand_as(scores), -1e4)
+    context = scores.softmax(-1) @ heads(x)
+    halves = context.clone().fill_(0.5)
+    nothing = context.clone().zero_()
+    return merged(context * halves + nothing)
+
+
 def whole_written_between_uses(block: Block, x: torch.Tensor) -> torch.Tensor:
     whole = block.per_channel * 2
     view = whole.unsqueeze(0)
@@ -199,6 +210,7 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
         (gated, {"up": Column((1, 1)), "down": Row()}, 2 * WIDTH),
         (joined_and_stacked, PLAIN, WIDTH),
         (whole_again, PLAIN, WIDTH),
+        (filled_in_place, PLAIN, WIDTH),
         (whole_written_between_uses, PLAIN, WIDTH),
         (picked, PLAIN, WIDTH),
         (picked_across_ranks, PLAIN, WIDTH),

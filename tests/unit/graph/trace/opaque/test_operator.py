@@ -315,7 +315,7 @@ class Fails(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
+        y = self.linear(x).softmax(-1)  # whose gradient is computed from its own result
         if not isinstance(y, FakeTensor):
             SEEN.put(weakref.ref(y))
         places = (y > 0).nonzero().tolist()
