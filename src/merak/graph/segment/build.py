@@ -164,7 +164,8 @@ def build_timed(
             graph, known = make()[0], False
         else:
             adopt = partial(_adopt, source.model)
-            graph, known = cached(source.cache_dir, _key(source, columns), make, adopt)
+            key = _key(source, columns, copies_blocks)
+            graph, known = cached(source.cache_dir, key, make, adopt)
     total = time.perf_counter() - start
     return BuiltGraph(graph, known, total - seconds[0], seconds[0])
 
@@ -212,8 +213,11 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
         )
 
 
-def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
+def _key(
+    source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool
+) -> str:
     numbers = tuple(source.numbers)
+    for_planning = ("copies of blocks",) if copies_blocks else ()
     what = (
         numbers,
         source.loss_fn,
@@ -222,6 +226,7 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
         source.device.type,
         source.autocast,
         str(source.dropped),
+        *for_planning,
     )
     return fingerprint(source.model, dict(columns), *what)
 

@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -66,6 +67,7 @@ class StateReads:
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
+        self._names: defaultdict[int, list[str]] = defaultdict(list)
         self._written: dict[tuple[int, str], Any] = {}
         self.found: tuple[StateRead, ...] = ()
         self.counted: dict[StateRead, int | float] = {}
@@ -100,6 +102,7 @@ class StateReads:
         whole = {type(holder.value) for holder in self.holders.values()}
         recorded = _RECORDED | {cls for cls in whole if not _can_patch(cls)}
         seen, note, note_absent = self._seen, self._note, self._note_absent
+        names = self._names
         dict_of = object.__getattribute__
 
         def recording(holder: Any, name: str) -> Any:
@@ -112,6 +115,7 @@ class StateReads:
                 key = (id(dict_of(holder, "__dict__")), name)
                 if key not in seen:
                     seen.add(key)
+                    names[key[0]].append(name)
                     note(key, holder, value)
             return value
 
@@ -144,8 +148,10 @@ class StateReads:
         parts = (own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
         if name in _OF_TORCH or any(name in part for part in parts):
             self._seen.add(key)
+            self._names[key[0]].append(name)
         elif not is_library(sys._getframe(2).f_code.co_filename):
             self._seen.add(key)
+            self._names[key[0]].append(name)
             self._absent[key] = model_line(sys._getframe(2))
 
     def has_read(self, module: nn.Module, name: str) -> bool:
@@ -158,10 +164,15 @@ class StateReads:
         Args:
             modules: by the module whose code has run, the one in its place.
         """
-        keys = {id(attributes(one)): id(attributes(like)) for one, like in modules.items()}
-        for known in (self._sources, self._absent):
-            known |= {(keys[k], n): at for (k, n), at in known.items() if k in keys}
-        self._seen |= {(keys[key], name) for key, name in self._seen if key in keys}
+        for one, like in modules.items():
+            key, other = id(attributes(one)), id(attributes(like))
+            for name in self._names[key]:
+                if (other, name) not in self._seen:
+                    self._seen.add((other, name))
+                    self._names[other].append(name)
+                for known in (self._sources, self._absent):
+                    if (key, name) in known:
+                        known[other, name] = known[key, name]
 
     def outside(self, modules: Collection[str]) -> tuple[StateRead, ...]:
         """The reads of other places than some modules.
