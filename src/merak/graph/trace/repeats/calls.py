@@ -9,6 +9,7 @@ of a copied call which it has not returned end the trace, which then runs all bl
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,13 +33,25 @@ from merak.graph.trace.repeats.block import (
     metadata,
     tensors_like,
 )
-from merak.graph.trace.repeats.region import Region, node_of, nodes_after, tracked_like
+from merak.graph.trace.repeats.region import (
+    Region,
+    follow,
+    is_followed,
+    node_of,
+    nodes_after,
+    tracked_like,
+)
 from merak.graph.trace.repeats.surroundings import Surroundings, following_modes
 from merak.graph.trace.state.holders import attributes
 from merak.graph.trace.state.record import StateReads
 
+logger = logging.getLogger(__name__)
+
 _MOST_KINDS = 6
 """Calls of one list that are remembered, each unlike the others; later ones just run."""
+
+_Place = tuple[bool, int]
+"""True and the number of an argument; False and the identity of a parameter or buffer."""
 
 
 class LeftOpen(Exception):
@@ -114,8 +127,9 @@ class _Call:
         before: what it depended on.
         region: the operators that it has recorded.
         names: path of the block in the names of the trace.
-        sources: nodes outside of the region, each with the tensor that it stands for: the place of
-            an argument, or the identity of a parameter or buffer.
+        sources: nodes outside of the region that it reads, each with the tensor that it stands for.
+        moved: tensors that stand for other nodes after the call: those of operators that have
+            returned them as they are, such as a conversion to the type that a tensor has.
         result: what it has returned.
         results: of the tensors in it, the node, or the place of the argument that it is.
     """
@@ -123,7 +137,8 @@ class _Call:
     before: _Before
     region: Region
     names: str
-    sources: tuple[tuple[Any, int | None, int], ...]
+    sources: tuple[tuple[Any, _Place], ...]
+    moved: tuple[tuple[_Place, Any], ...]
     result: Any
     results: tuple[Any, ...]
 
@@ -195,7 +210,9 @@ class RepeatedCalls:
             names = tracer.path_of_module(module)
             if tracer.num_calls.get(names, 0):
                 raise NotRepeatable(f"{block.path} is called again")
-        except NotRepeatable:
+            sources = _sources(before, tracer)
+        except NotRepeatable as error:
+            logger.debug("a call that is not copied: %s", error)
             self._tried[block.group] += 1
             return run()
         for call in known:
@@ -211,9 +228,9 @@ class RepeatedCalls:
             if notes != (self._notes(), self._loops.operators):
                 raise NotRepeatable(f"{block.path} decides by values")
             nodes = tuple(nodes_after(start))
-            known.append(self._recorded(before, given, result, nodes, tracer, names))
-        except NotRepeatable:
-            pass
+            known.append(self._recorded(before, given, result, nodes, sources, tracer, names))
+        except NotRepeatable as error:
+            logger.debug("a call that is not copied: %s", error)
         return result
 
     def _before(self, block: Block, given: Any) -> _Before:
@@ -258,15 +275,15 @@ class RepeatedCalls:
         given: Any,
         result: Any,
         nodes: tuple[Any, ...],
+        sources: Mapping[_Place, Any],
         tracer: Any,
         names: str,
     ) -> _Call:
         """The call that has just run, to be copied."""
         after = self._before(before.block, given)
         before.state.check_unchanged(before.block, after.state)
-        same = all(a is b for a, b in zip(before.given.tensors, after.given.tensors, strict=True))
         if (
-            not same
+            list(map(id, before.given.tensors)) != list(map(id, after.given.tensors))
             or before.versions != after.versions
             or not is_equal(before.given.rest, after.given.rest)
             or not is_equal(before.around, after.around)
@@ -291,15 +308,19 @@ class RepeatedCalls:
             results.append(node)
         outputs = [own for own in results if not isinstance(own, int)]
         region = Region.of(nodes, outputs)
-        sources: dict[Any, tuple[int | None, int]] = {}
-        for place, tensor in enumerate(before.given.tensors):
-            sources.setdefault(node_of(tensor, tracer), (place, 0))
-        for tensor in before.state.each_tensor():
-            sources.setdefault(node_of(tensor, tracer), (None, id(tensor)))
-        if not sources.keys() >= set(region.outside):
-            raise NotRepeatable(f"{before.block.path} reads other tensors")
-        needed = tuple((node, *sources[node]) for node in region.outside)
-        return _Call(before, region, names, needed, result, tuple(results))
+        places = {node: place for place, node in reversed(sources.items())}
+        other = [node for node in region.outside if node not in places]
+        if other:
+            raise NotRepeatable(f"{before.block.path} reads {other[0]}, which is not its own")
+        moved = tuple(
+            (place, node)
+            for place, node in _sources(before, tracer).items()
+            if node is not sources[place]
+        )
+        if any(node not in inside for _, node in moved):
+            raise NotRepeatable(f"{before.block.path} is given what is not followed")
+        needed = tuple((node, places[node]) for node in region.outside)
+        return _Call(before, region, names, needed, moved, result, tuple(results))
 
     def _copy(
         self,
@@ -310,11 +331,15 @@ class RepeatedCalls:
         names: str,
     ) -> Any:
         """Record a call's operators for another block; returns its result."""
-        instead = {
-            node: node_of(tensors[key] if place is None else now.given.tensors[place], tracer)
-            for node, place, key in call.sources
-        }
+
+        def tensor_at(place: _Place) -> torch.Tensor:
+            is_argument, key = place
+            return now.given.tensors[key] if is_argument else tensors[key]
+
+        instead = {node: node_of(tensor_at(place), tracer) for node, place in call.sources}
         made = call.region.copy(tracer.graph, instead, (call.names, names))
+        for place, node in call.moved:
+            follow(tensor_at(place), made[node], tracer)
         for path, count in list(tracer.num_calls.items()):
             if path == call.names or path.startswith(f"{call.names}."):
                 tracer.num_calls[names + path[len(call.names) :]] = count
@@ -338,6 +363,17 @@ class RepeatedCalls:
             return item
 
         return walk(call.result)
+
+
+def _sources(before: _Before, tracer: Any) -> dict[_Place, Any]:
+    """The nodes that a call's arguments, and the block's tensors, stand for now."""
+    found: dict[_Place, Any] = {}
+    for place, tensor in enumerate(before.given.tensors):
+        found[True, place] = node_of(tensor, tracer)
+    for tensor in before.state.each_tensor():
+        if is_followed(tensor, tracer):
+            found[False, id(tensor)] = node_of(tensor, tracer)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:

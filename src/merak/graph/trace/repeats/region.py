@@ -173,6 +173,16 @@ def node_of(tensor: torch.Tensor, tracer: Any) -> fx.Node:
     return node
 
 
+def is_followed(tensor: torch.Tensor, tracer: Any) -> bool:
+    """Whether a tensor stands for a node."""
+    return get_proxy_slot(tensor, tracer, None) is not None
+
+
+def follow(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
+    """Let a tensor stand for another node from now on."""
+    track_tensor(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+
+
 def tracked_like(value: FakeTensor, node: fx.Node, tracer: Any) -> torch.Tensor:
     """A fake tensor with the metadata of another, as the value of a node."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), value.fake_mode:
@@ -182,7 +192,6 @@ def tracked_like(value: FakeTensor, node: fx.Node, tracer: Any) -> torch.Tensor:
         if value.requires_grad:
             with torch.enable_grad():
                 made = made.requires_grad_().clone()  # the result of an operator, no leaf
-    proxy = fx.Proxy(node, tracer)
-    track_tensor(made, proxy, constant=None, tracer=tracer)
-    set_meta(proxy, made)
+    follow(made, node, tracer)
+    set_meta(fx.Proxy(node, tracer), made)
     return made
