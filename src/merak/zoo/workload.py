@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -77,7 +78,7 @@ def example_workload(
 def _switch_off_cache(model: nn.Module) -> None:
     """Let a model make no cache of keys and values: transformers' Trainer does the same."""
     for module in model.modules():
-        config = vars(module).get("config")
+        config: Any = vars(module).get("config")
         if getattr(config, "use_cache", False):
             config.use_cache = False
 

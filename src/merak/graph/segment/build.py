@@ -213,9 +213,7 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
         )
 
 
-def _key(
-    source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool
-) -> str:
+def _key(source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool) -> str:
     numbers = tuple(source.numbers)
     for_planning = ("copies of blocks",) if copies_blocks else ()
     what = (

@@ -107,9 +107,7 @@ def _assume_non_empty(session: Session) -> AbstractContextManager[Any]:
 def _copied_blocks(session: Session) -> AbstractContextManager[Any]:
     if not session.copies_blocks:
         return nullcontext()
-    calls = RepeatedCalls(
-        session.model, session.reads, session.loops, lambda: _noted(session)
-    )
+    calls = RepeatedCalls(session.model, session.reads, session.loops, lambda: _noted(session))
     return calls.recorded()
 
 

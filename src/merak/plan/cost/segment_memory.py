@@ -135,6 +135,7 @@ class SegmentMemories:
         if key not in graphs:
             graphs[key] = (self._measure(segment), segment)
         found, known = graphs[key]
+        assert isinstance(found, SegmentMemory)
         names = dict(zip(known.inputs + known.outputs, segment.inputs + segment.outputs))
         outputs = {
             names[name]: replace(output, root=names.get(output.root, output.root))

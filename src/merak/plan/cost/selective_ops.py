@@ -44,8 +44,6 @@ class SelectiveOps:
     replayed_bytes: int
 
 
-
-
 def find_selective_ops(
     segments: Sequence[tuple[Segment, int]],
     profile: DeviceProfile,

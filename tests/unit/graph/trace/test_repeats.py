@@ -147,7 +147,9 @@ def assert_equal(source: Callable[[], GraphSource], columns: dict[str, TensorMet
 
 def check(make: Callable[[], nn.Module], **options: Any) -> None:
     COUNTS[0] = 0
-    assert_equal(lambda: GraphSource(make(), **options), {"x": TensorMeta((2, WIDTH), torch.float32)})
+    assert_equal(
+        lambda: GraphSource(make(), **options), {"x": TensorMeta((2, WIDTH), torch.float32)}
+    )
 
 
 def test_equal_blocks_are_copied(copies: list[str]) -> None:

@@ -144,40 +144,61 @@ def tensors_like(
         reads: whether the first's forward has read an attribute of a module of its.
     """
     (one, mine), (two, theirs) = first, other
-    if len(one.modules) != len(two.modules):
+    if [path for path, _ in one.modules] != [path for path, _ in two.modules]:
         return None
     found: dict[int, torch.Tensor] = {}
-    for i, ((path, module), (other_path, like)) in enumerate(
-        zip(one.modules, two.modules, strict=True)
-    ):
-        cls = type(module)
-        own, given = mine.attributes[i], theirs.attributes[i]
-        if path != other_path or cls is not type(like) or own.keys() != given.keys():
+    for i, (_, module) in enumerate(one.modules):
+        is_same = (
+            type(module) is type(two.modules[i][1])
+            and _are_alike(module, mine.attributes[i], theirs.attributes[i], reads)
+            and _pairs(mine.tensors[i], theirs.tensors[i], found)
+        )
+        if not is_same:
             return None
-        for name, value in own.items():
-            if is_equal(value, given[name]):
-                continue
-            is_plain = type(value) in _PLAIN and type(given[name]) in _PLAIN
-            if not is_plain or reads_by_dict(cls) or reads(module, name):
-                return None
-        if mine.tensors[i].keys() != theirs.tensors[i].keys():
-            return None
-        for name, tensor in mine.tensors[i].items():
-            instead = theirs.tensors[i][name]
-            if tensor is None or instead is None:
-                if tensor is not instead:
-                    return None
-            elif metadata(tensor) != metadata(instead):
-                return None
-            elif found.setdefault(id(tensor), instead) is not instead:
-                return None
     return found
 
 
+def _are_alike(
+    module: nn.Module,
+    own: Mapping[str, Any],
+    given: Mapping[str, Any],
+    reads: Callable[[nn.Module, str], bool],
+) -> bool:
+    """Whether attributes of two modules are equal, but for plain ones that the first never read."""
+    different = [n for n in own if n not in given or not is_equal(own[n], given[n])]
+    return own.keys() == given.keys() and all(
+        type(own[name]) in _PLAIN
+        and type(given[name]) in _PLAIN
+        and not reads(module, name)
+        and not reads_by_dict(type(module).__mro__)
+        for name in different
+    )
+
+
+def _pairs(
+    own: Mapping[str, torch.Tensor | None],
+    given: Mapping[str, torch.Tensor | None],
+    found: dict[int, torch.Tensor],
+) -> bool:
+    """Pair the tensors of two modules; False where they differ, or one has two in its place."""
+    if own.keys() != given.keys():
+        return False
+    for name, tensor in own.items():
+        instead = given[name]
+        if tensor is None or instead is None:
+            if tensor is not instead:
+                return False
+            continue
+        is_paired = found.setdefault(id(tensor), instead) is instead
+        if not is_paired or metadata(tensor) != metadata(instead):
+            return False
+    return True
+
+
 @cache
-def reads_by_dict(cls: type) -> bool:
-    """Whether code of a class may read attributes without asking for them by name."""
-    for base in cls.__mro__:
+def reads_by_dict(bases: tuple[type, ...]) -> bool:
+    """Whether code of a class, or of its bases, may read attributes without asking by name."""
+    for base in bases:
         if base is nn.Module or base is object:
             break
         if "__getattribute__" in vars(base) or "__getattr__" in vars(base):
@@ -211,7 +232,7 @@ def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, (*_PLAIN, *_CONSTANT)):
         return bool(one == other)
     if isinstance(one, frozenset):
-        return one == other
+        return bool(one == other)
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
     if isinstance(one, (tuple, list)):

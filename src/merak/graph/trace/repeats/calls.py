@@ -39,6 +39,7 @@ from merak.graph.trace.repeats.region import (
     is_followed,
     node_of,
     nodes_after,
+    storage_id,
     tracked_like,
 )
 from merak.graph.trace.repeats.surroundings import Surroundings, following_modes
@@ -245,9 +246,9 @@ class RepeatedCalls:
             self._surroundings.now(),
             values,
             tuple(t._version for t in values.tensors),
-            tuple(any(mode.follows(t) for mode in modes) for t in values.tensors),
+            tuple(any(follows(t) for follows in modes) for t in values.tensors),
             tuple(
-                (same.setdefault(id(t), i), storages.setdefault(_storage(t), i))
+                (same.setdefault(id(t), i), storages.setdefault(storage_id(t), i))
                 for i, t in enumerate(every)
             ),
         )
@@ -292,23 +293,23 @@ class RepeatedCalls:
         arguments = {id(t): i for i, t in reversed(list(enumerate(before.given.tensors)))}
         inside = set(nodes)
         modes = following_modes()
-        taken = {_storage(t) for t in (*before.given.tensors, *before.state.each_tensor())}
+        taken = {storage_id(t) for t in (*before.given.tensors, *before.state.each_tensor())}
         results: list[Any] = []
         values = _Values.of(result)
         for tensor in values.tensors:
             if id(tensor) in arguments:
                 results.append(arguments[id(tensor)])
                 continue
-            node, storage = node_of(tensor, tracer), _storage(tensor)
+            node, storage = node_of(tensor, tracer), storage_id(tensor)
             is_plain = tensor.requires_grad != tensor.is_leaf and _is_contiguous(tensor)
-            followed = any(mode.follows(tensor) for mode in modes)
+            followed = any(follows(tensor) for follows in modes)
             if node not in inside or storage in taken or not is_plain or followed:
                 raise NotRepeatable(f"{before.block.path} returns a view, or what modes follow")
             taken.add(storage)
             results.append(node)
         outputs = [own for own in results if not isinstance(own, int)]
         region = Region.of(nodes, outputs)
-        places = {node: place for place, node in reversed(sources.items())}
+        places = {node: place for place, node in reversed(list(sources.items()))}
         other = [node for node in region.outside if node not in places]
         if other:
             raise NotRepeatable(f"{before.block.path} reads {other[0]}, which is not its own")
@@ -374,11 +375,6 @@ def _sources(before: _Before, tracer: Any) -> dict[_Place, Any]:
         if is_followed(tensor, tracer):
             found[False, id(tensor)] = node_of(tensor, tracer)
     return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:

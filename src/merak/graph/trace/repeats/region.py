@@ -53,8 +53,8 @@ class Region:
                 raise NotRepeatable(f"{node} is no operator that could be copied")
             if not all(map(_is_fixed, tree_leaves(node.meta.get("val")))):
                 raise NotRepeatable(f"the size of {node} depends on values")
-        places = Counter(_storage(value) for node in nodes for value in _tensors(node))
-        if any(places[_storage(value)] > 1 for node in outputs for value in _tensors(node)):
+        places = Counter(storage_id(value) for node in nodes for value in _tensors(node))
+        if any(places[storage_id(value)] > 1 for node in outputs for value in _tensors(node)):
             raise NotRepeatable("it returns a view, or what has one")
         read = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
         return Region(tuple(nodes), tuple(outputs), tuple(read))
@@ -111,7 +111,7 @@ class _Values:
         """Note the value that stands for one outside of the region."""
         if isinstance(value, torch.Tensor) and isinstance(instead, torch.Tensor):
             with torch._C.DisableTorchFunction():
-                self.storages[_storage(value)] = instead.untyped_storage()
+                self.storages[storage_id(value)] = instead.untyped_storage()
 
     def like(self, value: FakeTensor) -> FakeTensor:
         """A fake tensor with the metadata of another, in the storage that stands for its."""
@@ -131,9 +131,10 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, while the tensor lives."""
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
 
 def _renamed(stack: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
@@ -183,8 +184,9 @@ def follow(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     track_tensor(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
-def tracked_like(value: FakeTensor, node: fx.Node, tracer: Any) -> torch.Tensor:
+def tracked_like(value: torch.Tensor, node: fx.Node, tracer: Any) -> torch.Tensor:
     """A fake tensor with the metadata of another, as the value of a node."""
+    assert isinstance(value, FakeTensor)
     with torch._C.DisableTorchFunction(), _disable_current_modes(), value.fake_mode:
         made: torch.Tensor = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device

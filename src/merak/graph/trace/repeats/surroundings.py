@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 
 from merak.graph.trace.repeats.block import copied, is_constant
 from merak.graph.trace.state.functions import function_reads
@@ -77,8 +77,7 @@ def _torch_state() -> tuple[Any, ...]:
     )
 
 
-def following_modes() -> list[TorchFunctionMode]:
-    """Function modes of this thread that follow tensors, so that more is known of some."""
-    return [mode for mode in _get_current_function_mode_stack() if hasattr(mode, "follows")]
-
-
+def following_modes() -> list[Callable[[torch.Tensor], bool]]:
+    """Of each function mode that follows tensors: whether it knows more of one than others do."""
+    every = (getattr(mode, "follows", None) for mode in _get_current_function_mode_stack())
+    return [follows for follows in every if follows is not None]
