@@ -150,7 +150,7 @@ def tensors_like(
     for i, (_, module) in enumerate(one.modules):
         is_same = (
             type(module) is type(two.modules[i][1])
-            and _are_alike(module, mine.attributes[i], theirs.attributes[i], reads)
+            and _equal_attributes(module, mine.attributes[i], theirs.attributes[i], reads)
             and _pairs(mine.tensors[i], theirs.tensors[i], found)
         )
         if not is_same:
@@ -158,7 +158,7 @@ def tensors_like(
     return found
 
 
-def _are_alike(
+def _equal_attributes(
     module: nn.Module,
     own: Mapping[str, Any],
     given: Mapping[str, Any],

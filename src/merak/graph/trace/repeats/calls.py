@@ -33,6 +33,7 @@ from merak.graph.trace.repeats.block import (
     metadata,
     tensors_like,
 )
+from merak.graph.trace.repeats.outer_state import OuterState, following_modes
 from merak.graph.trace.repeats.region import (
     Region,
     follow,
@@ -42,7 +43,6 @@ from merak.graph.trace.repeats.region import (
     storage_id,
     tracked_like,
 )
-from merak.graph.trace.repeats.surroundings import Surroundings, following_modes
 from merak.graph.trace.state.holders import attributes
 from merak.graph.trace.state.record import StateReads
 
@@ -103,7 +103,7 @@ class _Before:
     Args:
         block: the block that is called.
         state: its attributes and tensors.
-        around: the surroundings.
+        around: the state outside of the block.
         given: arguments.
         versions: of the arguments that are tensors: how often each was written into.
         followed: whether a mode follows each.
@@ -163,7 +163,7 @@ class RepeatedCalls:
     ) -> None:
         self._reads, self._loops, self._notes = reads, loops, notes
         self._blocks = blocks_of(model)
-        self._surroundings = Surroundings.of(model, reads.loss_fn, reads.holders)
+        self._outer = OuterState.of(model, reads.loss_fn, reads.holders)
         self._known: dict[str, list[_Call]] = defaultdict(list)
         self._tried: dict[str, int] = defaultdict(int)
         self._copied: dict[int, Region] = {}
@@ -236,14 +236,14 @@ class RepeatedCalls:
 
     def _before(self, block: Block, given: Any) -> _Before:
         values = _Values.of(given)
-        state = State.of(block, self._surroundings.holds)
+        state = State.of(block, self._outer.holds)
         modes = following_modes()
         storages, same = dict[int, int](), dict[int, int]()
         every = (*values.tensors, *state.each_tensor())
         return _Before(
             block,
             state,
-            self._surroundings.now(),
+            self._outer.now(),
             values,
             tuple(t._version for t in values.tensors),
             tuple(any(follows(t) for follows in modes) for t in values.tensors),

@@ -17,7 +17,7 @@ from merak.graph.trace.state.slots import Slot, slots_of
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class OuterState:
     """Objects that modules share, such as configs, and globals that their code reads.
 
     Args:
@@ -31,8 +31,8 @@ class Surroundings:
     @staticmethod
     def of(
         model: nn.Module, loss_fn: Callable[..., Any] | None, holders: Mapping[int, Holder]
-    ) -> Surroundings:
-        """Surroundings of the blocks of a model.
+    ) -> OuterState:
+        """OuterState of the blocks of a model.
 
         Args:
             model: the model.
@@ -45,7 +45,7 @@ class Surroundings:
             if not isinstance(holder.value, nn.Module)
         }
         slots = tuple(slots_of(function_reads(model, loss_fn), model, loss_fn))
-        found = Surroundings(shared, slots)
+        found = OuterState(shared, slots)
         while opaque := [k for k, own in shared.items() if not all(map(found.holds, own.values()))]:
             for key in opaque:
                 del shared[key]
