@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,8 +55,10 @@ def example_workload(
     sample = dict(columns(1))
     ids = next((sample[name] for name in TEXTS if name in sample), None)
     text = None if ids is None else ids.shape[1:]
+    model = empty_model(source, dtype)
+    _switch_off_cache(model)
     graph_source = GraphSource(
-        empty_model(source, dtype),
+        model,
         fixed=example_arguments(source.model_class),
         device=torch.device("cpu") if device is None else device,
         cache_dir=cache_dir,
@@ -70,6 +73,14 @@ def example_workload(
         optimizer=optimizer,
         master_weights=master_weights,
     )
+
+
+def _switch_off_cache(model: nn.Module) -> None:
+    """Let a model make no cache of keys and values: transformers' Trainer does the same."""
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _typed_signature(

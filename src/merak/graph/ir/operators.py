@@ -7,6 +7,7 @@ a trailing underscore work in place.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -265,3 +266,13 @@ def _is_parameter(node: fx.Node) -> bool:
         assert isinstance(source, fx.Node)
         node = source
     return node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER
+
+
+def is_aten_alone(graph: fx.Graph) -> bool:
+    """Whether a graph calls torch's own operators alone, which know nothing of other ranks."""
+    return all(
+        getattr(node.target, "namespace", None) in ("aten", "prims")
+        or node.target in (operator.getitem, torch._C._set_grad_enabled)
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output")
+    )

@@ -50,6 +50,16 @@ def structure_of_graph(graph: fx.Graph) -> Structure:
     return known
 
 
+def note_copy(copy: fx.Graph, graph: fx.Graph) -> None:
+    """Note that a graph that no longer changes differs from another in names alone.
+
+    Args:
+        copy: the graph.
+        graph: the other, complete as well.
+    """
+    _STRUCTURES[copy] = structure_of_graph(graph)
+
+
 def structural_key(graph: fx.Graph, *, sizes: bool = True) -> Any:
     """Hashable key that is equal for graphs that differ in names alone.
 

@@ -101,14 +101,22 @@ class BuiltGraph:
 
 
 def build_graph(
-    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
+    source: GraphSource,
+    columns: Mapping[str, TensorMeta],
+    *,
+    training: bool,
+    copies_blocks: bool = False,
 ) -> ModelGraph:
     """Model graph of a source at some shapes; see `build_timed`."""
-    return build_timed(source, columns, training=training).graph
+    return build_timed(source, columns, training=training, copies_blocks=copies_blocks).graph
 
 
 def build_timed(
-    source: GraphSource, columns: Mapping[str, TensorMeta], *, training: bool
+    source: GraphSource,
+    columns: Mapping[str, TensorMeta],
+    *,
+    training: bool,
+    copies_blocks: bool = False,
 ) -> BuiltGraph:
     """Model graph of a source at some shapes, traced or read from the cache, with timings.
 
@@ -116,6 +124,7 @@ def build_timed(
         source: the model, and what is called with it.
         columns: the batch at microbatch shape.
         training: train mode with the loss alone, or eval mode with all outputs.
+        copies_blocks: as of `merak.graph.trace.trace.trace`.
 
     Returns:
         The segments, and the time they took.
@@ -132,7 +141,7 @@ def build_timed(
         return cut_into_segments(found, outputs=outputs), found.left
 
     def make() -> Made:
-        traced = _trace(source, columns)
+        traced = _trace(source, columns, copies_blocks)
         traced_at = time.perf_counter()
         graph = cut_into_segments(traced, outputs=outputs)
         if training:
@@ -155,7 +164,8 @@ def build_timed(
             graph, known = make()[0], False
         else:
             adopt = partial(_adopt, source.model)
-            graph, known = cached(source.cache_dir, _key(source, columns), make, adopt)
+            key = _key(source, columns, copies_blocks)
+            graph, known = cached(source.cache_dir, key, make, adopt)
     total = time.perf_counter() - start
     return BuiltGraph(graph, known, total - seconds[0], seconds[0])
 
@@ -166,7 +176,9 @@ def _adopt(model: nn.Module, graph: ModelGraph) -> None:
     connect_modules(graph, model)
 
 
-def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
+def _trace(
+    source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool = False
+) -> Trace:
     traced = trace(
         source.model,
         columns,
@@ -177,6 +189,7 @@ def _trace(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Trace:
         autocast=source.autocast,
         opaque=source.opaque,
         numbers=source.numbers,
+        copies_blocks=copies_blocks,
     )
     if not traced.outputs:
         raise TraceError(
@@ -200,8 +213,9 @@ def _check_loss(model: nn.Module, graph: ModelGraph) -> None:
         )
 
 
-def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
+def _key(source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool) -> str:
     numbers = tuple(source.numbers)
+    for_planning = ("copies of blocks",) if copies_blocks else ()
     what = (
         numbers,
         source.loss_fn,
@@ -210,6 +224,7 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta]) -> str:
         source.device.type,
         source.autocast,
         str(source.dropped),
+        *for_planning,
     )
     return fingerprint(source.model, dict(columns), *what)
 

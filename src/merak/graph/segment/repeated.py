@@ -94,7 +94,9 @@ class RepeatedGraphs:
         return self._trace(microbatch)
 
     def _trace(self, microbatch: int) -> ModelGraph:
-        return build_graph(self._source, self._columns(microbatch), training=True)
+        return build_graph(
+            self._source, self._columns(microbatch), training=True, copies_blocks=True
+        )
 
 
 class _Shorter:
@@ -165,7 +167,7 @@ class _Shorter:
                 source.autocast,
             )
             shorter.opaque = copy.deepcopy(source.opaque)
-            return build_graph(shorter, columns, training=True)
+            return build_graph(shorter, columns, training=True, copies_blocks=True)
 
 
 @contextmanager

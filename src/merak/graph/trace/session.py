@@ -40,6 +40,7 @@ from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.repeats.calls import RepeatedCalls
 from merak.graph.trace.state.containers import LeftContainer
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.written import plain_tensors_stay
@@ -64,6 +65,8 @@ class Session:
         autograd: records gradients that the model takes itself.
         replaced: names of attributes that forward has replaced, by the old tensor's identity.
         left: lists and dicts of modules that forward has changed, by their labels.
+        loops: counts operators in loops.
+        copies_blocks: whether calls of equal blocks are copied.
         calls: opaque calls, in the order in which they were recorded.
     """
 
@@ -75,6 +78,8 @@ class Session:
     host_random: HostRandomFunctions
     real: RealTensors
     reads: StateReads
+    loops: Loops
+    copies_blocks: bool = False
     fake: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     checks: ValueChecks = field(default_factory=ValueChecks)
     packed: PackedSequences = field(default_factory=PackedSequences)
@@ -84,12 +89,26 @@ class Session:
     calls: list[OpaqueCall] = field(default_factory=list)
 
 
+def _noted(session: Session) -> tuple[Any, ...]:
+    """What modes have noted of the model so far: a call during which it changes is not copied."""
+    conditions = session.conditions
+    decided = (len(conditions.made), conditions.asks_batch, len(conditions.seeded))
+    return (*decided, session.packed.is_used, len(session.calls), len(session.replaced))
+
+
 Enter = Callable[[Session], AbstractContextManager[Any]]
 """Makes a context that a trace runs in."""
 
 
 def _assume_non_empty(session: Session) -> AbstractContextManager[Any]:
     return AssumeNonEmpty() if session.opaque.sizes is DynamicSizes.NON_EMPTY else nullcontext()
+
+
+def _copied_blocks(session: Session) -> AbstractContextManager[Any]:
+    if not session.copies_blocks:
+        return nullcontext()
+    calls = RepeatedCalls(session.model, session.reads, session.loops, lambda: _noted(session))
+    return calls.recorded()
 
 
 REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
@@ -124,6 +143,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
         lambda s: plain_tensors_stay(s.model, s.reads, s.replaced, s.left),
         "no function mode: a hook that looks at what forward leaves behind",
     ),
+    (_copied_blocks, "no function mode: calls of modules; inside of what records their reads"),
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),
     (lambda s: s.checks, "no function mode: answers where no mode knows a tensor's boolean"),
     (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
@@ -135,7 +155,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (lambda s: TensorHooks(), "refuses a hook; no mode above needs to see it"),
     (lambda s: ConstantValues(), "the modes above see indices in place of masks of known values"),
     (
-        lambda s: Loops(s.model, s.opaque.unrolled),
+        lambda s: s.loops,
         "counts calls of the model alone, so outside of all modes that make further ones",
     ),
     (

@@ -6,6 +6,7 @@ what comes out is the operators that one device would run, in their order.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,14 +34,18 @@ from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
 from merak.graph.trace.modes.quiet_export import quiet_export
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
+from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import attach_calls
 from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.passes import run_passes
+from merak.graph.trace.repeats.calls import LeftOpen
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.traced import KeptTensorError, Trace
+
+logger = logging.getLogger(__name__)
 
 
 def trace(
@@ -54,6 +59,7 @@ def trace(
     autocast: torch.dtype | None = None,
     opaque: OpaqueSelection | None = None,
     numbers: Mapping[str, Slot] | None = None,
+    copies_blocks: bool = False,
 ) -> Trace:
     """Trace a model: run it once on fake tensors and record its operators.
 
@@ -68,6 +74,8 @@ def trace(
             float32, and the loss function is outside, as transformers.Trainer has it.
         opaque: modules that are opaque from the first; gains those that have to be.
         numbers: places of Python numbers that are inputs of the graph, by their column.
+        copies_blocks: record calls of blocks that equal earlier ones as copies of those, which is
+            as good for planning; see `merak.graph.trace.repeats`.
 
     Returns:
         The trace.
@@ -85,7 +93,7 @@ def trace(
     opaque.forget_loops()
     while True:
         try:
-            return _traced(model, columns, call, device, opaque)
+            return _traced(model, columns, call, device, opaque, copies_blocks)
         except TraceError as error:
             function = error.function if isinstance(error, HostRandomError) else None
             if function is not None and function not in call.host_random:
@@ -103,13 +111,20 @@ def _traced(
     call: Call,
     device: torch.device,
     opaque: OpaqueSelection,
+    copies_blocks: bool,
 ) -> Trace:
     """Trace a model, with all branches of its conditions."""
 
     def export(answers: tuple[bool, ...], opaque: OpaqueSelection) -> Trace:
         select_hooked_modules(model, opaque)
-        found = export_model(model, columns, call, device, answers=answers, opaque=opaque)
-        return normalized(found, columns)
+        whole = partial(export_model, model, columns, call, device, answers=answers, opaque=opaque)
+        if not copies_blocks or answers or opaque.modules or opaque.functions or opaque.by_batch:
+            return normalized(whole(), columns)
+        try:
+            return normalized(whole(copies_blocks=True), columns)
+        except LeftOpen as error:
+            logger.debug("no copies of blocks: %s", error)
+            return normalized(whole(), columns)
 
     made = trace_with_fallbacks(model, export, opaque)
     seed_host_random(made.graph)
@@ -125,6 +140,7 @@ def export_model(
     symbolic: bool = False,
     answers: tuple[bool, ...] = (),
     opaque: OpaqueSelection | None = None,
+    copies_blocks: bool = False,
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -136,8 +152,10 @@ def export_model(
         symbolic: keep sizes that depend on the batch's as symbols, not as numbers.
         answers: to the model's random conditions; further ones are False.
         opaque: opaque modules and functions.
+        copies_blocks: as of `trace`.
 
     Raises:
+        LeftOpen: calls were copied that must not be.
         TraceError: as of `trace`.
     """
     names, tied = parameter_names(model)
@@ -147,7 +165,10 @@ def export_model(
     host_random = HostRandomFunctions(call.host_random)
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
-    session = Session(model, columns, device, opaque, conditions, host_random, real, reads)
+    loops = Loops(model, opaque.unrolled)
+    session = Session(
+        model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
+    )
     runner = _Runner(model, call, conditions)
     program = _run_export(session, runner, call, symbolic)
     _refuse_growing(program, runner.remade)
@@ -181,6 +202,8 @@ def _run_export(
         try:
             with entered(MODES, session):
                 return _export(runner, values, symbolic)
+        except LeftOpen:
+            raise
         except Exception as error:
             session.opaque.asks_batch |= session.conditions.asks_batch
             explained = explain(
@@ -224,7 +247,7 @@ def _export(
     try:
         with quiet_export(), lean_export():
             return torch.export.export(runner, values, strict=False, dynamic_shapes=sizes)
-    except TraceError:
+    except (TraceError, LeftOpen):
         raise
     except Exception as error:
         try:

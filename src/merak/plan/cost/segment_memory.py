@@ -8,7 +8,7 @@ operators and functions the model uses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from merak.core.gradients import gradient_dtype, sum_in_float32
 from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
-from merak.graph.ir.structure import structure_of_graph
+from merak.graph.ir.operators import SPLIT_GEMMS, aten_family, is_aten_alone
+from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
@@ -77,6 +77,32 @@ class SegmentMemory:
         return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredGraphs:
+    """What runs on fake tensors have found, for several layouts of one model.
+
+    Args:
+        found: by what was measured, the ranks of the layout where the graph depends on them, and
+            the graph's structure.
+    """
+
+    found: dict[Any, Any] = field(default_factory=dict)
+    _alone: dict[Structure, bool] = field(default_factory=dict)
+
+    def key(self, segment: Segment, what: Any, ranks: Any) -> Any:
+        """Key of a segment in `found`.
+
+        Args:
+            segment: the segment.
+            what: is measured.
+            ranks: the degrees that collectives of the segment depend on.
+        """
+        structure = structure_of_graph(segment.graph)
+        if structure not in self._alone:
+            self._alone[structure] = is_aten_alone(segment.graph)
+        return (what, None if self._alone[structure] else ranks, structure)
+
+
 class SegmentMemories:
     """Measures the memory of segments; those with equal graphs, such as blocks, only once.
 
@@ -84,6 +110,8 @@ class SegmentMemories:
         device: type of the device, on which the choice of kernels depends.
         float32_gradients: whether gradients of low precision are accumulated in float32.
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
+        graphs: what is known of other layouts, and gains what is measured here.
+        ranks: the degrees of the layout.
     """
 
     def __init__(
@@ -91,18 +119,23 @@ class SegmentMemories:
         device: torch.device,
         float32_gradients: bool = True,
         kernels: str | None = None,
+        graphs: MeasuredGraphs | None = None,
+        ranks: Any = None,
     ) -> None:
         self.device = device
         self._kernels = kernels
         self._float32_gradients = float32_gradients
-        self._known: dict[Any, tuple[SegmentMemory, Segment]] = {}
+        self._graphs = MeasuredGraphs() if graphs is None else graphs
+        self._ranks = ranks
 
     def __call__(self, segment: Segment) -> SegmentMemory:
         """Memory of a segment, by the shapes in its graph."""
-        key = structure_of_graph(segment.graph)
-        if key not in self._known:
-            self._known[key] = (self._measure(segment), segment)
-        found, known = self._known[key]
+        how = ("memory", self.device.type, self._float32_gradients, self._kernels)
+        key, graphs = self._graphs.key(segment, how, self._ranks), self._graphs.found
+        if key not in graphs:
+            graphs[key] = (self._measure(segment), segment)
+        found, known = graphs[key]
+        assert isinstance(found, SegmentMemory)
         names = dict(zip(known.inputs + known.outputs, segment.inputs + segment.outputs))
         outputs = {
             names[name]: replace(output, root=names.get(output.root, output.root))

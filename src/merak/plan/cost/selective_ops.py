@@ -16,11 +16,10 @@ from torch import fx
 from merak.core.storages import Storages
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
-from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work, outputs
-from merak.plan.cost.segment_memory import FakeRun
+from merak.plan.cost.segment_memory import FakeRun, MeasuredGraphs
 from merak.plan.cost.segment_time import work_seconds
 
 
@@ -45,15 +44,12 @@ class SelectiveOps:
     replayed_bytes: int
 
 
-Known = dict[object, tuple[SelectiveOps | None, Segment]]
-"""What is known of segments, by their graphs and what they save."""
-
-
 def find_selective_ops(
     segments: Sequence[tuple[Segment, int]],
     profile: DeviceProfile,
     device: torch.device,
-    known: Known | None = None,
+    graphs: MeasuredGraphs | None = None,
+    ranks: object = None,
 ) -> dict[int, SelectiveOps]:
     """Operators worth saving, for those segments that have any.
 
@@ -65,18 +61,20 @@ def find_selective_ops(
             outputs.
         profile: the device's speeds.
         device: of the fake tensors.
-        known: what earlier calls with the same device have found; gains what this one does.
+        graphs: what earlier calls have found; gains what this one does.
+        ranks: the degrees of the layout.
 
     Returns:
         By segment number.
     """
-    known = {} if known is None else known
+    graphs = MeasuredGraphs() if graphs is None else graphs
+    known: dict[object, tuple[SelectiveOps | None, Segment, DeviceProfile]] = graphs.found
     found: dict[int, SelectiveOps] = {}
     for segment, saved_bytes in segments:
-        key = (structure_of_graph(segment.graph), saved_bytes)
-        if key not in known:
-            known[key] = (_find(segment, saved_bytes, profile, device), segment)
-        ops, like = known[key]
+        key = graphs.key(segment, (saved_bytes, id(profile), device.type), ranks)
+        if key not in known:  # the profile is held, so that no other gets its identity
+            known[key] = (_find(segment, saved_bytes, profile, device), segment, profile)
+        ops, like, _ = known[key]
         if ops is not None:
             renamed = dict(zip(_names(like.graph), _names(segment.graph), strict=True))
             names = frozenset(renamed[name] for name in ops.names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,6 +12,7 @@ from torch import fx
 from merak.core.shards import ParameterShard
 from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.structure import note_copy
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.program.program import (
     Compiler,
@@ -24,7 +25,7 @@ from merak.graph.program.program import (
 )
 from merak.graph.segment.repeated import labels, renamed
 from merak.plan.cost.optimizer_memory import OptimizerMemories
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segment_memory import MeasuredGraphs, SegmentMemories
 from merak.plan.memory.measured import Measured
 from merak.plan.memory.sub_pipelined import SplitSegments
 
@@ -37,6 +38,8 @@ class LocalModel:
         rewrite: the tensor parallel rewrite of its segments; None without tensor parallelism.
         device: of fake tensors.
         optimizers: measures the optimizer.
+        graphs: what is known of other layouts, and gains what is measured here.
+        ranks: the degrees of the layout.
     """
 
     def __init__(
@@ -45,7 +48,11 @@ class LocalModel:
         rewrite: LocalRewrite | None,
         device: torch.device,
         optimizers: OptimizerMemories,
+        graphs: MeasuredGraphs | None = None,
+        ranks: Hashable = None,
     ) -> None:
+        self._graphs = MeasuredGraphs() if graphs is None else graphs
+        self._ranks = ranks
         self.whole = graph
         self.rewrite = rewrite
         self._rewrites: list[Rewrite] = []
@@ -85,8 +92,9 @@ class LocalModel:
         """
         key = (float32_gradients, kernels)
         if key not in self._measured:
-            segments = SegmentMemories(self.device, float32_gradients, kernels)
-            self._measured[key] = Measured(segments, self.optimizers)
+            known = (self._graphs, self._ranks)
+            segments = SegmentMemories(self.device, float32_gradients, kernels, *known)
+            self._measured[key] = Measured(segments, self.optimizers, *known)
         return self._measured[key]
 
 
@@ -133,6 +141,7 @@ class _CompilerOnce(Compiler):
             return local, shards
         names = dict(zip(labels(whole.graph), labels(segment.graph), strict=True))
         graph = renamed(local.graph, names)
+        note_copy(graph, local.graph)
         return replace(segment, graph=graph), {names[n]: shard for n, shard in shards.items()}
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:

@@ -12,8 +12,13 @@ from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerMemories
-from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory, storage_bytes
-from merak.plan.cost.selective_ops import Known, SelectiveOps, find_selective_ops
+from merak.plan.cost.segment_memory import (
+    MeasuredGraphs,
+    SegmentMemories,
+    SegmentMemory,
+    storage_bytes,
+)
+from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
 
 
 class Measured:
@@ -24,21 +29,29 @@ class Measured:
     Args:
         segments: measures a segment, on the device of the job.
         optimizers: measures the optimizer.
+        graphs: what is known of other layouts, and gains what is measured here.
+        ranks: the degrees of the layout.
     """
 
-    def __init__(self, segments: SegmentMemories, optimizers: OptimizerMemories) -> None:
+    def __init__(
+        self,
+        segments: SegmentMemories,
+        optimizers: OptimizerMemories,
+        graphs: MeasuredGraphs | None = None,
+        ranks: Any = None,
+    ) -> None:
         self.optimizers = optimizers
         self._measure = segments
         self._segments: dict[int, SegmentMemory] = {}
         self._prologues: dict[Any, int] = {}
-        self._selective: dict[int, tuple[DeviceProfile, Known]] = {}
+        self._graphs = MeasuredGraphs() if graphs is None else graphs
+        self._ranks = ranks
 
     def selective(
         self, segments: Sequence[tuple[Segment, int]], profile: DeviceProfile, device: torch.device
     ) -> dict[int, SelectiveOps]:
         """Operators that are worth saving; arguments as of `find_selective_ops`."""
-        _, known = self._selective.setdefault(id(profile), (profile, {}))
-        return find_selective_ops(segments, profile, device, known)
+        return find_selective_ops(segments, profile, device, self._graphs, self._ranks)
 
     def segment(self, segment: Segment) -> SegmentMemory:
         """Memory of a segment for one microbatch."""

@@ -24,6 +24,7 @@ from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
+from merak.plan.cost.segment_memory import MeasuredGraphs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel
@@ -80,6 +81,7 @@ class Workload:
     _local: dict[Form, ModelGraph] = field(init=False, default_factory=dict)
     _models: dict[Form, LocalModel] = field(init=False, default_factory=dict)
     _optimizers: OptimizerMemories | None = field(init=False, default=None)
+    _measured: MeasuredGraphs = field(init=False, default_factory=MeasuredGraphs)
     _unique: dict[Form, tuple[int, ...]] = field(init=False, default_factory=dict)
     _drops: dict[int, bool] = field(init=False, default_factory=dict)
     _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
@@ -175,7 +177,14 @@ class Workload:
             if self._optimizers is None:
                 self._optimizers = OptimizerMemories(self.optimizer, device)
             graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
-            self._models[form] = LocalModel(graph, rewrite, device, self._optimizers)
+            self._models[form] = LocalModel(
+                graph,
+                rewrite,
+                device,
+                self._optimizers,
+                self._measured,
+                (form.tp, form.cp, form.ep),
+            )
         return self._models[form]
 
     def unique(self, form: Form) -> tuple[int, ...]:

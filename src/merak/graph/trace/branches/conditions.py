@@ -139,6 +139,10 @@ class RandomConditions(TorchFunctionMode):
             self._follow(each, _interval(name, self._known(args)))
         return result
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is random, or follows from the batch alone."""
+        return tensor in self._drawn or tensor in self._batch
+
     def _of_batch(self, func: Callable[..., Any], boolean: torch.Tensor) -> Any:
         if func is torch.Tensor.__bool__:
             return self._decide(boolean)

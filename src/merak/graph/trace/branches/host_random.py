@@ -163,6 +163,10 @@ class HostRandomFunctions(TorchFunctionMode):
             return args[0].clone().to(**wanted) if wanted else args[0].clone()
         return func(*args, **kwargs)
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor stands for an array that was drawn."""
+        return tensor in self._arrays
+
     def _is_array(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value in self._arrays
 

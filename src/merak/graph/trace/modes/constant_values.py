@@ -78,6 +78,10 @@ class ConstantValues(TorchFunctionMode):
         self._note(result, twin[0])
         return result
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has known values, or had."""
+        return tensor in self._twins
+
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor):
             return tensor if type(tensor) is _T and not tensor.is_meta else None

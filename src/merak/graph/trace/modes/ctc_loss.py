@@ -89,6 +89,10 @@ class CtcLosses(TorchFunctionMode):
         args, kwargs = tree_map_only(FakeTensor, self._now, (args, kwargs))
         return func(*args, **kwargs)
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor stands for labels that a mask selects."""
+        return tensor in self._selected
+
     def _stand_in(self, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """An empty tensor that stands for selected labels."""
         made = source.new_empty(source.numel())

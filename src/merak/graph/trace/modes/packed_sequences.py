@@ -156,6 +156,10 @@ class PackedSequences(TorchFunctionMode):
             return self._of_counts(name, func, args, kwargs)
         return self._of_rows(name, func, args, kwargs)
 
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is of a packed sequence."""
+        return tensor in self._rows or tensor in self._counts
+
     def _packed(
         self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:

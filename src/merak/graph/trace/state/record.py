@@ -6,7 +6,8 @@ import copy
 import inspect
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +40,7 @@ class StateReads:
 
     Attributes:
         loss_fn: as given.
+        holders: modules, configs and other objects, by the identity of their attributes.
         found: the reads, once forward has run.
         counted: numbers that forward reads and sets, as it has left them.
         lines: of the model, which first read lists and dicts, by label.
@@ -48,8 +50,8 @@ class StateReads:
         self._model, self.loss_fn = model, loss_fn
         holders = find_holders(model, loss_fn)
         # A module may run under another object, which torch.export makes, with the same attributes.
-        self._holders = {id(attributes(holder.value)): holder for holder in holders}
-        self._before = {key: _copied(holder) for key, holder in self._holders.items()}
+        self.holders = {id(attributes(holder.value)): holder for holder in holders}
+        self._before = {key: _copied(holder) for key, holder in self.holders.items()}
         self._versions = {
             (key, name): version(value)
             for key, values in self._before.items()
@@ -65,6 +67,7 @@ class StateReads:
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
+        self._names: defaultdict[int, list[str]] = defaultdict(list)
         self._written: dict[tuple[int, str], Any] = {}
         self.found: tuple[StateRead, ...] = ()
         self.counted: dict[StateRead, int | float] = {}
@@ -75,7 +78,7 @@ class StateReads:
         """Context in which reads are recorded."""
         # By the end of the context torch.export has undone what forward set on a module.
         handle = self._model.register_forward_hook(lambda *_: self._find_written())
-        held = {type(h.value) for h in self._holders.values() if not _is_module(h)}
+        held = {type(h.value) for h in self.holders.values() if not _is_module(h)}
         classes: list[Any] = [cls for cls in (nn.Module, *held) if _can_patch(cls)]
         patched: list[tuple[Any, Any]] = []
         try:
@@ -96,9 +99,10 @@ class StateReads:
                     cls.__getattribute__ = own
 
     def _recording(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        whole = {type(holder.value) for holder in self._holders.values()}
+        whole = {type(holder.value) for holder in self.holders.values()}
         recorded = _RECORDED | {cls for cls in whole if not _can_patch(cls)}
         seen, note, note_absent = self._seen, self._note, self._note_absent
+        names = self._names
         dict_of = object.__getattribute__
 
         def recording(holder: Any, name: str) -> Any:
@@ -111,6 +115,7 @@ class StateReads:
                 key = (id(dict_of(holder, "__dict__")), name)
                 if key not in seen:
                     seen.add(key)
+                    names[key[0]].append(name)
                     note(key, holder, value)
             return value
 
@@ -118,7 +123,7 @@ class StateReads:
 
     def _note(self, key: tuple[int, str], holder: Any, value: Any) -> None:
         name = key[1]
-        if key[0] not in self._holders or name in _OF_TORCH:
+        if key[0] not in self.holders or name in _OF_TORCH:
             return
         if type(value) not in _RECORDED:  # such as a SimpleNamespace, whose reads nothing sees
             line = model_line(sys._getframe(2))
@@ -128,7 +133,7 @@ class StateReads:
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
         if type(value) in CONTAINERS:
-            self.lines[label_of(self._holders[key[0]], name)] = model_line(sys._getframe(2))
+            self.lines[label_of(self.holders[key[0]], name)] = model_line(sys._getframe(2))
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
             return  # of torch's modules, by their own code
         name = getattr(type(holder), "attribute_map", {}).get(name, name)
@@ -138,14 +143,36 @@ class StateReads:
     def _note_absent(self, holder: Any, name: str) -> None:
         own = attributes(holder)
         key = (id(own), name)
-        if key in self._seen or key[0] not in self._holders or name[:2] == "__":
+        if key in self._seen or key[0] not in self.holders or name[:2] == "__":
             return
         parts = (own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
         if name in _OF_TORCH or any(name in part for part in parts):
             self._seen.add(key)
+            self._names[key[0]].append(name)
         elif not is_library(sys._getframe(2).f_code.co_filename):
             self._seen.add(key)
+            self._names[key[0]].append(name)
             self._absent[key] = model_line(sys._getframe(2))
+
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether code has read an attribute of a module so far."""
+        return (id(attributes(module)), name) in self._seen
+
+    def repeat(self, modules: Mapping[nn.Module, nn.Module]) -> None:
+        """Note the reads of some modules once more, for others whose code does not run.
+
+        Args:
+            modules: by the module whose code has run, the one in its place.
+        """
+        for one, like in modules.items():
+            key, other = id(attributes(one)), id(attributes(like))
+            for name in self._names[key]:
+                if (other, name) not in self._seen:
+                    self._seen.add((other, name))
+                    self._names[other].append(name)
+                for known in (self._sources, self._absent):
+                    if (key, name) in known:
+                        known[other, name] = known[key, name]
 
     def outside(self, modules: Collection[str]) -> tuple[StateRead, ...]:
         """The reads of other places than some modules.
@@ -163,7 +190,7 @@ class StateReads:
     def _find_written(self) -> None:
         for key, name in (*self._sources, *self._absent):
             before = self._before[key].get(name, MISSING)
-            now = attributes(self._holders[key].value).get(name, MISSING)
+            now = attributes(self.holders[key].value).get(name, MISSING)
             is_mutated = type(now) is torch.Tensor and version(now) != self._versions.get(
                 (key, name)
             )
@@ -177,7 +204,7 @@ class StateReads:
 
     def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
         for (key, name), now in self._written.items():
-            holder = self._holders[key]
+            holder = self.holders[key]
             before = self._before[key].get(name, getattr(type(holder.value), name, None))
             if type(now) in (int, float) and type(before) in (int, float):
                 steps, source = (*holder.steps, name), self._sources[key, name]
@@ -186,7 +213,7 @@ class StateReads:
     def _refuse_first_calls(self) -> None:
         """Refuse writes into a tensor that a flag of the same module allows in some calls alone."""
         for (key, name), now in self._written.items():
-            before, holder = self._before[key].get(name), self._holders[key]
+            before, holder = self._before[key].get(name), self.holders[key]
             tensors = (n for k, n in self._written if (k, n) in self._versions and k == key)
             is_flag = type(now) is bool and type(before) is bool
             if is_flag and (tensor := next(tensors, None)) and before is not now:
@@ -201,14 +228,14 @@ class StateReads:
         for (key, name), source in self._sources.items():
             if (key, name) in self._written:
                 continue
-            holder = self._holders[key]
+            holder = self.holders[key]
             steps = (*holder.steps, name)
             value = self._before[key].get(name)
             keys = [f"[{item}]" for item in value] if is_plain_dict(value) else []
             for end in (steps, *((*steps, item) for item in keys)):
                 yield StateRead(holder.root, holder.path, end, source)
         for (key, name), source in self._absent.items():
-            holder = self._holders[key]
+            holder = self.holders[key]
             if (key, name) not in self._written and not _has(holder.value, name):
                 yield StateRead(holder.root, holder.path, (*holder.steps, name), source)
 

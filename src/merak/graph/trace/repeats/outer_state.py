@@ -1,0 +1,83 @@
+"""What the call of a block may depend on beside the block and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+
+from merak.graph.trace.repeats.block import copied, is_constant
+from merak.graph.trace.state.functions import function_reads
+from merak.graph.trace.state.holders import Holder, attributes
+from merak.graph.trace.state.slots import Slot, slots_of
+
+
+@dataclass(frozen=True, slots=True)
+class OuterState:
+    """Objects that modules share, such as configs, and globals that their code reads.
+
+    Args:
+        shared: attributes of each object, by its identity.
+        slots: of globals and closures.
+    """
+
+    shared: Mapping[int, Mapping[str, Any]]
+    slots: tuple[Slot, ...]
+
+    @staticmethod
+    def of(
+        model: nn.Module, loss_fn: Callable[..., Any] | None, holders: Mapping[int, Holder]
+    ) -> OuterState:
+        """OuterState of the blocks of a model.
+
+        Args:
+            model: the model.
+            loss_fn: its loss function; None for none.
+            holders: modules and the objects that they hold, by the identity of their attributes.
+        """
+        shared = {
+            key: attributes(holder.value)
+            for key, holder in holders.items()
+            if not isinstance(holder.value, nn.Module)
+        }
+        slots = tuple(slots_of(function_reads(model, loss_fn), model, loss_fn))
+        found = OuterState(shared, slots)
+        while opaque := [k for k, own in shared.items() if not all(map(found.holds, own.values()))]:
+            for key in opaque:
+                del shared[key]
+        return found
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is a constant, or an object all of whose attributes are looked at."""
+        if is_constant(value):
+            return True
+        try:
+            return id(attributes(value)) in self.shared
+        except AttributeError:
+            return False
+
+    def now(self) -> tuple[Any, ...]:
+        """What they are now, to be compared by `is_equal`."""
+        shared = tuple(copied(own) for own in self.shared.values())
+        return (_torch_state(), shared, tuple(copied(slot.get()) for slot in self.slots))
+
+
+def _torch_state() -> tuple[Any, ...]:
+    """Settings of torch that operators depend on."""
+    kinds = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+    )
+
+
+def following_modes() -> list[Callable[[torch.Tensor], bool]]:
+    """Of each function mode that follows tensors: whether it knows more of one than others do."""
+    every = (getattr(mode, "follows", None) for mode in _get_current_function_mode_stack())
+    return [follows for follows in every if follows is not None]
