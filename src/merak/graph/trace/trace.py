@@ -122,7 +122,7 @@ def _traced(
             return normalized(whole(), columns)
         try:
             return normalized(whole(copies_blocks=True), columns)
-        except LeftOpen as error:
+        except (LeftOpen, TraceError) as error:  # the whole trace shows whether the copies did it
             logger.debug("no copies of blocks: %s", error)
             return normalized(whole(), columns)
 
