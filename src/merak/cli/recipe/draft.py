@@ -12,11 +12,28 @@ from merak.cli.recipe.schema import Recipe
 from merak.core.elastic import AUTO_PLAN, Degrees, GivenDegrees, check_expert_degree
 from merak.core.mesh import Mesh, pretended
 
+AUTO_BF16 = "auto"
+"""What `bf16` of a recipe may be besides true and false: true on GPUs that have it."""
 
-def settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the training settings of a recipe as `MerakArguments` takes them."""
+
+def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Return the training settings of a recipe as `MerakArguments` takes them.
+
+    Args:
+        recipe: of the job.
+        device: that the ranks compute on; it need not be here.
+    """
     # Throughput is measured in input tokens, so they are counted unless the recipe says no.
-    return {"include_num_input_tokens_seen": "all", **recipe.arguments}
+    found = {"include_num_input_tokens_seen": "all", **recipe.arguments}
+    if found.get("bf16") == AUTO_BF16:
+        found["bf16"] = not found.get("fp16") and _has_bf16(device)
+    return found
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type == "cuda"
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def draft_of(recipe: Recipe, device: torch.device, ranks: int) -> tuple[Mesh, DraftArguments]:
@@ -39,4 +56,4 @@ def draft_of(recipe: Recipe, device: torch.device, ranks: int) -> tuple[Mesh, Dr
         given.check_ranks(ranks)
         mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
     with pretended(mesh):
-        return mesh, DraftArguments(**settings(recipe))
+        return mesh, DraftArguments(**settings(recipe, device))

@@ -44,7 +44,10 @@ def _lines() -> Iterator[str]:
         for part in dataclasses.fields(kind):
             yield f"| `{part.name}` | {_default(part)} | {part.metadata['help']} |"
     yield "\n### `arguments`\n"
-    yield "Every field of [`merak.MerakArguments`](arguments.md). `output_dir` must be given.\n"
+    yield (
+        "Every field of [`merak.MerakArguments`](arguments.md). `output_dir` must be given. "
+        "`bf16: auto` is true on GPUs that have bfloat16, and false elsewhere.\n"
+    )
     yield "### `lora`\n"
     yield "Every field of `peft.LoraConfig`. Without this section all weights are trained.\n"
     yield "### `plan`\n"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import numpy as np
+import torch
 from transformers import (
     DataCollatorForLanguageModeling,
     PreTrainedModel,
@@ -33,6 +36,7 @@ from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, JOINED, SEPARATE, DataRecipe, Recipe
 from merak.core.announce import announce, announced
+from merak.core.mesh import current_mesh
 from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import most_positions
 from merak.zoo.model_source import ModelSource, resolve_model
@@ -87,7 +91,7 @@ def make_parts(recipe: Recipe) -> TrainingParts:
     """
     with recipe.origins.located():
         source = model_of(recipe)
-        args = merak.MerakArguments(**settings(recipe))
+        args = merak.MerakArguments(**settings(recipe, current_mesh().device))
         with announced(f"reading {recipe.data.source}"):
             found = find_source(recipe.data)
             kind = data_format(found, recipe.data, source)
@@ -379,15 +383,29 @@ def _check_positions(source: ModelSource, data: DataRecipe) -> None:
 
 
 def _build(source: ModelSource, recipe: Recipe) -> Any:
+    given = recipe.model.dtype
+    dtype = None if given is None else getattr(torch, given)
     with merak.empty_weights():
         if source.weights is None:
-            model: Any = source.build()
+            with _default_dtype(dtype or torch.get_default_dtype()):
+                model: Any = source.build()
         else:
             loaded: PreTrainedModel = source.model_class.from_pretrained(
-                source.weights, config=source.config
+                source.weights, config=source.config, dtype=dtype or "auto"
             )
             model = loaded
         return with_adapters(model, recipe, source)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters that name no type are made in this one, as transformers does for its `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def with_adapters(model: Any, recipe: Recipe, source: ModelSource) -> Any:

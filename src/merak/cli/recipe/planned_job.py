@@ -84,7 +84,7 @@ class PlannedJob:
         return JobDraft(self, mesh, args)
 
     def samples(self, source: ModelSource) -> dict[str, Any]:
-        """Return what fields of a request say of the samples, and of stored weights.
+        """Return what fields of a request say of the samples, and of the parameters.
 
         Args:
             source: the model.
@@ -92,7 +92,9 @@ class PlannedJob:
         found: dict[str, Any] = {}
         if reads_sequence(source) and self.recipe.data.format != COLUMNS:
             found["sequence"] = self.recipe.data.sequence
-        if source.weights is not None and source.config.dtype is not None:
+        if self.recipe.model.dtype is not None:
+            found["dtype"] = self.recipe.model.dtype
+        elif source.weights is not None and source.config.dtype is not None:
             found["dtype"] = str(source.config.dtype).removeprefix("torch.")
         return found
 

@@ -24,6 +24,9 @@ SEPARATE, JOINED, UNPACKED = "separate", "joined", "none"
 PACKINGS = (SEPARATE, JOINED, UNPACKED)
 """Ways to make samples of one length from documents."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Element types of a model's parameters."""
+
 CHATML = "chatml"
 """The name of a chat template for tokenizers without one."""
 
@@ -52,6 +55,13 @@ class ModelRecipe:
         "wrote, for its weights; or a config file, for random weights.",
     )
     config: dict[str, Any] = own(dict, "Fields of the model's config to change.")
+    dtype: str | None = own(
+        None,
+        "Element type of the parameters, `float32`, `bfloat16` or `float16`; null for that of the "
+        "folder's weights, and `float32` for random ones. In one of 16 bits, small updates are "
+        "lost without `arguments.master_weights: true`.",
+        choices=DTYPES,
+    )
     trust_remote_code: bool = own(False, "Whether code in the model's folder may run.")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from merak.cli.main import main
+from merak.cli.recipe.draft import settings
 from merak.cli.recipe.page import BEGIN, render
 from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.planned_job import planned_job
@@ -35,6 +37,20 @@ def test_recipes_are_right(name: str) -> None:
     assert recipe.output_dir == Path("runs") / name
     assert (recipe.lora is not None) == (name == "lora")
     assert f"merak train {name} " in ready_text(name) or f"merak train {name}\n" in ready_text(name)
+
+
+@pytest.mark.parametrize("name", ready_names())
+def test_recipes_train_in_bfloat16_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
+    words += ["data.source=somewhere"] if name in NEEDS_DATA else []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, on in (("cuda", True), ("cpu", False)):
+        assert settings(read_recipe(name, words), torch.device(device))["bf16"] is on
+    in_fp16 = read_recipe(name, [*words, "arguments.fp16=true"])
+    assert settings(in_fp16, torch.device("cuda"))["bf16"] is False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert settings(read_recipe(name, words), torch.device("cuda"))["bf16"] is False
 
 
 def test_the_model_of_a_recipe(tmp_path: Path) -> None:
