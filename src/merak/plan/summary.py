@@ -13,6 +13,7 @@ from merak.core.tensor_meta import Signature, largest_shape
 from merak.core.units import count, ranges, size, step_time
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.float32_products import float32_products
 from merak.plan.expected.times import expected_times
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
@@ -63,6 +64,9 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
         _expected(forecast, profile),
         *_table([_HEAD, *_rows(forecast)]),
     ]
+    if forecast.mesh.device.type == "cuda":  # elsewhere float32 is no slower
+        in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
+        lines += [] if in_float32 is None else [f"  {in_float32}"]
     return "\n".join(lines)
 
 

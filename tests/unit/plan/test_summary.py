@@ -74,6 +74,16 @@ def test_ranks_with_several_stages() -> None:
     ]
 
 
+@pytest.mark.parametrize(("device", "said"), [("cuda", True), ("cpu", False)])
+def test_experts_in_float32_under_autocast_are_said_on_gpus(device: str, said: bool) -> None:
+    chosen = EngineOptions(partition=None, num_microbatches=1)
+    source = GraphSource(families.mixtral(2), autocast=torch.bfloat16)
+    found = forecast_of(source, SAMPLE, mesh_of(1, 1, 1), chosen)
+    there = replace(found.mesh, device=torch.device(device))
+    lines = summary(replace(found, mesh=there), SAMPLE).splitlines()
+    assert any("autocast does not cast grouped_mm" in line for line in lines) is said
+
+
 def test_memory_that_cannot_be_foreseen_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("looks at numbers")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
-import torch
-
 from merak.core import units
-from merak.plan.cost.operators import node_work
+from merak.plan.cost.float32_products import float32_products
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
 
 _WORTH_SAYING = 0.05
-"""Part of a step, or of the products, from which on something is said."""
+"""Part of a step from which on what tied weights cost is said."""
 
 
 def slow_choices(price: Price, workload: Workload) -> Iterator[str]:
@@ -25,8 +23,11 @@ def slow_choices(price: Price, workload: Workload) -> Iterator[str]:
         workload: the job.
     """
     yield from _tied_weights(price, workload)
-    if workload.autocast is not None:
-        yield from _products_in_float32(price, workload)
+    form = Form(price.candidate.microbatch)
+    segments, count = workload.local_graph(form).segments, Counter(workload.unique(form))
+    in_float32 = float32_products((segments[i].graph, times) for i, times in count.items())
+    if in_float32 is not None:
+        yield in_float32
 
 
 def _tied_weights(price: Price, workload: Workload) -> Iterator[str]:
@@ -37,29 +38,3 @@ def _tied_weights(price: Price, workload: Workload) -> Iterator[str]:
             "weights, which pp ranks exchange after every microbatch; tied_gradients='step' "
             "(--tied-gradients step) exchanges them once"
         )
-
-
-def _products_in_float32(price: Price, workload: Workload) -> Iterator[str]:
-    """Operators that autocast leaves as they are, such as products with experts in groups."""
-    form = Form(price.candidate.microbatch)
-    segments, first = workload.local_graph(form).segments, workload.unique(form)
-    count = Counter(first)
-    flops: dict[tuple[str, torch.dtype], float] = defaultdict(float)
-    for index, times in count.items():
-        for node in segments[index].graph.nodes:
-            for own in node_work(node, "cuda").forward:
-                flops[_name(node.target), own.dtype] += own.flops * times
-    slow = {name: own for (name, dtype), own in flops.items() if dtype == torch.float32 and own}
-    share = sum(slow.values()) / max(sum(flops.values()), 1.0)
-    if share > _WORTH_SAYING:
-        low = str(workload.autocast).removeprefix("torch.")
-        yield (
-            f"{share:.0%} of the products are in float32, since autocast does not cast "
-            f"{max(slow, key=lambda name: slow[name])}; with parameters in {low} and float32 "
-            f"masters (--dtype {low} --master-weights) they are in {low}"
-        )
-
-
-def _name(target: object) -> str:
-    """An operator without its namespace and overload."""
-    return str(target).split(".")[-2].lstrip("_") if "." in str(target) else str(target)

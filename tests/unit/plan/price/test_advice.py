@@ -42,5 +42,6 @@ def test_products_that_autocast_leaves_in_float32_are_said() -> None:
     casts = example_workload(source, global_batch=4, sequence=32, autocast=torch.bfloat16)
     (said,) = slow_choices(price(casts, cluster, plan), casts)
     assert "autocast does not cast grouped_mm" in said
+    assert "(master_weights) they are in bfloat16" in said
     low = example_workload(source, global_batch=4, sequence=32, dtype=torch.bfloat16)
     assert not list(slow_choices(price(low, cluster, plan), low))
