@@ -1,6 +1,8 @@
 """The command line as a user meets it: what it prints where, and its exit codes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,12 @@ def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[st
     assert captured.out == ""
     own = [line for line in captured.err.splitlines() if line.startswith("merak: ")]
     assert len(own) == 1 and said in own[0]
+
+
+def test_the_package_runs_as_a_module() -> None:
+    words = [sys.executable, "-m", "merak", "nothing"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("merak: ")
 
 
 def test_every_command_helps_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
