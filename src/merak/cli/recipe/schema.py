@@ -59,7 +59,7 @@ class ModelRecipe:
         None,
         "Element type of the parameters, `float32`, `bfloat16` or `float16`; null for that of the "
         "folder's weights, and `float32` for random ones. In one of 16 bits, small updates are "
-        "lost without `arguments.master_weights: true`.",
+        "lost without `master_weights` in `arguments`.",
         choices=DTYPES,
     )
     trust_remote_code: bool = own(False, "Whether code in the model's folder may run.")
