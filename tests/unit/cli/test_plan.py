@@ -241,8 +241,17 @@ def test_a_model_of_sequences_needs_their_length(capsys):
     )
 
 
-@pytest.mark.parametrize("words", [["--sequence-parallel"], ["--sub-pipelining", "on"]])
-def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(capsys, tmp_path, words):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sequence-parallel"], "times as many that would do has"),
+        (["--sub-pipelining", "on"], "times as many that would do has"),
+        (["--sequence-parallel", "--dp", "1", "--pp", "1"], "no number of such devices would do"),
+    ],
+)
+def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(
+    capsys, tmp_path, words, said
+):
     cluster = tmp_path / "small.yaml"
     cluster.write_text(
         "nodes:\n  - device: {name: small, teraflops: {float32: 20}, memory_gigabytes: 3, "
@@ -253,7 +262,7 @@ def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(capsys, 
     job = ["plan", "--model", "GPT2LMHeadModel", "--config", wide, "--seq", "8"]
     pinned = ["--tp", "2", "--microbatch", "2", "--recompute", "full"]
     assert main([*job, "--cluster", str(cluster), "--global-batch", "4", *pinned, *words]) == 2
-    assert "times as many that would do has" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_notes_name_what_is_whole_and_what_is_slow(capsys):

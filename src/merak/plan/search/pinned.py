@@ -47,6 +47,11 @@ class Pinned:
     sub_pipelining: str | None = None
     partition: tuple[int, ...] | None = None
 
+    @property
+    def leaves_context(self) -> bool:
+        """Whether context parallel degrees may be searched: sequence parallelism excludes them."""
+        return self.cp is None and not self.sequence_parallel
+
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
         named = {own.name: getattr(self, own.name) for own in fields(self)}

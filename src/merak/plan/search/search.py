@@ -71,9 +71,9 @@ def search(
     )
     job = job_of(workload, cluster, pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
-    if pinned.cp is None and found.plans:
+    if pinned.leaves_context and found.plans:
         found = _with_context(found, job, pricing, pinned, top, most_priced, refusal)
-    elif pinned.cp is None and found.refusal is None:
+    elif pinned.leaves_context and found.refusal is None:
         job = replace(job, cps=context_degrees(job))
         with_context = search_job(job, pricing, pinned, top, most_priced, refusal)
         if with_context.plans:
@@ -95,7 +95,7 @@ def _with_context(
     refusal: Refusal | None,
 ) -> Ranking:
     """The ranking with plans of the context parallel degree that is fastest from its best plan."""
-    if pinned.sequence_parallel or pinned.sub_pipelining == "on":
+    if pinned.sub_pipelining == "on":
         return found
     tried = try_context(found.plans[0], pricing, pinned, refusal)
     cp, rejected = tried.best.candidate.cp, list(found.rejected)

@@ -96,7 +96,7 @@ def _leanest(workload: Workload, cluster: Cluster, pinned: Pinned) -> Iterator[P
     """Prices of the candidates with the least memory; those with cp where the others do not fit."""
     job = job_of(workload, cluster, pinned)
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
-    contexts = () if pinned.cp is not None else context_degrees(job)
+    contexts = context_degrees(job) if pinned.leaves_context else ()
     for cps in ((1,), contexts):
         try:
             candidates = space_of(replace(job, cps=cps), pinned).candidates
