@@ -136,7 +136,11 @@ def find_plans(
     from merak.plan.cluster.parse import parse_cluster
     from merak.plan.search.bounds import JobPricing
     from merak.plan.search.degrees import check_degrees
-    from merak.plan.search.fewer_devices import search_some, with_fewer_devices
+    from merak.plan.search.fewer_devices import (
+        search_some,
+        with_fewer_devices,
+        without_slow_nodes,
+    )
     from merak.plan.search.node_order import order_of, search_orders
     from merak.plan.search.smallest import fits_nowhere
 
@@ -152,6 +156,7 @@ def find_plans(
         what = f"{request.model} with {samples(request.global_batch, workload.sequence)}"
         why = fits_nowhere(what, request.cluster, workload, cluster, pinned, found.ranking)
         raise PlanError(why)
+    found = without_slow_nodes(workload, found, pinned, request.top)
     is_other = found.is_changed or found.cluster.num_devices < cluster.num_devices
     name = order_of(found.cluster) if is_other else request.cluster
     pricing = JobPricing(workload, found.cluster, pinned.microbatch or 1)

@@ -6,8 +6,11 @@ search uses all devices; from its best plan on, one degree after another is divi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
 
 from merak.core import units
 from merak.core.errors import MerakError
@@ -18,13 +21,16 @@ from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.explain import degrees
 from merak.plan.search.neighbours import without_idle
-from merak.plan.search.node_order import Ordered, search_orders
+from merak.plan.search.node_order import Ordered, order_of, search_orders
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.ranking import Ranking
+from merak.plan.search.ranking import Ranking, Rejected
 from merak.plan.search.space import MOST_MICROBATCH
 
 _WORTH = 0.005
 """Part of a step that a plan with fewer devices must save to be the first."""
+
+_ENOUGH = 0.5
+"""Part of a cluster's rate of computation that nodes must have to be tried alone."""
 
 _NEARLY = 0.1
 """Part of a step that one with half of the devices may take longer, and is still named."""
@@ -61,6 +67,57 @@ def search_some(
             ranking = replace(found.ranking, notes=(*found.ranking.notes, note))
             return replace(found, ranking=ranking)
     return None
+
+
+def without_slow_nodes(workload: Workload, found: Ordered, pinned: Pinned, top: int = 5) -> Ordered:
+    """The plans of a job without its slowest nodes, where the others are faster alone.
+
+    Replicas and stages on slow devices hold up those on fast ones, or get little to do. One kind of
+    nodes after another is left out, as long as that is faster.
+
+    Args:
+        workload: the job.
+        found: its plans on all nodes.
+        pinned: choices that are made already.
+        top: plans that are wanted.
+    """
+    best, slower = found, None
+    dtype = workload.autocast or workload.dtype
+    while best.ranking.plans and len(best.cluster.nodes) > 1:
+        rates = [own.device.flop_rate(dtype) for own in best.cluster.nodes]
+        rest = _without(best.cluster, rates.index(min(rates)))
+        if _rate(rest, dtype) < _ENOUGH * _rate(best.cluster, dtype):
+            break
+        try:
+            other = search_orders(workload, rest, pinned, top=top)
+        except MerakError:  # pinned degrees take more devices
+            break
+        step_s = min((own.step_s for own in other.ranking.plans), default=math.inf)
+        if step_s >= best.ranking.plans[0].step_s * (1.0 - _WORTH):
+            takes = f"a step takes {units.seconds(step_s)}"
+            why = takes if math.isfinite(step_s) else "nothing fits"
+            slower = Rejected(f"{order_of(rest)} alone", why)
+            break
+        best = other
+    notes, rejected = best.ranking.notes, best.ranking.rejected
+    if best is not found:
+        all_s = units.seconds(found.ranking.plans[0].step_s)
+        notes = (
+            *notes,
+            f"the plans are for {order_of(best.cluster)} alone, which are faster without the other "
+            f"nodes; with all of them a step takes {all_s}",
+        )
+    if slower is not None:
+        rejected = (*rejected, slower)
+    return replace(best, ranking=replace(best.ranking, notes=notes, rejected=rejected))
+
+
+def _without(cluster: Cluster, kind: int) -> Cluster:
+    return replace(cluster, nodes=(*cluster.nodes[:kind], *cluster.nodes[kind + 1 :]))
+
+
+def _rate(cluster: Cluster, dtype: torch.dtype) -> float:
+    return sum(own.num_devices * own.device.flop_rate(dtype) for own in cluster.nodes)
 
 
 def half_cluster(cluster: Cluster) -> Cluster:

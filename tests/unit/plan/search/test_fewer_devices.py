@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from merak.core.errors import PlanError
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search import fewer_devices
-from merak.plan.search.fewer_devices import half_cluster, search_some, with_fewer_devices
+from merak.plan.search.fewer_devices import (
+    half_cluster,
+    search_some,
+    with_fewer_devices,
+    without_slow_nodes,
+)
 from merak.plan.search.node_order import Ordered, order_of
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.ranking import Ranking
@@ -133,3 +140,37 @@ def test_pinned_degrees_that_take_more_devices_end_the_search(monkeypatch):
 
     monkeypatch.setattr(fewer_devices, "search_orders", searched)
     assert search_some(None, parse_cluster("h100:8"), Pinned(dp=8)) is None
+
+
+ALL = "a100-80gb:8x1+h100-sxm:8x2+t4:4x2"
+FAST, FASTEST = "a100-80gb:8x1+h100-sxm:8x2", "h100-sxm:8x2"
+IN_BF16 = SimpleNamespace(autocast=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "planned", "said"),
+    [
+        ({ALL: 3.0, FAST: 2.0, FASTEST: 1.0}, FASTEST, "with all of them a step takes 3.000 s"),
+        ({ALL: 3.0, FAST: 2.0, FASTEST: 4.0}, FAST, f"{FASTEST} alone: a step takes 4.000 s"),
+        ({ALL: 3.0, FAST: 2.999}, ALL, f"{FAST} alone: a step takes 2.999 s"),
+        ({ALL: 3.0}, ALL, f"{FAST} alone: nothing fits"),
+    ],
+)
+def test_slow_nodes_are_left_out_where_the_others_are_faster(monkeypatch, seconds, planned, said):
+    def searched(_, cluster, *__, **___):
+        step_s = seconds.get(order_of(cluster))
+        plans = () if step_s is None else (replace(Waiting().price(OWN), step_s=step_s),)
+        return Ordered(cluster, Ranking(plans=plans, rejected=()))
+
+    monkeypatch.setattr(fewer_devices, "search_orders", searched)
+    found = without_slow_nodes(IN_BF16, searched(None, parse_cluster(ALL)), Pinned())
+    assert order_of(found.cluster) == planned
+    left_out = [f"{own.what}: {own.why}" for own in found.ranking.rejected]
+    assert any(said in own for own in (*found.ranking.notes, *left_out))
+
+
+def test_fast_nodes_that_are_few_are_not_tried_alone(monkeypatch):
+    monkeypatch.setattr(fewer_devices, "search_orders", None)
+    cluster = parse_cluster("h100:1x1+l40s:8x2")
+    given = Ordered(cluster, Ranking(plans=(Waiting().price(OWN),), rejected=()))
+    assert without_slow_nodes(IN_BF16, given, Pinned()) == given
