@@ -18,15 +18,19 @@ SHAPE = (64, 32)
 
 
 class Wide(nn.Module):
-    """Two products with much between them, and a branch that no trace can follow."""
+    """Two products with much between them, and branches that no trace can follow.
+
+    What the branches save is freed at once, so that others may get its place in memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(32, 256), nn.Linear(256, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.max() > 100:
-            x = x / 2
+        for _ in range(16):
+            if x.max() > 100:
+                x = x / 2
         return self.down(torch.tanh(self.up(x)).exp())
 
 

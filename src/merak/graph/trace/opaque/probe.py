@@ -186,12 +186,12 @@ def _once(
     tensors = _tensors(subject, values, numbers)
     versions = [tensor._version for tensor in tensors]
     outside = {t.untyped_storage()._cdata for t in tensors}
-    saved: dict[int, int] = {}
+    saved: dict[int, torch.UntypedStorage] = {}  # held, so that no other gets the place of one
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in outside:
-            saved[storage._cdata] = storage.nbytes()
+            saved[storage._cdata] = storage
         # An operator that saved its own output as it is would hold itself, and never be freed.
         return tensor.detach()
 
@@ -205,7 +205,7 @@ def _once(
     written = tuple(i for i, t in enumerate(tensors) if t._version != versions[i])
     outputs, described = describe(call, tensors, result)
     flops = counter.get_total_flops()
-    saved_bytes = sum(saved.values())
+    saved_bytes = sum(storage.nbytes() for storage in saved.values())
     return outputs, replace(described, written=written, saved_bytes=saved_bytes, flops=flops)
 
 
