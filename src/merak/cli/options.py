@@ -72,8 +72,9 @@ def check_reductions(kind: str, hierarchy: str, tied: str) -> None:
             f"--hierarchical-reductions {hierarchy} is no choice; use "
             f"{', '.join(HIERARCHIES[:-1])} or {HIERARCHIES[-1]}."
         )
-    if tied not in ("microbatch", "step"):
-        raise CommandError(f"--tied-gradients {tied} is no time; use microbatch or step.")
+    times = options.taken("tied_gradients").metadata["choices"]
+    if tied not in times:
+        raise CommandError(f"--tied-gradients {tied} is no time; use {' or '.join(times)}.")
     if kind not in COMPRESSIONS:
         raise CommandError(
             f"--gradient-compression {kind} is no compression; use {', '.join(COMPRESSIONS[:-1])} "

@@ -105,6 +105,11 @@ class Workload:
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
     @property
+    def exact_tied_gradients(self) -> bool:
+        """Whether gradients of tied parameters are exchanged after every microbatch."""
+        return self.tied_gradients == "microbatch"
+
+    @property
     def low_sums(self) -> bool:
         """Whether gradients are reduced in a lower precision, or no master is stepped with them.
 

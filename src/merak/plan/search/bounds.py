@@ -257,9 +257,8 @@ class JobPricing:
             return 0.0
         link = send_link(self.cluster, 0, (candidate.pp - 1) * candidate.stage_ranks)
         hop_s = link.latency_s + sent / link.bytes_per_s
-        is_exact = self.workload.tied_gradients == "microbatch"
         waits_s = max(0.0, hop_s - stage_s) * candidate.num_microbatches
-        return 2 * hop_s + is_exact * waits_s
+        return 2 * hop_s + self.workload.exact_tied_gradients * waits_s
 
     def _rough_replicas_s(self, candidate: Candidate, pipeline_s: float) -> float:
         """What the exchanges of replicas add, as far as the pipeline does not hide them."""

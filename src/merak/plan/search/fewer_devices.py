@@ -1,7 +1,8 @@
-"""The same job on fewer of its devices, which are faster where the batch is too small for all.
+"""The same job on fewer of its devices, which are faster where some wait for others.
 
-More replicas than the batch feeds well, or more pp ranks than it fills, wait for one another. The
-search uses all devices; from its best plan on, one degree after another is divided by two here.
+More replicas than the batch feeds well, or more pp ranks than it fills, wait for one another; fast
+nodes wait for slow ones. The search uses all devices. Here one kind of nodes after another is left
+out, and from the best plan on, one degree after another is divided by two.
 """
 
 from __future__ import annotations
