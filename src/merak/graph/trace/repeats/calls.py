@@ -380,6 +380,3 @@ def _sources(before: _Before, tracer: Any) -> dict[_Place, Any]:
 def _is_contiguous(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return tensor.is_contiguous()
-
-
-__all__ = ["LeftOpen", "RepeatedCalls"]
