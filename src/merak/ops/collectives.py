@@ -98,6 +98,53 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     return _with_adjoint(tensor, _all_gather, _local_slice, (dim, parts, axis))
 
 
+def gather_shared(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int
+) -> torch.Tensor:
+    """All-gather of slices that are each on several ranks, which share out its gradient.
+
+    Args:
+        tensor: one slice for each group of consecutive ranks.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+        copies: ranks in a group.
+
+    Returns:
+        The whole tensor, on every rank; backward keeps the slice of the gradient, divided among
+        the ranks that hold it.
+    """
+    layout = (dim, parts, axis)
+    gather = partial(_all_gather, copies=copies)
+    back = partial(_local_slice, copies=copies)
+    return _with_adjoint(with_gradient(tensor, lambda g: g / copies), gather, back, layout)
+
+
+def own_share(
+    tensor: torch.Tensor,
+    dim: int,
+    parts: tuple[int, ...],
+    axis: str,
+    copies: int,
+    kept: int = 1,
+) -> torch.Tensor:
+    """A rank's share of a slice that it holds with others, which has a slice for fewer of them.
+
+    Args:
+        tensor: one slice for each group of consecutive ranks.
+        dim: the dim that is split, counted from the front.
+        parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
+        axis: name of the mesh axis.
+        copies: ranks in a group.
+        kept: ranks in a group that then have the same share.
+
+    Returns:
+        The share; what backward gives is the rank's part of the slice's gradient.
+    """
+    local = tuple(size * copies // axis_degree(axis) for size in parts)
+    return take(tensor, ParameterShard(dim, local, copies, copies=kept), axis_rank(axis) % copies)
+
+
 def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     """Local slice of a replicated tensor, whose backward is an all-gather.
 
@@ -150,7 +197,9 @@ def gather_with_partial_grad(
     return result
 
 
-def local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+def local_slice(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
+) -> torch.Tensor:
     """Local slice of a tensor that has entered sharded work by `copy_to`.
 
     Args:
@@ -158,11 +207,12 @@ def local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
         dim: the dim to split, counted from the front.
         parts: sizes of the fused parts along `dim`, each split by itself.
         axis: name of the mesh axis.
+        copies: how many consecutive ranks take the same slice.
 
     Returns:
         The slice; what backward gives is the rank's part of the gradient, nothing is sent.
     """
-    return _local_slice(tensor, dim, parts, axis)
+    return _local_slice(tensor, dim, parts, axis, copies)
 
 
 def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -312,7 +362,9 @@ def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return total
 
 
-def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
+def _all_gather(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
+) -> torch.Tensor:
     degree = axis_degree(axis)
     if degree == 1:
         return tensor.clone()
@@ -320,7 +372,7 @@ def _all_gather(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     shards = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
     if group is not None:  # a mesh that is only pretended has none
         all_gather(shards, tensor.contiguous(), group=group)
-    return join(shards.chunk(degree), ParameterShard(dim, parts, degree))
+    return join(shards.chunk(degree), ParameterShard(dim, parts, degree, copies=copies))
 
 
 def _reduce_scatter(
@@ -337,8 +389,11 @@ def _reduce_scatter(
     return own
 
 
-def _local_slice(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
-    return take(tensor, ParameterShard(dim, parts, axis_degree(axis)), axis_rank(axis))
+def _local_slice(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
+) -> torch.Tensor:
+    shard = ParameterShard(dim, parts, axis_degree(axis), copies=copies)
+    return take(tensor, shard, axis_rank(axis))
 
 
 def _local_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:

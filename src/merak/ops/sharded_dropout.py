@@ -22,8 +22,9 @@ from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
 from merak.ops.collectives import axis_degree, axis_rank
 
-Layout = tuple[int, tuple[int, ...], str]
-"""(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`."""
+Layout = tuple[int, tuple[int, ...], str, int]
+"""(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`, and how many
+consecutive ranks hold the same shard."""
 
 Rows = tuple[int, int, int]
 """(dim, start, size of the whole) of what a sub-microbatch has of a tensor."""
@@ -181,7 +182,7 @@ def _own_draws(device: torch.device, layout: Layout | None, rows: Rows | None) -
     """Generator of a GPU keyed by the rank's position; every rank's then advances alike."""
     generator = torch.cuda.default_generators[device.index or 0]
     seed, offset = generator.initial_seed(), generator.get_offset()
-    position = axis_rank(layout[2]) if layout is not None else 0
+    position = axis_rank(layout[2]) // layout[3] if layout is not None else 0
     start = rows[1] if rows is not None else 0
     generator.manual_seed(seed_for(seed, offset, "attention", position, start))
     yield
@@ -216,10 +217,14 @@ def _attention_weights(
 
 def _heads_for(query: torch.Tensor, x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """kv-heads that the rank's query heads read, one for each."""
-    dim, parts, axis = layout
-    shard = ParameterShard(dim, parts, axis_degree(axis))
-    repeated = x.repeat_interleave(query.shape[dim] * shard.degree // x.shape[dim], dim=dim)
-    return take(repeated, shard, axis_rank(axis))
+    shard = _shard(layout)
+    repeats = query.shape[shard.dim] * shard.num_shards // x.shape[shard.dim]
+    return take(x.repeat_interleave(repeats, shard.dim), shard, axis_rank(layout[2]))
+
+
+def _shard(layout: Layout) -> ParameterShard:
+    dim, parts, axis, copies = layout
+    return ParameterShard(dim, parts, axis_degree(axis), copies=copies)
 
 
 def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
@@ -245,8 +250,8 @@ def _whole_like(
     """
     sizes = list(x.shape)
     if layout is not None:
-        shard = ParameterShard(layout[0], layout[1], axis_degree(layout[2]))
-        sizes[shard.dim] *= shard.degree
+        shard = _shard(layout)
+        sizes[shard.dim] *= shard.num_shards
     if rows is not None:
         sizes[rows[0]] = rows[2]
     strides = x.stride()

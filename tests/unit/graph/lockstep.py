@@ -74,12 +74,24 @@ def _divide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t / len(tensors) for t in tensors]
 
 
-def _gather(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
-    return lambda ts: [join(ts, ParameterShard(dim, parts, len(ts))) for _ in ts]
+def _gather(
+    dim: int, parts: tuple[int, ...], copies: int = 1
+) -> Callable[[list[torch.Tensor]], Any]:
+    return lambda ts: [join(ts, ParameterShard(dim, parts, len(ts), copies=copies)) for _ in ts]
 
 
 def _slice(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
     return lambda ts: [take(t, ParameterShard(dim, parts, len(ts)), i) for i, t in enumerate(ts)]
+
+
+def _share_out(
+    dim: int, parts: tuple[int, ...], copies: int
+) -> Callable[[list[torch.Tensor]], Any]:
+    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        shard = ParameterShard(dim, parts, len(gradients), copies=copies)
+        return [take(g, shard, rank) / copies for rank, g in enumerate(gradients)]
+
+    return backward
 
 
 def _scatter(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
@@ -101,6 +113,9 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
     if name == "reduce_from":
         return _Together.apply(_sum, _keep, *tensors)
     layout = (args[0], args[1])
+    if name == "gather_shared":
+        shared = _gather(*layout, args[3]), _share_out(*layout, args[3])
+        return _Together.apply(*shared, *tensors)
     if name == "reduce_scatter_to":
         return _Together.apply(_scatter(*layout), _gather(*layout), *tensors)
     if name == "gather_with_partial_grad":
@@ -112,6 +127,7 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
 _COLLECTIVES = (
     "copy_to", "copy_shared_to",
     "copy_parts_to", "leave_partial_grad", "replicate_to_partial", "reduce_from", "gather_from",
+    "gather_shared",
     "slice_to",
     "reduce_scatter_to", "gather_with_partial_grad"
 )  # fmt: skip

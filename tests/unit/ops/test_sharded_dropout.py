@@ -40,7 +40,7 @@ def test_dropout_keeps_the_own_slice(
     for rank in range(2):
         on_rank(rank, 2, monkeypatch)
         share = take(whole.permute(order), ParameterShard(order.index(dim), parts, 2), rank)
-        found = dropout_sharded(share.permute(back), 0.4, True, (dim, parts, "tp"))
+        found = dropout_sharded(share.permute(back), 0.4, True, (dim, parts, "tp", 1))
         assert torch.equal(found, take(expected, shard, rank))
         assert torch.equal(torch.rand(3), after)
 
@@ -56,7 +56,7 @@ def test_dropout_by_a_mask_keeps_the_own_slice(
     for rank in range(2):
         on_rank(rank, 2, monkeypatch)
         share = whole.chunk(2, dim=1)[rank].clone().requires_grad_()
-        found = dropout_by_mask(share, 0.4, True, (1, (HEADS,), "tp"))
+        found = dropout_by_mask(share, 0.4, True, (1, (HEADS,), "tp", 1))
         assert torch.equal(torch.rand(3), after)
         torch.testing.assert_close(found, expected.chunk(2, dim=1)[rank])
         (mask,) = found.grad_fn.saved_tensors
@@ -68,7 +68,7 @@ def test_dropout_by_a_mask_keeps_the_own_slice(
 
 def test_dropout_that_drops_nothing_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
     on_rank(0, 2, monkeypatch)
-    x, layout = torch.randn(2, 4), (1, (8,), "tp")
+    x, layout = torch.randn(2, 4), (1, (8,), "tp", 1)
     assert dropout_sharded(x, 0.5, False, layout) is x
     assert dropout_sharded(x, 0.0, True, layout) is x
     assert torch.equal(dropout_sharded(x, 1.0, True, layout), torch.zeros(2, 4))
@@ -105,7 +105,7 @@ def test_attention_keeps_the_own_heads(
         own = mask.chunk(2, dim=1)[rank] if mask is not None and mask.shape[1] > 1 else mask
         found = attend_sharded(
             q, k, v, own, 0.3, kind == "causal",
-            scale=0.5, enable_gqa=grouped, layout=(1, (HEADS,), "tp"),
+            scale=0.5, enable_gqa=grouped, layout=(1, (HEADS,), "tp", 1),
         )  # fmt: skip
         assert found.dtype == dtype
         torch.testing.assert_close(found, expected.chunk(2, dim=1)[rank])
@@ -127,7 +127,7 @@ def test_dropout_keeps_the_own_slice_on_a_gpu(
     for rank in range(4):
         on_rank(rank, 4, monkeypatch)
         share = whole.permute(order).chunk(4, dim=order.index(1))[rank].contiguous().permute(back)
-        found = dropout_sharded(share, 0.4, True, (1, (8,), "tp"))
+        found = dropout_sharded(share, 0.4, True, (1, (8,), "tp", 1))
         torch.testing.assert_close(found, expected.chunk(4, dim=1)[rank])
         assert torch.equal(found == 0, expected.chunk(4, dim=1)[rank] == 0)
         assert torch.equal(torch.rand(3, device="cuda"), after)
@@ -149,7 +149,7 @@ def test_attention_draws_by_rank_on_a_gpu(
         torch.rand(5, device="cuda")
         own = attend_sharded(
             query, key, value, mask, 0.3, not masked,
-            scale=None, enable_gqa=False, layout=(1, (4,), "tp"),
+            scale=None, enable_gqa=False, layout=(1, (4,), "tp", 1),
         )  # fmt: skip
         results.append(own)
         draws.append(torch.rand(3, device="cuda"))

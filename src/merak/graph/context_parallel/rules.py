@@ -60,6 +60,7 @@ def attention(op: Operator) -> Found:
 def _over_heads(op: Operator, dim: int, tokens: Shard) -> Decision:
     """Attention of all tokens over a rank's heads, or its samples."""
     query = op.arg("query")
+    heads = Shard(dim, (shape_of(query)[dim],))
     needs: dict[fx.Node, Placement] = {
         n: Shard(dim, (shape_of(n)[dim],)) for n in (query, op.arg("key"), op.arg("value"))
     }
@@ -67,15 +68,15 @@ def _over_heads(op: Operator, dim: int, tokens: Shard) -> Decision:
     if mask is not None:
         needs[mask] = _along(mask, dim, len(shape_of(query)))
     if not dropout_p:
-        return Decision(needs[query], needs, becomes=tokens)
+        return Decision(heads, needs, becomes=tokens)
     args = (query, op.arg("key"), op.arg("value"), mask, dropout_p, _is_causal(op))
     kwargs = {
         "scale": op.arg("scale"),
         "enable_gqa": bool(op.arg("enable_gqa", False)),
-        "layout": (dim, (shape_of(query)[dim],), op.axis),
+        "layout": op.layout(heads),
         "rows": op.arg("rows"),
     }
-    return Decision(needs[query], needs, attend_sharded, args, kwargs, becomes=tokens)
+    return Decision(heads, needs, attend_sharded, args, kwargs, becomes=tokens)
 
 
 def _over_rows(op: Operator, tokens: Shard) -> Decision:

@@ -191,7 +191,7 @@ def _sharded(
     while True:
         repeater = HeadRepeater(auto_sharder.degree, names)
         weights = auto_shard(repeater.model(model), auto_sharder, given, replicated)
-        kept = frozenset(n for n, p in weights.items() if isinstance(p, Shard) and p.copies > 1)
+        kept = names & {n for n, p in weights.items() if isinstance(p, Shard) and p.copies > 1}
         if kept == names:
             return weights, repeater
         names = kept  # those of the others would be repeated on every rank

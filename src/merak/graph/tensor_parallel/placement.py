@@ -56,7 +56,7 @@ class Shard:
         owner: the rank that has all of a parameter of which the others have nothing, as of an
             expert with parameters of its own; None for a shard on every rank.
         copies: how many consecutive ranks hold the same shard, as of the keys of fewer heads than
-            ranks.
+            ranks; each makes a part of its gradient.
     """
 
     dim: int
@@ -170,6 +170,7 @@ class Operator:
             left out where none is copied.
         reduced: partial sums that are reduced for all of their readers.
         axis: the mesh axis of the ranks.
+        copies: how many consecutive ranks hold the same shard of every sharded operand.
     """
 
     node: fx.Node
@@ -179,6 +180,7 @@ class Operator:
     by_storage: Mapping[int | None, Collection[ResultPlacement]] = field(default_factory=dict)
     reduced: Collection[fx.Node] = frozenset()
     axis: str = AXIS
+    copies: int = 1
 
     def placement(self, operand: Any) -> Placement:
         """Placement of an operand; a partial sum counts as replicated, as it is reduced first.
@@ -215,6 +217,10 @@ class Operator:
             elif argument.name in values:
                 kwargs[argument.name] = values[argument.name]
         return {"args": tuple(args), "kwargs": kwargs}
+
+    def layout(self, placed: Shard) -> tuple[int, tuple[int, ...], str, int]:
+        """A sharded operand as operators that draw random numbers are told of it."""
+        return placed.dim, placed.parts, self.axis, self.copies
 
     def local(self, size: int, placed: Shard | None = None) -> int:
         """Local size of a sharded size, with padding where it is all of a padded value."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ from merak.ops.collectives import (
     copy_shared_to,
     copy_to,
     gather_from,
+    gather_shared,
     gather_with_partial_grad,
     leave_partial_grad,
     local_slice,
+    own_share,
     reduce_from,
     reduce_scatter_to,
     replicate_to_partial,
@@ -217,6 +220,12 @@ class Rewriter:
             return self.insert(leave_experts, rows, node, need)
         if isinstance(placed, ExpertRows) and need == REPLICATE:
             return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
+        if isinstance(placed, Shard) and placed.copies > 1:
+            return self.unshared(node, placed, need)
+        if isinstance(need, Shard) and need.copies > 1:
+            whole = self.convert(node, REPLICATE_PARTIAL_GRAD)
+            args = (whole, need.dim, need.parts, self.axis, need.copies)
+            return self.insert(local_slice, args, node, need)
         if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
             return self.exchanged(node, self.env[node], placed, need)
         if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
@@ -243,6 +252,17 @@ class Rewriter:
         assert isinstance(placed, Shard) and need == REPLICATE
         args = (self.env[node], placed.dim, placed.parts, self.axis)
         return self.insert(gather_from, args, node, need)
+
+    def unshared(self, node: fx.Node, placed: Shard, need: Placement) -> fx.Node:
+        """Shards that are each on several ranks, converted to fewer of them, or to the whole."""
+        if isinstance(need, Shard):
+            assert need == replace(placed, copies=need.copies), f"{node} is split in two ways"
+            args = (self.env[node], placed.dim, placed.parts, self.axis)
+            return self.insert(own_share, (*args, placed.copies, need.copies), node, need)
+        if need != REPLICATE:
+            return self.insert(copy_to, (self.convert(node, REPLICATE), self.axis), node, need)
+        args = (self.env[node], placed.dim, placed.parts, self.axis, placed.copies)
+        return self.insert(gather_shared, args, node, need)
 
     def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
         """Conversion from or to shards without an all-reduce; None where there is none."""

@@ -108,6 +108,7 @@ _COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
         collectives.copy_parts_to: (None, "all_reduce"),
         collectives.reduce_from: ("all_reduce", None),
         collectives.gather_from: ("all_gather", None),
+        collectives.gather_shared: ("all_gather", None),
         collectives.slice_to: (None, "all_gather"),
         collectives.reduce_scatter_to: ("reduce_scatter", "all_gather"),
         collectives.gather_with_partial_grad: ("all_gather", "reduce_scatter"),

@@ -129,7 +129,7 @@ def dropout(op: Operator) -> Decision:
     p, train, rows = op.arg("p"), op.arg("train"), op.arg("rows")
     if not train or p == 0:
         return Decision(placed)
-    args = (operand, p, train, (placed.dim, placed.parts, op.axis))
+    args = (operand, p, train, op.layout(placed))
     return Decision(placed, target=dropout_sharded, args=args, kwargs={"rows": rows})
 
 

@@ -273,7 +273,7 @@ def attention(op: Operator) -> Decision:
     kwargs = {
         "scale": op.arg("scale"),
         "enable_gqa": grouped,
-        "layout": (lead.dim, lead.parts, op.axis),
+        "layout": op.layout(lead),
         "kv_whole": kv_whole,
         "rows": op.arg("rows"),
     }

@@ -44,6 +44,7 @@ from merak.graph.tensor_parallel.placement import (
     Partial,
     PartlySharded,
     Rule,
+    Shard,
     is_opaque,
 )
 from merak.graph.tensor_parallel.rules import (
@@ -56,6 +57,7 @@ from merak.graph.tensor_parallel.rules import (
     vocabulary,
 )
 from merak.graph.tensor_parallel.rules.partly_sharded import decide_partly_sharded
+from merak.graph.tensor_parallel.rules.shared_shards import decide_shared
 
 aten = torch.ops.aten
 
@@ -75,6 +77,10 @@ def decide(op: Operator) -> Decision:
         ShardError: no rule says how the operator works on operands that are split so.
     """
     operands = op.node.all_input_nodes
+    if family(op.node.target) == "repeat_heads":
+        return views.repeat_heads(op)
+    if any(isinstance(p := op.placements[n], Shard) and p.copies > 1 for n in operands):
+        return decide_shared(op, decide)
     if (filled := elementwise.as_written(op)) is not None:
         return filled
     if _is_whole(op, operands):
@@ -167,7 +173,6 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     views.squeeze: ("squeeze",),
     views.expand: EXPANDS,
     views.repeat: ("repeat",),
-    views.repeat_heads: ("repeat_heads",),
     views.repeat_interleave: ("repeat_interleave",),
     # pointwise too, but not tagged so
     elementwise.elementwise: COPIES

@@ -118,7 +118,13 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
             raise ShardError(f"{node} would have to be joined from split and whole parts.")
         if isinstance(need, Partial):
             continue  # every rank takes its slice
-        if propagation.scatters and (isinstance(placed, Shard) or isinstance(need, Shard)):
+        if isinstance(placed, Shard) and isinstance(need, Shard) and need.copies < placed.copies:
+            continue  # every rank takes its share
+        if isinstance(need, Shard) and need.copies > 1:
+            need = REPLICATE_PARTIAL_GRAD  # of which every rank takes its slice
+        is_shared = isinstance(placed, Shard) and placed.copies > 1
+        is_split = isinstance(placed, Shard) or isinstance(need, Shard)
+        if propagation.scatters and is_split and not is_shared:
             # What is gathered for split work and what is gathered whole are two values.
             for kind in _kinds_scattered(placed, need, has_gradient(node)):
                 add(node, kind, need == REPLICATE)

@@ -133,5 +133,5 @@ def _edges(op: Operator, operand: fx.Node, placed: Shard) -> set[int]:
 
 
 def divides(placed: Shard, degree: Degree) -> bool:
-    """Whether the degree divides every fused part."""
-    return math.gcd(*placed.parts) % degree == 0
+    """Whether the degree divides every fused part, or groups of ranks with the same shard do."""
+    return math.gcd(*placed.parts) * placed.copies % degree == 0

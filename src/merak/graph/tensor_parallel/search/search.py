@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import sympy  # type: ignore[import-untyped]
 from torch import fx
 
 from merak.core.errors import ShardError
@@ -167,8 +168,11 @@ class Search:
 
     def _pieces(self, name: str, split: Shard | PartlySharded) -> int | None:
         """Number of pieces that a sharded weight's outputs can be cut into; None where none is."""
-        layout = self.by_itself(name, split)
-        return None if layout is None else capacities(layout).get(name)
+        try:
+            layout = propagate(self.graph, {name: split}, 1, decide_or_gather)
+        except ShardError:
+            return None
+        return capacities(layout).get(name)
 
     def _better(self, best: Found, weights: Assignment) -> Found:
         if weights == best.weights:
@@ -219,7 +223,7 @@ class Search:
 
     def _splits_both_ways(self, name: str) -> bool:
         """Whether the degree divides the outputs and the inputs of a weight."""
-        dims = {split.dim for split in self.splits(name)}
+        dims = {split.dim for split in self.splits(name) if divides(split, self.degree)}
         return all({out, into} <= dims for out, into in self.dims[name])
 
     def close(self, weights: Assignment) -> Assignment:
@@ -338,8 +342,19 @@ class Search:
                 all_parts += stacked_parts(self.nodes[name], dim)
                 found += [Shard(dim, parts, name) for parts in all_parts]
             mixed = (m for s in found if (m := _small_parts_whole(s, self.degree)))
-            self._splits[name] = (*(s for s in found if divides(s, self.degree)), *mixed)
+            shared = (g for s in found if (g := self._in_groups(name, s)))
+            whole = (s for s in found if divides(s, self.degree))
+            self._splits[name] = (*whole, *mixed, *shared)
         return self._splits[name]
+
+    def _in_groups(self, name: str, split: Shard) -> Shard | None:
+        """Placement of a weight of so many heads that groups of ranks can have some; else None."""
+        if len(sympy.divisors(self.degree)) < 3:
+            return None
+        number = math.gcd(self._pieces(name, split) or 1, self.degree)
+        if number in (1, self.degree):
+            return None
+        return replace(split, copies=self.degree // number)
 
     def by_itself(self, name: str, placed: Placement) -> Propagation | None:
         """Propagation of one sharded weight."""

@@ -1,0 +1,82 @@
+"""Sharding rules where several ranks hold the same shard, as of 12 heads on 8 ranks.
+
+The ranks fall into groups of equal size, with a shard for each group: an operator works on it as it
+would with so many ranks as there are groups, on every rank of a group the same. Where shards are
+summed over, or gathered, each rank of a group goes on with a share of its own. So each makes a
+part of the gradient of what the group shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import fx
+
+from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.tensor_parallel.placement import (
+    Decision,
+    Operator,
+    Placement,
+    ResultPlacement,
+    Rule,
+    Shard,
+)
+
+
+def decide_shared(op: Operator, rule: Rule) -> Decision:
+    """Decision about an operator of which some shards are each on several ranks.
+
+    Args:
+        op: the operator.
+        rule: decides where every shard is on one rank.
+
+    Raises:
+        ShardError: the rule has none, or shares of shards would be unequal.
+    """
+    split = op.sharded()
+    least = min(placed.copies for placed in split.values())
+    decision = _in_groups(op, rule, split, least)
+    if least == 1 or _is_sharded(decision.output):
+        return decision
+    return _in_groups(op, rule, split, 1)
+
+
+def _in_groups(
+    op: Operator, rule: Rule, split: Mapping[fx.Node, Shard], copies: int
+) -> Decision:
+    """Decision of groups of so many ranks; operands that more of them hold are shared out."""
+    assert isinstance(op.degree, int)
+    degree = op.degree // copies
+    shares: dict[fx.Node, Placement] = {
+        node: replace(placed, copies=copies)
+        for node, placed in split.items()
+        if placed.copies != copies
+    }
+    if any(math.gcd(*split[node].parts) % degree for node in shares):
+        raise op.error("reads heads that the ranks cannot share out equally")
+    if any(node in shares for node in mutated_arguments(op.node)):
+        raise op.error("writes into heads of which each is on several ranks")
+    alone = {node: replace(placed, copies=1) for node, placed in split.items()}
+    groups = replace(
+        op, placements={**op.placements, **alone}, degree=degree, copies=copies
+    )
+    decision = rule(groups)
+    needs = {node: _shared(placed, copies) for node, placed in decision.needs.items()}
+    return replace(decision, output=_each_shared(decision.output, copies), needs=shares | needs)
+
+
+def _is_sharded(placed: ResultPlacement) -> bool:
+    each = placed if isinstance(placed, tuple) else (placed,)
+    return all(isinstance(one, Shard) for one in each)
+
+
+def _each_shared(placed: ResultPlacement, copies: int) -> ResultPlacement:
+    if isinstance(placed, tuple):
+        return tuple(_shared(one, copies) for one in placed)
+    return _shared(placed, copies)
+
+
+def _shared(placed: Placement, copies: int) -> Placement:
+    return replace(placed, copies=copies) if isinstance(placed, Shard) else placed
