@@ -15,7 +15,7 @@ from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import adamw
 from tests.tiers import slow
 from tests.unit.graph.expert_models import build
-from tests.unit.graph.tensor_parallel.test_repeated_heads import model
+from tests.unit.graph.tensor_parallel.test_shared_shards import model
 
 Layout = tuple[int, int, int, int]
 """(dp, tp, pp, ep)."""

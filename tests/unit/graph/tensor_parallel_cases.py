@@ -16,8 +16,6 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.features import Column, Features, Row
-from merak.graph.tensor_parallel.placement import Shard
-from merak.graph.tensor_parallel.repeated_heads import HeadRepeater
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, WeightPlacements
 from tests import shared_cache
 
@@ -195,9 +193,7 @@ def shard_model(
     Returns:
         The model that every rank runs, and the layout of the parameters that are split.
     """
-    few = [name for name, p in weights.items() if isinstance(p, Shard) and p.copies > 1]
-    repeater = HeadRepeater(degree, few)
-    parallel = TensorParallel(AutoSharder(model.parameters, degree), weights, repeater, sequence)
+    parallel = TensorParallel(AutoSharder(model.parameters, degree), weights, sequence)
     model, parallel = parallel.fit(model)
     pairs = [parallel(segment) for segment in model.segments]
     shards = {name: shard for _, found in pairs for name, shard in found.items()}

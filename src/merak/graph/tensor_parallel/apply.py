@@ -36,7 +36,6 @@ from merak.graph.tensor_parallel.propagate import (
     place_weights,
     propagate,
 )
-from merak.graph.tensor_parallel.repeated_heads import HeadRepeater, few_heads
 from merak.graph.tensor_parallel.rewrite import rewrite
 from merak.graph.tensor_parallel.search.auto_shard import (
     AutoSharder,
@@ -59,14 +58,12 @@ class TensorParallel:
     Args:
         auto_sharder: fits operators to split weights, and remembers how.
         weights: the split parameters.
-        repeater: repeats heads of which there are fewer than ranks.
         sequence: whether values are sharded over the sequence where they can be.
         sequence_plan: which do, in the graph that `fit` has seen.
     """
 
     auto_sharder: AutoSharder
     weights: WeightPlacements
-    repeater: HeadRepeater
     sequence: bool = False
     sequence_plan: SequencePlan | None = None
 
@@ -82,7 +79,7 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1 or not self.sequence:
             return model, self
-        plan = plan_sequence(self.repeater.model(model), self.split, degree)
+        plan = plan_sequence(model, self.split, degree)
         fitted = replace(model, values=plan.local_values(model, degree))
         return fitted, replace(self, sequence_plan=plan)
 
@@ -102,7 +99,7 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1:
             return segment, {}
-        split, graph = self.split(segment), self.repeater(segment).graph
+        split, graph = self.split(segment), segment.graph
         if self.sequence_plan is None:
             layout = propagate(graph, split.weights, degree, decide_or_gather, split.inside)
         else:
@@ -123,7 +120,7 @@ class TensorParallel:
     def split(self, segment: Segment) -> SegmentSharding:
         """Sharding of one segment's weights, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
-        task = SegmentTask(self.repeater(segment), own, frozenset(segment.parameters))
+        task = SegmentTask(segment, own, frozenset(segment.parameters))
         return self.auto_sharder(task)
 
 
@@ -155,17 +152,17 @@ def tensor_parallel(
             than anything that can be split, or experts cannot be split over `ep` ranks.
     """
     if degree == 1:
-        return TensorParallel(AutoSharder(model.parameters, degree), {}, HeadRepeater(degree, ()))
+        return TensorParallel(AutoSharder(model.parameters, degree), {})
     auto_sharder = auto_sharder or AutoSharder(model.parameters, degree)
     attributes = attributes_for(model, features or {})
     given = given_weights(model, attributes, degree)
     replicated = frozenset(n for n, a in attributes.items() if isinstance(a, Replicate))
     if ep > 1:
         given = expert_weights(model, ep, attributes.keys()) | given
-    weights, repeater = _sharded(model, auto_sharder, given, replicated)
+    weights = auto_shard(model, auto_sharder, given, replicated)
     if not attributes and not weights.keys() - vocabularies(model):
         check_limits(model, degree)
-    return TensorParallel(auto_sharder, weights, repeater, sequence)
+    return TensorParallel(auto_sharder, weights, sequence)
 
 
 def auto_tensor_parallel(
@@ -175,26 +172,9 @@ def auto_tensor_parallel(
     auto_sharder = AutoSharder(model.parameters, degree)
     experts = expert_weights(model, ep, ()) if ep > 1 else {}
     if degree == 1:
-        return TensorParallel(auto_sharder, {}, HeadRepeater(degree, ()), sequence)
-    weights, repeater = _sharded(model, auto_sharder, experts, frozenset())
-    return TensorParallel(auto_sharder, weights, repeater, sequence)
-
-
-def _sharded(
-    model: ModelGraph,
-    auto_sharder: AutoSharder,
-    given: WeightPlacements,
-    replicated: frozenset[str],
-) -> tuple[dict[str, WeightPlacement], HeadRepeater]:
-    """Placements of a model's weights, and what repeats heads of which there are few."""
-    names = few_heads(model, auto_sharder.degree) - given.keys() - replicated
-    while True:
-        repeater = HeadRepeater(auto_sharder.degree, names)
-        weights = auto_shard(repeater.model(model), auto_sharder, given, replicated)
-        kept = names & {n for n, p in weights.items() if isinstance(p, Shard) and p.copies > 1}
-        if kept == names:
-            return weights, repeater
-        names = kept  # those of the others would be repeated on every rank
+        return TensorParallel(auto_sharder, {}, sequence)
+    weights = auto_shard(model, auto_sharder, experts, frozenset())
+    return TensorParallel(auto_sharder, weights, sequence)
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:

@@ -254,8 +254,6 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[0], dims[1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
             yield dims[-1], dims[-2]
-        elif name == "repeat_heads":
-            yield from _gemm_dims(user, dims)
         elif name in SEPARATE_GEMMS:
             yield (dims[0], dims[1]) if user.args[4] else (dims[1], dims[0])
         elif name in MATMULS:

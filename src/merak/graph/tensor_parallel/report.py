@@ -142,26 +142,34 @@ def dividing_degrees(model: ModelGraph, parallel: TensorParallel) -> str:
 
 
 def undivided_weights(model: ModelGraph, parallel: TensorParallel) -> str | None:
-    """Weights whose outputs the degree does not divide, such as those of few kv-heads.
+    """Weights whose outputs the degree does not divide, and what the ranks do instead.
 
     Args:
         model: that is sharded.
         parallel: how.
 
     Returns:
-        Such as "k_proj.weight and v_proj.weight (4 pieces)"; None where all are divided.
+        Such as "the outputs of q_proj.weight and k_proj.weight (12 pieces): groups of 2 ranks hold
+        and compute the same ones"; None where all are divided.
     """
-    degree, groups = parallel.auto_sharder.degree, dict[int, dict[str, None]]()
+    degree, groups = parallel.auto_sharder.degree, dict[tuple[int, int], dict[str, None]]()
     for name, count in limits_of(model).items():
-        if count % degree and name not in parallel.weights:
+        placed = parallel.weights.get(name)
+        copies = degree if placed is None else placed.copies if isinstance(placed, Shard) else 1
+        if count % degree and copies > 1 and (copies == degree or degree % count):
             short = ".".join(name.split(".")[-2:])
-            groups.setdefault(count, {})[short] = None
-    found = [f"{_listed(tuple(names))} ({count} pieces)" for count, names in groups.items()]
-    return ", ".join(found) or None
+            groups.setdefault((count, copies), {})[short] = None
+    found = []
+    for (count, copies), names in groups.items():
+        who = f"groups of {copies} ranks hold and compute the same ones"
+        if copies == degree:
+            who = "every rank holds and computes them whole"
+        found.append(f"the outputs of {_listed(tuple(names))} ({count} pieces): {who}")
+    return ", nor ".join(found) or None
 
 
 def undivided_sentence(degrees: Sequence[int], weights: str, advice: str) -> str:
-    """Sentence about degrees that leave weights whole, and those that would not.
+    """Sentence about degrees that do not divide all weights, and those that would.
 
     Args:
         degrees: that do not divide them.
@@ -169,10 +177,7 @@ def undivided_sentence(degrees: Sequence[int], weights: str, advice: str) -> str
         advice: from `dividing_degrees`.
     """
     listed = _listed([str(degree) for degree in degrees])
-    return (
-        f"tp={listed} {'do' if len(degrees) > 1 else 'does'} not divide the outputs of {weights}: "
-        f"every rank holds and computes them whole; {advice}"
-    )
+    return f"tp={listed} {'do' if len(degrees) > 1 else 'does'} not divide {weights}; {advice}"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -186,7 +191,6 @@ def _report(
     tables: Collection[str],
 ) -> SegmentReport:
     found = parallel.split(segment)
-    segment = parallel.repeater(segment)
     nodes = parameter_nodes(segment.graph)
     experts, degree = experts_of(segment), parallel.auto_sharder.degree
     split = {

@@ -11,7 +11,6 @@ from merak.graph.tensor_parallel.apply import (
 )
 from merak.graph.tensor_parallel.features import Column, Features, Replicate, Row
 from merak.graph.tensor_parallel.placement import Shard
-from merak.graph.tensor_parallel.repeated_heads import HeadRepeater
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
@@ -116,7 +115,7 @@ def test_whole_heads_follow_split_ones(
 
 def test_degree_1_leaves_a_segment_as_it_is() -> None:
     graph = cases.traced(cases.build("gpt2", "sdpa"), cases.batch())
-    alone = TensorParallel(AutoSharder(graph.parameters, 1), {}, HeadRepeater(1, ()))
+    alone = TensorParallel(AutoSharder(graph.parameters, 1), {})
     assert alone(graph.segments[1]) == (graph.segments[1], {})
 
 

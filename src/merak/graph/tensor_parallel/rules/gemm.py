@@ -246,24 +246,28 @@ def matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Label
 def attention(op: Operator) -> Decision:
     """scaled_dot_product_attention over sharded heads; grouped kv-heads and masks follow.
 
-    Fewer kv-heads than ranks stay whole: every rank picks those that its queries read.
+    Each of fewer kv-heads is on the ranks whose queries read it. Those that the ranks do not
+    divide stay whole: every rank picks its queries' own.
     """
     query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
     mask, grouped = op.arg("attn_mask"), bool(op.arg("enable_gqa", False))
     lead = _split_heads(op, query, (key, value))
     kv_whole = grouped and all(
-        op.placement(n) == REPLICATE and shape_of(n)[lead.dim] % op.degree for n in (key, value)
+        op.placement(n) == REPLICATE
+        and shape_of(n)[lead.dim] * _ranks_per_head(op, shape_of(n)[lead.dim]) % op.degree
+        for n in (key, value)
     )
     needs: dict[fx.Node, Placement] = {query: lead}
     for node in (key, value):
         size = shape_of(node)[lead.dim]
-        wanted = Shard(lead.dim, (size,) if grouped else lead.parts, lead.origin)
+        copies = _ranks_per_head(op, size) if grouped else 1
+        wanted = Shard(lead.dim, (size,) if grouped else lead.parts, lead.origin, copies=copies)
         if op.placement(node) not in (REPLICATE, wanted):
             raise op.error("attends over queries, keys and values that are split differently")
         one_for_all = size == 1 and not grouped and op.placement(node) == REPLICATE
         needs[node] = REPLICATE_PARTIAL_GRAD if kv_whole or one_for_all else wanted
         if not kv_whole and not one_for_all:
-            op.local(size)
+            op.local(size * copies)
     if mask is not None:
         needs[mask] = _mask_need(op, mask, len(shape_of(query)), lead)
     dropout_p = op.arg("dropout_p", 0.0)
@@ -278,6 +282,12 @@ def attention(op: Operator) -> Decision:
         "rows": op.arg("rows"),
     }
     return Decision(lead, needs, attend_sharded, args, kwargs)
+
+
+def _ranks_per_head(op: Operator, heads: int) -> int:
+    """How many ranks each of some kv-heads is on: one, or several where there are more ranks."""
+    is_few = isinstance(op.degree, int) and 1 < heads < op.degree and op.degree % heads == 0
+    return int(op.degree) // heads if is_few else 1
 
 
 def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Shard:

@@ -77,10 +77,14 @@ def decide(op: Operator) -> Decision:
         ShardError: no rule says how the operator works on operands that are split so.
     """
     operands = op.node.all_input_nodes
-    if family(op.node.target) == "repeat_heads":
-        return views.repeat_heads(op)
     if any(isinstance(p := op.placements[n], Shard) and p.copies > 1 for n in operands):
-        return decide_shared(op, decide)
+        return decide_shared(op, _decide)
+    return _decide(op)
+
+
+def _decide(op: Operator) -> Decision:
+    """Decision about an operator whose operands' shards are each on one rank."""
+    operands = op.node.all_input_nodes
     if (filled := elementwise.as_written(op)) is not None:
         return filled
     if _is_whole(op, operands):

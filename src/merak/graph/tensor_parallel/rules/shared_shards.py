@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import fx
 
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import ATTENTIONS, family
 from merak.graph.tensor_parallel.placement import (
     Decision,
     Operator,
@@ -43,28 +44,32 @@ def decide_shared(op: Operator, rule: Rule) -> Decision:
     return _in_groups(op, rule, split, 1)
 
 
-def _in_groups(
-    op: Operator, rule: Rule, split: Mapping[fx.Node, Shard], copies: int
-) -> Decision:
+def _in_groups(op: Operator, rule: Rule, split: Mapping[fx.Node, Shard], copies: int) -> Decision:
     """Decision of groups of so many ranks; operands that more of them hold are shared out."""
     assert isinstance(op.degree, int)
-    degree = op.degree // copies
-    shares: dict[fx.Node, Placement] = {
-        node: replace(placed, copies=copies)
-        for node, placed in split.items()
-        if placed.copies != copies
-    }
-    if any(math.gcd(*split[node].parts) % degree for node in shares):
-        raise op.error("reads heads that the ranks cannot share out equally")
+    degree, keys = op.degree // copies, _grouped_keys(op)
+    alone: dict[fx.Node, Placement] = {}
+    shares: dict[fx.Node, Placement] = {}
+    for node, placed in split.items():
+        is_kept = node in keys and placed.copies % copies == 0
+        alone[node] = replace(placed, copies=placed.copies // copies if is_kept else 1)
+        if placed.copies != copies and not is_kept:
+            shares[node] = replace(placed, copies=copies)
+            if math.gcd(*placed.parts) % degree:
+                raise op.error("reads heads that the ranks cannot share out equally")
     if any(node in shares for node in mutated_arguments(op.node)):
         raise op.error("writes into heads of which each is on several ranks")
-    alone = {node: replace(placed, copies=1) for node, placed in split.items()}
-    groups = replace(
-        op, placements={**op.placements, **alone}, degree=degree, copies=copies
-    )
+    groups = replace(op, placements={**op.placements, **alone}, degree=degree, copies=copies)
     decision = rule(groups)
     needs = {node: _shared(placed, copies) for node, placed in decision.needs.items()}
     return replace(decision, output=_each_shared(decision.output, copies), needs=shares | needs)
+
+
+def _grouped_keys(op: Operator) -> tuple[fx.Node, ...]:
+    """Keys and values of which several heads of queries read one: fewer ranks may share it."""
+    if family(op.node.target) in ATTENTIONS and op.arg("enable_gqa", False):
+        return op.arg("key"), op.arg("value")
+    return ()
 
 
 def _is_sharded(placed: ResultPlacement) -> bool:
@@ -79,4 +84,6 @@ def _each_shared(placed: ResultPlacement, copies: int) -> ResultPlacement:
 
 
 def _shared(placed: Placement, copies: int) -> Placement:
-    return replace(placed, copies=copies) if isinstance(placed, Shard) else placed
+    if not isinstance(placed, Shard):
+        return placed
+    return replace(placed, copies=placed.copies * copies)

@@ -18,7 +18,6 @@ from merak.graph.tensor_parallel.placement import (
     positive,
     shape_of,
 )
-from merak.ops.repeated_heads import own_heads
 
 aten = torch.ops.aten
 
@@ -178,16 +177,6 @@ def repeat(op: Operator) -> Decision:
     repeats = op.arg("repeats")
     dim = placed.dim + len(repeats) - len(shape_of(operand))
     return Decision(Shard(dim, placed.parts * repeats[dim], placed.origin))
-
-
-def repeat_heads(op: Operator) -> Decision:
-    """repeat_heads: each copy of a head is on a rank of its own already."""
-    weight, _, copies = op.node.args
-    placed = op.placement(weight)
-    if not isinstance(placed, Shard) or placed.dim or placed.copies != copies:
-        raise op.error("repeats heads that are split otherwise")
-    after = Shard(0, (sum(placed.parts) * placed.copies,), placed.origin)
-    return Decision(after, target=own_heads, args=(weight,), kwargs={})
 
 
 def repeat_interleave(op: Operator) -> Decision:

@@ -331,8 +331,6 @@ class Search:
 
     def splits(self, name: str) -> tuple[Shard | PartlySharded, ...]:
         """Candidate placements of a parameter that the degree divides."""
-        if (repeated := _repeated(self.nodes[name])) is not None:
-            return (Shard(0, self.shapes[name][:1], name, copies=repeated),)
         if name not in self._splits:
             found: list[Shard] = []
             for dim, size in enumerate(self.shapes[name]):
@@ -380,12 +378,19 @@ class Search:
             needed = None
         if needed is None:
             return None
-        whole = sum(f * whole_share(weights.get(n)) for n, f in self._gemm_share.items())
-        rest = sum(math.prod(self.shapes[n]) * whole_share(weights.get(n)) for n in self.nodes)
+        again = {n: self._repeated(weights.get(n)) for n in self.nodes}
+        whole = sum(f * again[n] for n, f in self._gemm_share.items())
+        rest = sum(math.prod(self.shapes[n]) * again[n] for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
         value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
         value += sum(map(self.price, needed))
         return Found(dict(weights), inside, tuple(needed), value)
+
+    def _repeated(self, placed: Placement | None) -> float:
+        """Fraction of a parameter's work that every rank does: 0 if shared out, 1 if whole."""
+        if isinstance(placed, Shard) and placed.copies > 1:
+            return (placed.copies - 1) / (self.degree - 1)
+        return whole_share(placed)
 
     def price(self, transfer: Transfer) -> float:
         """Cost of a collective, in those of a full activation."""
@@ -415,16 +420,6 @@ def _joined(group: Assignment, best: Assignment) -> Iterator[Assignment]:
     yield {**group, **best}
     if any(best.get(name, placed) != placed for name, placed in group.items()):
         yield {**best, **group}
-
-
-def _repeated(node: fx.Node) -> int | None:
-    """How often the heads of a parameter are repeated; None where they are not."""
-    for user in node.users:
-        if family(user.target) == "repeat_heads":
-            return int(str(user.args[2]))
-        if family(user.target) in SAME_VALUES and (found := _repeated(user)) is not None:
-            return found
-    return None
 
 
 def whole_share(placed: Placement | None) -> float:

@@ -19,7 +19,6 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Replicate
 from merak.graph.tensor_parallel.placement import Shard
-from merak.graph.tensor_parallel.repeated_heads import HeadRepeater
 from merak.graph.tensor_parallel.report import replication_warning
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
@@ -42,10 +41,9 @@ def blocks_of(name: str) -> int:
 
 def collectives(graph: ModelGraph, weights: dict[str, Shard], degree: int) -> list[Transfer]:
     deriver = AutoSharder(graph.parameters, degree)
-    few = [name for name, placed in weights.items() if getattr(placed, "copies", 1) > 1]
     return [
         transfer
-        for segment in HeadRepeater(degree, few).model(graph).segments
+        for segment in graph.segments
         for transfer in deriver(
             SegmentTask(
                 segment,
