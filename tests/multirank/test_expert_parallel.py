@@ -1,6 +1,6 @@
 """Weights that only some ranks hold whole: steps under ZeRO, and checkpoints in other layouts.
 
-Whole experts, and heads of which there are fewer than ranks.
+Whole experts, and heads that the ranks do not divide, of which several have the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from tests.unit.graph.tensor_parallel.test_shared_shards import model
 Layout = tuple[int, int, int, int]
 """(dp, tp, pp, ep)."""
 
+HEADS = {
+    "few_heads": lambda: model("Qwen2", 2),
+    "six_heads": lambda: model("Qwen2", 2, num_attention_heads=6),
+}
+
 
 def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> list[float]:
     """Train, from a checkpoint if the first step is not 0; save after the last one."""
@@ -32,7 +37,7 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
         return {"input_ids": part, "labels": part.clone()}
 
     parallel = merak.parallelize(
-        model("Qwen2", 2) if kind == "few_heads" else build(kind),
+        HEADS[kind]() if kind in HEADS else build(kind),
         example_batch=own(0),
         optimizer=adamw,
         num_microbatches=2,
@@ -63,6 +68,10 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
         slow("few_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
         slow("few_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
         ("few_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
+        slow("six_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
+        slow("six_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
+        slow("six_heads", (1, 8, 1, 1), (2, 4, 1, 1), 3),
+        ("six_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
     ],
 )
 def test_checkpoints_go_on_with_weights_split_otherwise(

@@ -377,6 +377,8 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
         for function in (
             collectives.copy_parts_to,
             collectives.gather_from,
+            collectives.gather_shared,
+            collectives.own_share,
             collectives.slice_to,
             collectives.local_slice,
             collectives.reduce_scatter_to,

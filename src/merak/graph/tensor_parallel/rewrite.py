@@ -220,15 +220,16 @@ class Rewriter:
             return self.insert(leave_experts, rows, node, need)
         if isinstance(placed, ExpertRows) and need == REPLICATE:
             return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
-        if isinstance(placed, Shard) and placed.copies > 1:
+        is_shared = isinstance(placed, Shard) and placed.copies > 1
+        if is_shared and (isinstance(need, Shard) or need == REPLICATE):
             return self.unshared(node, placed, need)
         if isinstance(need, Shard) and need.copies > 1:
             whole = self.convert(node, REPLICATE_PARTIAL_GRAD)
-            args = (whole, need.dim, need.parts, self.axis, need.copies)
-            return self.insert(local_slice, args, node, need)
+            own = (whole, need.dim, need.parts, self.axis, need.copies)
+            return self.insert(local_slice, own, node, need)
         if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
             return self.exchanged(node, self.env[node], placed, need)
-        if self.propagation.scatters and isinstance(placed, (Partial, Shard)):
+        if self.propagation.scatters and isinstance(placed, (Partial, Shard)) and not is_shared:
             scattered = self.scattered(node, placed, need)
             if scattered is not None:
                 return scattered
@@ -253,16 +254,14 @@ class Rewriter:
         args = (self.env[node], placed.dim, placed.parts, self.axis)
         return self.insert(gather_from, args, node, need)
 
-    def unshared(self, node: fx.Node, placed: Shard, need: Placement) -> fx.Node:
+    def unshared(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Shards that are each on several ranks, converted to fewer of them, or to the whole."""
+        assert isinstance(placed, Shard)
+        shards = (self.env[node], placed.dim, placed.parts, self.axis, placed.copies)
         if isinstance(need, Shard):
             assert need == replace(placed, copies=need.copies), f"{node} is split in two ways"
-            args = (self.env[node], placed.dim, placed.parts, self.axis)
-            return self.insert(own_share, (*args, placed.copies, need.copies), node, need)
-        if need != REPLICATE:
-            return self.insert(copy_to, (self.convert(node, REPLICATE), self.axis), node, need)
-        args = (self.env[node], placed.dim, placed.parts, self.axis, placed.copies)
-        return self.insert(gather_shared, args, node, need)
+            return self.insert(own_share, (*shards, need.copies), node, need)
+        return self.insert(gather_shared, shards, node, need)
 
     def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
         """Conversion from or to shards without an all-reduce; None where there is none."""

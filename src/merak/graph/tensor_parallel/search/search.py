@@ -18,7 +18,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment, returned_nodes
-from merak.graph.ir.operators import SAME_VALUES, family, is_weight_gemm
+from merak.graph.ir.operators import is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     ExpertRows,
@@ -223,7 +223,8 @@ class Search:
 
     def _splits_both_ways(self, name: str) -> bool:
         """Whether the degree divides the outputs and the inputs of a weight."""
-        dims = {split.dim for split in self.splits(name) if divides(split, self.degree)}
+        sizes = self.shapes[name]
+        dims = {split.dim for split in self.splits(name) if sizes[split.dim] % self.degree == 0}
         return all({out, into} <= dims for out, into in self.dims[name])
 
     def close(self, weights: Assignment) -> Assignment:
