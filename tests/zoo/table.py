@@ -32,10 +32,10 @@ the parameters that tensor parallelism shards, and how often ranks exchange acti
 layer's forward and backward. A sample has 1,024 tokens, or as many as the model has positions for
 where these are fewer, or 512 where its config names no limit. Parameters that the batch leaves
 unread are left out, as of an encoder of sound beside a text alone. Where attention has a number of
-heads that 8 does not divide, such as 12, its weights are whole; `merak check --widths real` names
-the degrees that divide them. `python -m tests.zoo.widths docs/zoo.md` fills the column; empty cells
-and tables without it have not been run, and a cell says so where an architecture needs more memory
-or processor time than it may have.
+heads that 8 does not divide, such as 12, two or four ranks each have the same ones, which `merak
+check --widths real` says, with degrees that divide them. `python -m tests.zoo.widths docs/zoo.md`
+fills the column; empty cells and tables without it have not been run, and a cell says so where an
+architecture needs more memory or processor time than it may have.
 
 `make zoo` runs the zoo and writes this page. It takes hours, and continues where it stopped. Tasks
 that have not been run are left out. The zoo is not part of the tests, which check forty different

@@ -29,7 +29,7 @@ def test_widths_are_the_models_own() -> None:
 
 def test_a_degree_that_does_not_divide_the_heads_is_seen() -> None:
     found = at_real_widths(8, num_attention_heads=12, intermediate_size=2048, vocab_size=1024)
-    assert found.split > 0.95
+    assert not any("self_attn" in name for name in found.whole)
     assert found.undivided == (
         "tp=8 does not divide the outputs of q_proj.weight, k_proj.weight and v_proj.weight (12 "
         "pieces): groups of 2 ranks hold and compute the same ones; tp=4 would divide all"
@@ -37,7 +37,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_seen() -> None:
     whole = at_real_widths(7, num_attention_heads=12, intermediate_size=2058, vocab_size=1024)
     assert whole.split < 0.9
     assert any("q_proj" in name for name in whole.whole)
-    assert "(12 pieces): every rank holds and computes them whole; no tp" in str(whole.undivided)
+    assert "(12 pieces): every rank holds and computes them whole" in str(whole.undivided)
     assert at_real_widths(4, num_attention_heads=12, intermediate_size=2048).undivided is None
 
 
