@@ -51,6 +51,7 @@ from merak.graph.tensor_parallel.rules import (
     experts,
     gemm,
     indexing,
+    loops,
     partial_sums,
     views,
     vocabulary,
@@ -93,6 +94,8 @@ def decide(op: Operator) -> Decision:
             return carried
     if not op.sharded():
         return _inside(op)
+    if family(op.node.target) == "opaque_call":
+        return loops.loop(op, decide)
     rule = _rule_of(op.node.target)
     if vocabulary.reads_padding(op):
         return vocabulary.decide_padded(op, rule)

@@ -52,7 +52,7 @@ def _at_lengths(
     found: list[ProbeResult] = []
     for short in LENGTHS:
         try:
-            found.append(measure([_resized(meta, length, short) for meta in metas]))
+            found.append(measure([resized(meta, length, short) for meta in metas]))
         except Exception:  # whatever the code raises for other shapes
             return None
         if len(found) == 2 and _kernels(found[1]) - _kernels(found[0]) < LENGTHS[1] - LENGTHS[0]:
@@ -60,7 +60,14 @@ def _at_lengths(
     return found
 
 
-def _resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
+def resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
+    """Metadata of an operand of a loop over a shorter sequence.
+
+    Args:
+        meta: of the operand.
+        length: the sequence's length; every dim of this size becomes a short one.
+        short: the shorter length.
+    """
     return replace(meta, shape=tuple(short if size == length else size for size in meta.shape))
 
 

@@ -253,6 +253,7 @@ class _Recorder:
             modes=tuple(part.training for part in module.modules()),
             autocast=_active_autocast(self.device),
             grad=torch.is_grad_enabled(),
+            device=self.device.type,
             saved_bytes=0,
             flops=0,
         )
