@@ -7,6 +7,7 @@ may be sharded. Nothing else runs the graph.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -169,7 +170,7 @@ def _executed(
         return inside
 
     mode = nullcontext() if device is None else FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.set_grad_enabled(call.grad):
+    with mode, torch.set_grad_enabled(call.grad), _no_collection():
         tensors = _empty(call, metas, device or "meta")
         sys.settrace(enter)
         try:
@@ -177,3 +178,15 @@ def _executed(
         finally:
             sys.settrace(None)
     return seen
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Put the garbage collector off, in which other objects' code would run."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -7,7 +7,7 @@ the operators of its first passes, and those are all alike.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from merak.graph.tensor_parallel.rules.loop_body import (
     check_local,
     place_body,
 )
-from merak.graph.trace.loop_operators import Body, NoBody, body_of, instructions
+from merak.graph.trace.loop_operators import Body, Instruction, NoBody, body_of, instructions
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.extrapolate import resized
 from merak.graph.trace.opaque.functions import FunctionModule
@@ -38,6 +38,8 @@ from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 SHORT_LENGTHS = ((16, 32), (64, 128), (256, 512))
 """Pairs of lengths that stand for a long sequence; the later ones for loops over chunks."""
+
+_OTHERWISE = "does something else in a longer loop"
 
 MOST_KERNELS = 2_000
 """A loop of no more operators is written out at its own length."""
@@ -66,11 +68,17 @@ class _Written:
         call: the call; held, so that no other gets its identity.
         length: the size that is the sequence's length; None where no other length stands for it.
         bodies: its operators, by the length.
+        instructions: those that it runs at these lengths; at its own it runs no others.
+        local: the operators on shards of some sizes, as they are asked for.
+        costs: of the call on shards of some sizes, as they are asked for.
     """
 
     call: OpaqueCall
     length: int | None
     bodies: Mapping[int, Body]
+    instructions: frozenset[Instruction] = frozenset()
+    local: dict[tuple[TensorMeta, ...], Body] = field(default_factory=dict)
+    costs: dict[tuple[TensorMeta, ...], CallCost] = field(default_factory=dict)
 
 
 _written: dict[Any, _Written | str] = {}
@@ -158,7 +166,7 @@ def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
             bodies = _bodies(call, metas, length, shorts)
             counts = [len(body.graph.nodes) for body in bodies.values()]
             if len(counts) == len(shorts) and counts[-1] > counts[0]:
-                return _Written(call, length, bodies)
+                return _Written(call, length, bodies, _instructions(call, metas, length, shorts))
     raise Unshardable("makes many operators at any length")
 
 
@@ -193,20 +201,22 @@ def _sharded(
         given = [p and _scaled(p, shape_of(n)[p.dim], degree) for p, n in pairs]
         placed = place_body(whole.graph, given, op, decide)
         own = placed.operands(whole.graph)
-        check_local(
-            whole,
-            placed,
-            body_of(call, _local((n.meta["tensor"] for n in nodes), own, degree)),
-            degree,
-        )
+        shards = _local((node.meta["tensor"] for node in nodes), own, degree)
+        if shards not in written.local:
+            written.local[shards] = body_of(call, shards)
+        check_local(whole, placed, written.local[shards], degree)
         results = placed.results(whole.graph)
         found.add((_at(own, metas, degree), _at(results, call.outputs, degree)))
     if len(found) > 1:
-        raise Unshardable("does something else in a longer loop")
+        raise Unshardable(_OTHERWISE)
     ((of_operands, of_results),) = found
     local = _local(metas, of_operands, degree)
-    _check_long(written, metas, local)
-    cost = _cost(call, local, _local(call.outputs, of_results, degree))
+    if local not in written.costs:
+        written.costs[local] = _cost(written, local)
+    cost = written.costs[local]
+    expected = _local(call.outputs, of_results, degree)
+    if [(m.shape, m.dtype) for m in cost.outputs] != [(m.shape, m.dtype) for m in expected]:
+        raise Unshardable(_OTHERWISE)
     return _Sharding(of_operands, of_results, cost)
 
 
@@ -232,33 +242,32 @@ def _at(
 
 def _local(
     metas: Iterable[TensorMeta], placed: Sequence[Placement], degree: int
-) -> list[TensorMeta]:
-    return [local_meta(m, p, degree) for m, p in zip(metas, placed, strict=True)]
+) -> tuple[TensorMeta, ...]:
+    return tuple(local_meta(m, p, degree) for m, p in zip(metas, placed, strict=True))
 
 
-def _check_long(
-    written: _Written, metas: Sequence[TensorMeta], local: Sequence[TensorMeta]
-) -> None:
-    """Check that the loop at its own length runs the instructions that it runs where it is short.
+def _cost(written: _Written, local: Sequence[TensorMeta]) -> CallCost:
+    """Outputs and cost of a call on a rank's shards."""
+    call, length = written.call, written.length
+    if length is not None:
+        found = _instructions(call, local, length, tuple(written.bodies))
+        if not found <= written.instructions:
+            raise Unshardable(_OTHERWISE)
+    cost = dry_run(call, local, torch.device(call.device), length)
+    return CallCost(cost.outputs, cost.saved_bytes, cost.flops, cost.loop)
+
+
+def _instructions(
+    call: OpaqueCall, metas: Sequence[TensorMeta], length: int, shorts: Sequence[int]
+) -> frozenset[Instruction]:
+    """Instructions of a loop, which are the same ones where it is short.
 
     Raises:
-        Unshardable: it does not.
+        Unshardable: they are not.
     """
-    if (length := written.length) is None:
-        return
-    sizes = [
-        [resized(meta, length, short) for meta in each]
-        for short in written.bodies
-        for each in (metas, local)
-    ]
-    *known, whole, own = instructions(written.call, [*sizes, metas, local])
-    if not (whole | own) <= set().union(*known):
-        raise Unshardable("does something else in a longer loop")
-
-
-def _cost(call: OpaqueCall, local: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> CallCost:
-    """Outputs and cost of a call on a rank's shards."""
-    found = dry_run(call, local, torch.device(call.device))
-    if [(m.shape, m.dtype) for m in found.outputs] != [(m.shape, m.dtype) for m in outputs]:
-        raise Unshardable("returns something else in a longer loop")
-    return CallCost(found.outputs, found.saved_bytes, found.flops, found.loop)
+    sizes = [[resized(meta, length, short) for meta in metas] for short in shorts]
+    *known, own = instructions(call, [*sizes, metas])
+    found = frozenset[Instruction]().union(*known)
+    if not own <= found:
+        raise Unshardable(_OTHERWISE)
+    return found

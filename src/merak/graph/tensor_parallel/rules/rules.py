@@ -155,6 +155,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.matmul: MATMULS,
     gemm.baddbmm: ("baddbmm",),
     gemm.einsum: ("einsum",),
+    gemm.solve_triangular: ("linalg_solve_triangular",),
     gemm.grouped: GROUPED_GEMMS,
     gemm.separate: SEPARATE_GEMMS,
     indexing.grouped_values: ("grouped_values",),
