@@ -8,6 +8,7 @@ may be sharded. Nothing else runs the graph.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,7 @@ def _body(call: OpaqueCall, metas: Sequence[TensorMeta]) -> Body:
 
     with (
         _own_backwards_refused(),
+        _quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         TensorHooks(),
         torch.set_grad_enabled(call.grad),
@@ -140,6 +142,17 @@ def _empty(
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=device or call.device)
         made.append(tensor.requires_grad_(meta.requires_grad))
     return made
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back what torch logs of code that fails at some sizes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_off, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_off
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from merak.graph.tensor_parallel.rules.loop_body import (
     check_local,
     place_body,
 )
-from merak.graph.trace.loop_operators import Body, Instruction, NoBody, body_of, instructions
+from merak.graph.trace.loop_operators import Body, NoBody, body_of, instructions
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.extrapolate import resized
 from merak.graph.trace.opaque.functions import FunctionModule
@@ -38,6 +38,9 @@ from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 SHORT_LENGTHS = ((16, 32), (64, 128), (256, 512))
 """Pairs of lengths that stand for a long sequence; the later ones for loops over chunks."""
+
+MOST_LOOKED_AT = 20_000
+"""Operators of a loop for which its instructions are looked at; of a longer one, the first ones."""
 
 _OTHERWISE = "does something else in a longer loop"
 
@@ -68,7 +71,6 @@ class _Written:
         call: the call; held, so that no other gets its identity.
         length: the size that is the sequence's length; None where no other length stands for it.
         bodies: its operators, by the length.
-        instructions: those that it runs at these lengths; at its own it runs no others.
         local: the operators on shards of some sizes, as they are asked for.
         costs: of the call on shards of some sizes, as they are asked for.
     """
@@ -76,7 +78,6 @@ class _Written:
     call: OpaqueCall
     length: int | None
     bodies: Mapping[int, Body]
-    instructions: frozenset[Instruction] = frozenset()
     local: dict[tuple[TensorMeta, ...], Body] = field(default_factory=dict)
     costs: dict[tuple[TensorMeta, ...], CallCost] = field(default_factory=dict)
 
@@ -166,7 +167,8 @@ def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
             bodies = _bodies(call, metas, length, shorts)
             counts = [len(body.graph.nodes) for body in bodies.values()]
             if len(counts) == len(shorts) and counts[-1] > counts[0]:
-                return _Written(call, length, bodies, _instructions(call, metas, length, shorts))
+                _check_long(call, metas, length, shorts)
+                return _Written(call, length, bodies)
     raise Unshardable("makes many operators at any length")
 
 
@@ -248,26 +250,22 @@ def _local(
 
 def _cost(written: _Written, local: Sequence[TensorMeta]) -> CallCost:
     """Outputs and cost of a call on a rank's shards."""
-    call, length = written.call, written.length
-    if length is not None:
-        found = _instructions(call, local, length, tuple(written.bodies))
-        if not found <= written.instructions:
-            raise Unshardable(_OTHERWISE)
-    cost = dry_run(call, local, torch.device(call.device), length)
+    call = written.call
+    cost = dry_run(call, local, torch.device(call.device), written.length)
     return CallCost(cost.outputs, cost.saved_bytes, cost.flops, cost.loop)
 
 
-def _instructions(
+def _check_long(
     call: OpaqueCall, metas: Sequence[TensorMeta], length: int, shorts: Sequence[int]
-) -> frozenset[Instruction]:
-    """Instructions of a loop, which are the same ones where it is short.
+) -> None:
+    """Check that a long loop runs no instructions but those that it runs where it is short.
 
     Raises:
-        Unshardable: they are not.
+        Unshardable: it does.
     """
-    sizes = [[resized(meta, length, short) for meta in metas] for short in shorts]
-    *known, own = instructions(call, [*sizes, metas])
-    found = frozenset[Instruction]().union(*known)
-    if not own <= found:
+    assert call.loop is not None
+    looked_at = min(length, max(shorts[-1], length * MOST_LOOKED_AT // call.loop.kernels[0]))
+    sizes = (*shorts, looked_at)
+    *known, long = instructions(call, [[resized(m, length, size) for m in metas] for size in sizes])
+    if not long <= set().union(*known):
         raise Unshardable(_OTHERWISE)
-    return found
