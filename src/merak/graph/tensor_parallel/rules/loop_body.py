@@ -18,7 +18,17 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import requires_grad
 from merak.graph.ir.ir import returned_nodes
 from merak.graph.ir.mutation import is_mutating, mutated_arguments
-from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, SPLITS, UNINITIALIZED, family
+from merak.graph.ir.operators import (
+    EXPANDS,
+    FILLS_NEW,
+    FILLS_SHAPE,
+    RESHAPES,
+    SHAPED_LIKE,
+    SPLITS,
+    SQUEEZES,
+    UNINITIALIZED,
+    family,
+)
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
@@ -40,6 +50,9 @@ Decide = Callable[[Operator], Decision]
 
 _SIZES = frozenset(("size", "shape", "sizes", "split_size", "split_sizes", "chunks"))
 """Arguments that give nothing but the sizes of results, which are compared themselves."""
+
+_BY_SHAPE = RESHAPES | SHAPED_LIKE | EXPANDS | SPLITS | SQUEEZES
+"""Operators of which the results' shapes tell all, so that a rule may write them in other words."""
 
 
 class Unshardable(Exception):
@@ -305,7 +318,7 @@ def _call(
     """An operator and its arguments, but for sizes, with values by their place in the graph."""
     target = node.target
     args, kwargs = node.args, dict(node.kwargs)
-    if whole and decision.args is not None and family(target) not in SPLITS:
+    if whole and decision.args is not None and family(target) not in _BY_SHAPE:
         target = decision.target or target
         args, kwargs = decision.args, dict(decision.kwargs or {})
     schema = target._schema.arguments  # type: ignore[union-attr]
