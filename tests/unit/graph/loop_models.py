@@ -179,6 +179,33 @@ class Branching(_Around):
         return branching_scan(x)
 
 
+class Decaying(nn.Module):
+    """Loops in its own forward, and has a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(4 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, results = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.decay * state + x[:, t])
+            results.append(state)
+        return torch.stack(results, 1)
+
+
+class OwnLoop(_Around):
+    """Calls a module that loops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Decaying()
+
+    def scan(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        return made
+
+
 class Block(nn.Module):
     """A norm and a mixer, beside the residual stream."""
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from merak.core.source_lines import is_library
+from merak.core.source_lines import is_library, is_standard_library
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.trace.modes.grad_hooks import TensorHooks
@@ -177,7 +177,8 @@ def _executed(
         return inside
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
-        if is_library(frame.f_code.co_filename):
+        file = frame.f_code.co_filename
+        if is_library(file) or is_standard_library(file):  # which runs when an object goes, too
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return inside

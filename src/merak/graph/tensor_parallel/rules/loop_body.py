@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from merak.core.errors import ShardError
@@ -321,7 +322,9 @@ def _call(
     if whole and decision.args is not None and family(target) not in _BY_SHAPE:
         target = decision.target or target
         args, kwargs = decision.args, dict(decision.kwargs or {})
-    schema = target._schema.arguments  # type: ignore[union-attr]
+    if not isinstance(target, torch._ops.OpOverload):
+        return target, _written((args, kwargs), place)
+    schema = target._schema.arguments
     found = {a.name: a.default_value for a in schema}
     found |= dict(zip((a.name for a in schema), args, strict=False)) | kwargs
     if family(target) in UNINITIALIZED:

@@ -35,6 +35,7 @@ from merak.graph.trace.opaque.extrapolate import resized
 from merak.graph.trace.opaque.functions import FunctionModule
 from merak.graph.trace.opaque.operator import CallCost, OpaqueCall, operands
 from merak.graph.trace.opaque.probe import CannotBeOpaque
+from merak.graph.trace.opaque.record import likeness
 
 SHORT_LENGTHS = ((16, 32), (64, 128), (256, 512))
 """Pairs of lengths that stand for a long sequence; the later ones for loops over chunks."""
@@ -133,10 +134,9 @@ def _entering(op: Operator, node: fx.Node) -> Shard | None:
 def _identity(call: OpaqueCall) -> Any:
     """A key that is equal for calls of the same code."""
     module = call.module
-    code = module.function.__code__ if isinstance(module, FunctionModule) else id(module)
     return (
-        call.ref.path,
-        code,
+        module.function.__code__ if isinstance(module, FunctionModule) else likeness(module, {}),
+        call.states,
         repr(call.arguments),
         (call.modes, call.autocast, call.grad, call.device),
     )

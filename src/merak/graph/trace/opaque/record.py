@@ -318,7 +318,7 @@ class _Recorder:
         """A key that is equal for calls that compute the same."""
         # A loop depends on no values, not on a buffer's either.
         is_loop = call.ref.path in self.looped
-        likeness = _likeness(call.module, {} if is_loop else self.real.under(call.module))
+        likeness = likeness(call.module, {} if is_loop else self.real.under(call.module))
         how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
         return likeness, call.states, tuple(metas), how, is_loop
 
@@ -336,7 +336,7 @@ def _is_same(value: Any, before: Any) -> bool:
     return value is before or (isinstance(value, PLAIN) and value == before)
 
 
-def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
+def likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     """A key that is equal for modules that compute the same, such as layers: one is probed for all.
 
     A call is checked against the probe's result when it runs.

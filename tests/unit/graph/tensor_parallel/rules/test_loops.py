@@ -65,6 +65,7 @@ def opaque_nodes_of_a_rank(graph: ModelGraph, degree: int) -> list[fx.Node]:
         (models.Selective, 4, False),
         (models.DeltaRule, 2, False),
         (models.DeltaRule, 4, True),
+        (models.OwnLoop, 2, False),
     ],
 )
 def test_ranks_give_what_one_gives(
