@@ -318,9 +318,9 @@ class _Recorder:
         """A key that is equal for calls that compute the same."""
         # A loop depends on no values, not on a buffer's either.
         is_loop = call.ref.path in self.looped
-        likeness = likeness(call.module, {} if is_loop else self.real.under(call.module))
+        kind = likeness(call.module, {} if is_loop else self.real.under(call.module))
         how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
-        return likeness, call.states, tuple(metas), how, is_loop
+        return kind, call.states, tuple(metas), how, is_loop
 
 
 def _metas(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
