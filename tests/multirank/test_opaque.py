@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 import merak
-from merak.check import CheckOptions, Job, Layout, Workspace, check_against
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
+from merak.graph.trace.opaque.loops import MOST_PASSES
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.opaque_models import BLOCKS, Gated, HitExperts, Stack, batch_of, case_of
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
+from tests.unit.graph.loop_models import Blocks, DeltaRule, Selective
+from tests.unit.graph.loop_models import batch_of as loop_batch
 
 STEPS = 3
 Degrees = tuple[int, int, int]
@@ -58,6 +61,21 @@ def test_split(pool: RankPool, block: type[nn.Module], tmp_path: Path) -> None:
 
 def test_replicas_that_choose_other_experts(pool: RankPool, tmp_path: Path) -> None:
     check(pool, HitExperts, (Layout(dp=2, pp=2), "zero_bubble_h1"), tmp_path)
+
+
+@pytest.mark.parametrize(("block", "tp"), [(Selective, 2), slow(DeltaRule, 4)])
+def test_loops_on_shards(pool: RankPool, block: type[nn.Module], tp: int, tmp_path: Path) -> None:
+    """Functions that loop over the tokens, each called with a rank's channels or heads."""
+
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    case = Case(block.__name__, partial(Blocks, block), partial(loop_batch, MOST_PASSES + 6))
+    checked = Job(case, Layout(tp=tp), CheckOptions(num_microbatches=1, microbatch=2, steps=2))
+    report = check_against(reference(checked), checked, Workspace(tmp_path, launch))
+    assert (report.reason, report.tolerance) == (None, 1e-5)
+    assert [one.class_name for one in report.kept_whole] == ["function"]
+    assert report.tp_sharded_fraction > 0.8
 
 
 def train(degrees: Degrees, settings: list[dict[str, Any]]) -> list[Seen]:

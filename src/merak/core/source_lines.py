@@ -53,6 +53,12 @@ def is_library(file: str) -> bool:
     return file.startswith(LIBRARIES) or is_generated(file)
 
 
+def is_standard_library(file: str) -> bool:
+    """Whether a source file is one of Python's own."""
+    in_packages = any(folder in file for folder in _PACKAGE_FOLDERS)
+    return file.startswith(_INSTALLED[1]) and not in_packages
+
+
 def is_installed(file: str) -> bool:
     """Whether a source file is Python's, Merak's or another installed package's, or generated."""
     in_packages = any(folder in file for folder in _PACKAGE_FOLDERS)

@@ -23,6 +23,8 @@ from merak.graph.tensor_parallel.apply import (
     tensor_parallel,
 )
 from merak.graph.tensor_parallel.features import Features
+from merak.graph.trace.opaque.operator import is_opaque
+from merak.graph.trace.opaque.run import opaque_function
 from merak.ops import collectives
 from tests.unit.graph import tensor_parallel_cases as cases
 
@@ -160,6 +162,7 @@ class Lockstep:
         if name == "vocab_parallel_cross_entropy":
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
             return self.cross_entropy(node, values)
+        target = opaque_function(node.meta["opaque"]) if is_opaque(node) else node.target
         state = torch.get_rng_state()
         results, states = [], []
         for rank in range(self.degree):
@@ -168,7 +171,7 @@ class Lockstep:
                 args, kwargs = fx.map_arg(
                     (node.args, dict(node.kwargs)), lambda n, r=rank: values[n][r]
                 )
-                results.append(node.target(*args, **kwargs))
+                results.append(target(*args, **kwargs))
             states.append(torch.get_rng_state())
         assert all(torch.equal(states[0], s) for s in states), f"{node} draws unevenly"
         return results

@@ -13,6 +13,7 @@ from torch import fx
 from merak.core.shards import ParameterShard, take
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.program.codegen import runnable
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.features import Column, Features, Row
@@ -124,8 +125,7 @@ Runner = Callable[[fx.Graph, Sequence[Any]], Sequence[Any]]
 
 
 def run_graph(graph: fx.Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-    result: Sequence[Any] = fx.GraphModule(torch.nn.Module(), graph)(*inputs)
-    return result
+    return runnable(graph)(*inputs)
 
 
 def run_model(

@@ -29,6 +29,7 @@ from merak.graph.tensor_parallel.placement import (
     where,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
+from merak.graph.trace.opaque.operator import at_cost, cost_of, is_opaque
 from merak.ops.collectives import (
     copy_parts_to,
     copy_shared_to,
@@ -144,6 +145,8 @@ class Rewriter:
         assert callable(target)
         new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
         new.meta = self.local(node)
+        if is_opaque(new):
+            new.meta["opaque"] = at_cost(new.meta["opaque"], cost_of(new))
         if decision.output != REPLICATE:
             self.split.append(new)
         if has_mutable_schema(new):

@@ -121,6 +121,18 @@ def matmul(op: Operator) -> Decision:
     return contract(op, [(a, labels_a), (b, labels_b)], result)
 
 
+def solve_triangular(op: Operator) -> Decision:
+    """linalg_solve_triangular: stacks of equations, and each one's right-hand sides, are apart."""
+    matrix, sides = op.arg("self"), op.arg("B")
+    of_matrix, of_sides, result = matmul_labels(shape_of(matrix), shape_of(sides))
+    labels = (*of_sides[:-2], *(("in", "out") if op.arg("left", True) else ("out", "in")))
+    operands: list[Operand] = [(matrix, (*of_matrix[:-2], "in", "in")), (sides, labels)]
+    for node, each in operands:
+        if isinstance(placed := op.placement(node), Shard) and each[placed.dim] == "in":
+            raise op.error("solves equations of which the unknowns are split")
+    return contract(op, operands, (*result[:-2], *labels[-2:]))
+
+
 def grouped(op: Operator) -> Decision:
     """_grouped_mm: rows in groups, each with its own weight of (groups, inputs, outputs)."""
     args: Any = op.node.args

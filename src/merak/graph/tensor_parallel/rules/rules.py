@@ -52,6 +52,7 @@ from merak.graph.tensor_parallel.rules import (
     experts,
     gemm,
     indexing,
+    loops,
     partial_sums,
     views,
     vocabulary,
@@ -103,6 +104,8 @@ def _decide(op: Operator) -> Decision:
             return carried
     if not op.sharded():
         return _inside(op)
+    if family(op.node.target) == "opaque_call":
+        return loops.loop(op, decide)
     rule = _rule_of(op.node.target)
     if vocabulary.reads_padding(op):
         return vocabulary.decide_padded(op, rule)
@@ -162,6 +165,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.matmul: MATMULS,
     gemm.baddbmm: ("baddbmm",),
     gemm.einsum: ("einsum",),
+    gemm.solve_triangular: ("linalg_solve_triangular",),
     gemm.grouped: GROUPED_GEMMS,
     gemm.separate: SEPARATE_GEMMS,
     indexing.grouped_values: ("grouped_values",),

@@ -34,23 +34,31 @@ from merak.graph.trace.opaque.probe import (
 from merak.graph.trace.opaque.run import attributes
 
 
-def dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
+def dry_run(
+    call: OpaqueCall,
+    metas: Sequence[TensorMeta],
+    device: torch.device,
+    length: int | None = None,
+) -> ProbeResult:
     """Call a module on meta or fake tensors, and measure it.
 
     Args:
         call: without its outputs, which are to be found.
         metas: metadata of its tensors, the module's own first.
         device: device that it will run on.
+        length: the size that is the sequence's length; None to find it.
 
     Raises:
         CannotBeOpaque: it needs values, keeps a tensor, or writes into its inputs.
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_dry_run, call, metas, device).result()
+        return pool.submit(_dry_run, call, metas, device, length).result()
 
 
-def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device) -> ProbeResult:
+def _dry_run(
+    call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device, length: int | None
+) -> ProbeResult:
     path = call.ref.path
     if call.scalars:
         raise CannotBeOpaque(path, "it is called with a number that depends on values")
@@ -61,7 +69,7 @@ def _dry_run(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.device
             try:
                 with mode:
                     measure = partial(_measured, call, device=where)
-                    return extrapolated(measure, metas) or measure(metas)
+                    return extrapolated(measure, metas, length) or measure(metas)
             except CannotBeOpaque:
                 raise
             except Exception as error:  # whatever the code does on meta tensors

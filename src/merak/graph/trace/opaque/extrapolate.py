@@ -25,22 +25,25 @@ Measure = Callable[[Sequence[TensorMeta]], ProbeResult]
 """Runs the loop on operands of some shapes."""
 
 
-def extrapolated(measure: Measure, metas: Sequence[TensorMeta]) -> ProbeResult | None:
+def extrapolated(
+    measure: Measure, metas: Sequence[TensorMeta], length: int | None = None
+) -> ProbeResult | None:
     """Extrapolate a loop's result and cost to a long sequence.
 
     Args:
         measure: runs it.
-        metas: metadata of its operands; the size that is the sequence's length is found by trying.
+        metas: metadata of its operands.
+        length: the size that is the sequence's length; None to find it by trying.
 
     Returns:
         The result of a run at full length; None where no size is the length, or the cost is no
         polynomial of it.
     """
-    sizes = {size for meta in metas for size in meta.shape if size > 2 * LENGTHS[-1]}
-    for length in sorted(sizes):
-        found = _at_lengths(measure, metas, length)
+    known = {size for meta in metas for size in meta.shape} if length is None else {length}
+    for size in sorted(size for size in known if size > 2 * LENGTHS[-1]):
+        found = _at_lengths(measure, metas, size)
         if found is not None:
-            made = _polynomial(found, length)
+            made = _polynomial(found, size)
             if made is not None:
                 return made
     return None
@@ -52,7 +55,7 @@ def _at_lengths(
     found: list[ProbeResult] = []
     for short in LENGTHS:
         try:
-            found.append(measure([_resized(meta, length, short) for meta in metas]))
+            found.append(measure([resized(meta, length, short) for meta in metas]))
         except Exception:  # whatever the code raises for other shapes
             return None
         if len(found) == 2 and _kernels(found[1]) - _kernels(found[0]) < LENGTHS[1] - LENGTHS[0]:
@@ -60,7 +63,14 @@ def _at_lengths(
     return found
 
 
-def _resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
+def resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
+    """Metadata of an operand of a loop over a shorter sequence.
+
+    Args:
+        meta: of the operand.
+        length: the sequence's length; every dim of this size becomes a short one.
+        short: the shorter length.
+    """
     return replace(meta, shape=tuple(short if size == length else size for size in meta.shape))
 
 

@@ -84,6 +84,7 @@ class OpaqueCall:
         modes: train or eval mode of it and its submodules.
         autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
         grad: whether gradients were on where it is called.
+        device: type of the device that it runs on.
         saved_bytes: saved tensors of its backward, inputs and weights aside.
         flops: of the matrix products of its forward, for synthetic values.
         checks_aliases: whether later operators write into its inputs or outputs, so that aliases
@@ -105,6 +106,7 @@ class OpaqueCall:
     modes: tuple[bool, ...]
     autocast: tuple[str, torch.dtype] | None
     grad: bool
+    device: str
     saved_bytes: int
     flops: int
     checks_aliases: bool = False
@@ -166,6 +168,17 @@ class CallCost:
 def cost_of(node: fx.Node) -> CallCost:
     """The cost of an opaque call or data-dependent region."""
     return CallCost.from_json(str(node.args[-1]))
+
+
+def at_cost(call: OpaqueCall, cost: CallCost) -> OpaqueCall:
+    """An opaque call whose outputs and cost are others, as at the sizes of a shard."""
+    return replace(
+        call,
+        outputs=cost.outputs,
+        saved_bytes=cost.saved_bytes,
+        flops=cost.flops,
+        loop=cost.loop,
+    )
 
 
 def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:

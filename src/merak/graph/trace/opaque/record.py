@@ -253,6 +253,7 @@ class _Recorder:
             modes=tuple(part.training for part in module.modules()),
             autocast=_active_autocast(self.device),
             grad=torch.is_grad_enabled(),
+            device=self.device.type,
             saved_bytes=0,
             flops=0,
         )
@@ -317,9 +318,9 @@ class _Recorder:
         """A key that is equal for calls that compute the same."""
         # A loop depends on no values, not on a buffer's either.
         is_loop = call.ref.path in self.looped
-        likeness = _likeness(call.module, {} if is_loop else self.real.under(call.module))
+        kind = likeness(call.module, {} if is_loop else self.real.under(call.module))
         how = (repr(call.arguments), call.scalars, call.grad, call.autocast)
-        return likeness, call.states, tuple(metas), how, is_loop
+        return kind, call.states, tuple(metas), how, is_loop
 
 
 def _metas(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[TensorMeta]:
@@ -335,7 +336,7 @@ def _is_same(value: Any, before: Any) -> bool:
     return value is before or (isinstance(value, PLAIN) and value == before)
 
 
-def _likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
+def likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     """A key that is equal for modules that compute the same, such as layers: one is probed for all.
 
     A call is checked against the probe's result when it runs.

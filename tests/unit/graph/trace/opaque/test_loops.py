@@ -359,6 +359,7 @@ def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -
         modes=(True,),
         autocast=None,
         grad=True,
+        device="cpu",
         saved_bytes=0,
         flops=0,
     )
