@@ -52,6 +52,7 @@ from merak.graph.tensor_parallel.rules import (
     gemm,
     indexing,
     partial_sums,
+    statistics,
     views,
     vocabulary,
 )
@@ -172,7 +173,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     # pointwise too, but not tagged so
     elementwise.elementwise: COPIES
     | FILLS_LIKE
-    | {"copy_", "detach", "fill_", "hardswish", "masked_fill_", "zero_"},
+    | {"copy_", "detach", "fill_", "hardswish", "masked_fill", "masked_fill_", "zero_"},
     elementwise.first_operand: CONVERSIONS | {"type_as"},
     elementwise.shape_given: FILLS_NEW,
     elementwise.along_dim: SOFTMAXES | CUMULATIVE | {"glu"},
@@ -180,8 +181,8 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     indexing.index_select: ("index_select",),
     indexing.index: ("index",),
     elementwise.last_two_dims: ("tril", "triu"),
-    elementwise.normalize: NORMS,
-    elementwise.reduce: REDUCTIONS,
+    statistics.normalize: NORMS,
+    statistics.reduce: REDUCTIONS,
     # Of the dropouts, those whose pattern is known for a slice of the operand.
     elementwise.dropout: ("dropout", "dropout_sharded"),
     indexing.split: SPLITS,

@@ -194,6 +194,36 @@ def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_parity(model, batch, None, 2, monkeypatch)
 
 
+class Attention(nn.Module):
+    """Weights with a dim of heads, which einsums multiply; norms of all heads' queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Parameter(torch.randn(16, 4, 8)) for _ in range(4))
+        self.of_q, self.of_k = nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-5)
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        q, k, v = (torch.einsum("...h,hnd->...nd", h, each) for each in (self.q, self.k, self.v))
+        q, k = (
+            norm(each.flatten(-2)).unflatten(-1, (4, 8))
+            for norm, each in ((self.of_q, q), (self.of_k, k))
+        )
+        mixed = torch.einsum("bnij,bjnd->bind", torch.einsum("bind,bjnd->bnij", q, k).tanh(), v)
+        return (h + self.after(torch.einsum("bind,hnd->bih", mixed, self.o))).square().mean()
+
+
+def test_weights_of_einsums_and_norms_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batch = Attention(), {"x": torch.randn(2, 64, 16)}
+    weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
+    split = {name: placed.dim for name, placed in weights.items()}
+    assert split.items() >= dict.fromkeys(("q", "k", "v", "o"), 1).items()
+    assert {f"of_{norm}.weight" for norm in "qk"} | {"of_q.bias"} <= split.keys()
+    assert_parity(model, batch, None, 2, monkeypatch)
+
+
 def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     # Latent attention writes its keys into memory of their own, from values that every rank makes
     # whole for its own heads.
