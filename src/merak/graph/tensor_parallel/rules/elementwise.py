@@ -17,6 +17,7 @@ from merak.graph.tensor_parallel.placement import (
     Operator,
     Placement,
     Shard,
+    is_opaque,
     is_padded,
     local_meta,
     positive,
@@ -28,6 +29,13 @@ from merak.graph.trace.modes.size_invariance import is_size_invariant
 from merak.ops.sharded_dropout import dropout_sharded
 
 aten = torch.ops.aten
+
+
+def is_elementwise(target: Any) -> bool:
+    """Whether torch tags an operator as pointwise, and it is no draw and has torch's backward."""
+    tags = getattr(target, "tags", ())
+    is_drawn = torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.pointwise in tags and not is_drawn and not is_opaque(target)
 
 
 def elementwise(op: Operator) -> Decision:

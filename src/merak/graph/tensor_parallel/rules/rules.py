@@ -104,9 +104,7 @@ def decide(op: Operator) -> Decision:
 
 def _rule_of(target: Any) -> Rule | None:
     """Rule of an operator on sharded operands: by name, or as one that torch tags as pointwise."""
-    tags = getattr(target, "tags", ())
-    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    fallback = elementwise.elementwise if pointwise and not is_opaque(target) else None
+    fallback = elementwise.elementwise if elementwise.is_elementwise(target) else None
     return RULES.get(family(target), fallback)
 
 
