@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn import functional
 
 import merak
 from merak.check import CheckOptions, Job
@@ -17,6 +19,12 @@ from merak.engine import EngineOptions, build_engine
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.search.search import Search
 from merak.ops import collectives
+from merak.ops.sharded_statistics import (
+    sharded_layer_norm,
+    sharded_rms_norm,
+    sharded_std,
+    sharded_var,
+)
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.zoo.plain.models import BY_NAME, case_of
@@ -117,3 +125,48 @@ def test_collectives_and_their_gradients(pool: RankPool, degree: int) -> None:
         for name, (result, gradient) in expected.items():
             assert torch.equal(found[name][0], result), name
             assert torch.equal(found[name][1], gradient), name
+
+
+Results = list[tuple[torch.Tensor, ...]]
+
+
+def statistics_of(degree: int) -> Results:
+    """Results and gradients of statistics over the last dim: a rank's slices, or of the whole."""
+    rank = merak.init(tp=degree, device="cpu").tp_rank if degree > 1 else 0
+    torch.manual_seed(0)
+    width = 8
+    shard = ParameterShard(0, (width,), degree)
+    # Each rank's mean is another: what they have of the variance is not its mean over them.
+    values = torch.randn(2, 3, width, dtype=torch.float64) + torch.arange(float(width))
+    upstream, weight, bias = torch.randn_like(values), *torch.randn(2, width).double()
+    inputs = [
+        take(tensor, replace(shard, dim=tensor.ndim - 1), rank).clone().requires_grad_()
+        for tensor in (values, weight, bias)
+    ]
+    x, own_weight, own_bias = inputs
+    local = take(upstream, replace(shard, dim=2), rank)
+    found: Results = []
+    if degree > 1:
+        normed = sharded_layer_norm(x, own_weight, own_bias, 1e-5, 1, "tp")
+        scaled = sharded_rms_norm(x, own_weight, None, 1, "tp")
+        spread = sharded_var(x, (2,), 1.0, True, "tp"), sharded_std(x, (2,), 0.0, True, "tp")
+    else:
+        normed = functional.layer_norm(x, (width,), own_weight, own_bias)
+        scaled = functional.rms_norm(x, (width,), own_weight)
+        spread = x.var(2, keepdim=True), x.std(2, correction=0, keepdim=True)
+    found.append((normed.detach(), *torch.autograd.grad(normed, inputs, local)))
+    found.append((scaled.detach(), *torch.autograd.grad(scaled, inputs[:2], local)))
+    for one in spread:
+        found.append((one.detach(), *torch.autograd.grad(one, x, upstream[..., :1])))
+    return found
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_statistics_over_a_split_dim(pool: RankPool, degree: int) -> None:
+    expected = statistics_of(1)
+    ranks: list[Results] = pool.run(statistics_of, degree, degree)
+    for number, tensors in enumerate(expected):
+        for place, whole in enumerate(tensors):
+            own = [found[number][place] for found in ranks]
+            joined = own[-1] if whole.shape[-1] == 1 else torch.cat(own, -1)
+            torch.testing.assert_close(joined, whole)

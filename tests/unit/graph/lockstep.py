@@ -1,8 +1,9 @@
 """Several tensor parallel ranks in one process: every node runs on all ranks before the next one.
 
 Collectives act on the list of all ranks' tensors, forward and backward, so autograd runs the ranks
-in lockstep too. No process group is needed. A loss over split classes, which exchanges numbers
-inside, is torch's own over all of them here; on real ranks it is tested for itself.
+in lockstep too. No process group is needed. A loss over split classes and statistics over a split
+dim, which exchange numbers inside, are torch's own over all of them here; on real ranks they are
+tested for themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.nn import functional
 
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join, take
@@ -26,6 +28,12 @@ from merak.graph.tensor_parallel.features import Features
 from merak.graph.trace.opaque.operator import is_opaque
 from merak.graph.trace.opaque.run import opaque_function
 from merak.ops import collectives
+from merak.ops.sharded_statistics import (
+    sharded_layer_norm,
+    sharded_rms_norm,
+    sharded_std,
+    sharded_var,
+)
 from tests.unit.graph import tensor_parallel_cases as cases
 
 
@@ -135,6 +143,23 @@ _COLLECTIVES = (
 )  # fmt: skip
 
 
+_WHOLE: dict[Any, Callable[..., torch.Tensor]] = {
+    sharded_layer_norm: lambda x, weight, bias, eps, dims, axis: functional.layer_norm(
+        x, x.shape[-dims:], weight, bias, eps
+    ),
+    sharded_rms_norm: lambda x, weight, eps, dims, axis: functional.rms_norm(
+        x, x.shape[-dims:], weight, eps
+    ),
+    sharded_var: lambda x, dims, correction, keepdim, axis: x.var(
+        dims, correction=correction, keepdim=keepdim
+    ),
+    sharded_std: lambda x, dims, correction, keepdim, axis: x.std(
+        dims, correction=correction, keepdim=keepdim
+    ),
+}
+"""Statistics over a split dim, as torch takes them of the whole."""
+
+
 class Lockstep:
     """Runs graphs on `degree` ranks; every value is the list of what the ranks hold."""
 
@@ -162,6 +187,9 @@ class Lockstep:
         if name == "vocab_parallel_cross_entropy":
             self.num_calls[name] = self.num_calls.get(name, 0) + 1
             return self.cross_entropy(node, values)
+        if node.target in _WHOLE:
+            self.num_calls[name] = self.num_calls.get(name, 0) + 1
+            return self.statistics(node, values)
         target = opaque_function(node.meta["opaque"]) if is_opaque(node) else node.target
         state = torch.get_rng_state()
         results, states = [], []
@@ -184,6 +212,24 @@ class Lockstep:
         weights = [None] * self.degree if weight is None else values[weight]
         operands = zip(whole, values[target], weights, strict=True)
         return [torch.ops.aten.cross_entropy_loss(*own, *how) for own in operands]
+
+    def statistics(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
+        """By torch's own operator, over the last dim: it is the split one of every test here."""
+        operands = [n for n in node.args if isinstance(n, fx.Node)]
+        wholes = {}
+        for operand in operands:
+            own = values[operand]
+            parts = (own[0].shape[-1] * self.degree,)
+            layout = (own[0].ndim - 1, parts)
+            wholes[operand] = _Together.apply(_gather(*layout), _slice(*layout), *own)
+        results = []
+        for rank in range(self.degree):
+            args = [wholes[n][rank] if isinstance(n, fx.Node) else n for n in node.args]
+            results.append(_WHOLE[node.target](*args))
+        if not results[0].ndim or results[0].shape[-1] == 1:
+            return list(_Together.apply(_keep, _keep, *results))
+        layout = (results[0].ndim - 1, (results[0].shape[-1],))
+        return list(_Together.apply(_slice(*layout), _gather(*layout), *results))
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from merak.graph.ir.einsum import einsum_labels
 from merak.graph.ir.operators import CROSS_ENTROPIES, MATMULS, NLL_LOSSES
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
@@ -134,14 +135,13 @@ def baddbmm(op: Operator) -> Found:
 
 
 def einsum(op: Operator) -> Found:
-    """einsum of two activations, with plain letters."""
+    """einsum of two activations."""
     args: Any = op.node.args
-    equation, tensors = args
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow or "." in equation or len(terms) != 2 or len(tensors) != 2:
+    tensors, labels = args[1], einsum_labels(op.node)
+    if labels is None or len(tensors) != 2:
         return None
-    return _product(op, (tensors[0], tuple(terms[0])), (tensors[1], tuple(terms[1])), tuple(right))
+    terms, result = labels
+    return _product(op, (tensors[0], terms[0]), (tensors[1], terms[1]), result)
 
 
 def _product(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Found:

@@ -11,6 +11,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.einsum import einsum_labels
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import (
@@ -254,10 +255,28 @@ def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]
             yield dims[0], dims[1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
             yield dims[-1], dims[-2]
+        elif name == "einsum":
+            yield from _einsum_dims(user, node, dims)
         elif name in SEPARATE_GEMMS:
             yield (dims[0], dims[1]) if user.args[4] else (dims[1], dims[0])
         elif name in MATMULS:
             yield dims[-2], dims[-1]
+
+
+def _einsum_dims(
+    product: fx.Node, node: fx.Node, dims: tuple[int, ...]
+) -> Iterator[tuple[int, int]]:
+    """Output and input dims of a weight in an einsum of two; the first of several, as of heads."""
+    tensors, labels = product.args[1], einsum_labels(product)
+    assert isinstance(tensors, (list, tuple))
+    if labels is None or len(tensors) != 2 or tensors[0] is tensors[1]:
+        return
+    terms, result = labels
+    place = tensors.index(node)
+    own, other = terms[place], terms[1 - place]
+    outputs = [dims[i] for i, label in enumerate(own) if label in result and label not in other]
+    inputs = [dims[i] for i, label in enumerate(own) if label in other and label not in result]
+    yield from zip(outputs[:1], inputs[:1], strict=False)
 
 
 def permuted_dims(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:

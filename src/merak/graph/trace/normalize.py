@@ -63,7 +63,7 @@ class Rewriting:
 
 
 def refuse_vmap(rewriting: Rewriting) -> None:
-    """Refuse `torch.vmap`.
+    """Refuse `torch.vmap` where it could not run as plain operators.
 
     Raises:
         UntraceableError: the graph has one.
@@ -72,10 +72,10 @@ def refuse_vmap(rewriting: Rewriting) -> None:
         if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
             where = line_of(node) or "an unknown line"
             raise UntraceableError(
-                f"the model cannot be traced at {where}: torch.vmap runs there, the inside of "
-                "which cannot be cut; write it with broadcasting, or switch the feature off in the "
-                "model's config.",
-                f"{where}: torch.vmap runs there",
+                f"the model cannot be traced at {where}: torch.vmap runs there on values that "
+                "have gradients, or draws random numbers, the inside of which cannot be cut; write "
+                "it with broadcasting, or switch the feature off in the model's config.",
+                f"{where}: torch.vmap runs there on values that have gradients, or draws numbers",
                 modules_of(node),
             )
 

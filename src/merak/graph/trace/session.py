@@ -35,6 +35,7 @@ from merak.graph.trace.modes.metadata_queries import MetadataQueries
 from merak.graph.trace.modes.packed_sequences import PackedSequences
 from merak.graph.trace.modes.tensor_data import DetachedData
 from merak.graph.trace.modes.value_checks import ValueChecks
+from merak.graph.trace.modes.vmap import vmap_by_operators
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import OpaqueCall
@@ -118,6 +119,7 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
     (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
     (lambda s: modules_stay_in_place(), "the model finds its modules on their device already"),
     (lambda s: func_by_autograd(), "torch.func becomes calls of autograd, which are recorded"),
+    (lambda s: vmap_by_operators(), "what runs per sample becomes operators on whole tensors"),
     (
         lambda s: host_random_in_torch(s.model, s.conditions),
         "numbers drawn on the host are tensors",

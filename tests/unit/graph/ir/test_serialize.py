@@ -18,7 +18,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.json_values import NotStorable, Reader, Writer
 from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.ir.ir import ModelGraph, Segment
-from merak.graph.ir.serialize import Ref, pack, pack_model, unpack, unpack_model
+from merak.graph.ir.serialize import Ref, find_operator, pack, pack_model, unpack, unpack_model
 from merak.graph.trace.opaque.pytree import Slot
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.stages import Pipeline, built
@@ -173,3 +173,9 @@ def test_a_constant_comes_back_as_it_was(tensor: torch.Tensor) -> None:
             found.float() if found.itemsize == 1 else found,
             tensor.float() if found.itemsize == 1 else tensor,
         )
+
+
+def test_operators_on_files_are_not_found() -> None:
+    """One that takes a path of a contraction is none of them."""
+    assert find_operator("aten.from_file.default") is None
+    assert find_operator("aten.einsum.default") is torch.ops.aten.einsum.default

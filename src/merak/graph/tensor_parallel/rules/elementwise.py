@@ -1,4 +1,4 @@
-"""Sharding rules of elementwise operators, and of reductions and norms along some dims."""
+"""Sharding rules of elementwise operators, and of those along a dim that is not sharded."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import fx
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, NARROWS, family
 from merak.graph.tensor_parallel.placement import (
-    PARTIAL,
     REPLICATE,
     Decision,
     Operator,
     Placement,
     Shard,
+    is_opaque,
     is_padded,
     local_meta,
     positive,
@@ -29,6 +29,13 @@ from merak.graph.trace.modes.size_invariance import is_size_invariant
 from merak.ops.sharded_dropout import dropout_sharded
 
 aten = torch.ops.aten
+
+
+def is_elementwise(target: Any) -> bool:
+    """Whether torch tags an operator as pointwise, and it is no draw and has torch's backward."""
+    tags = getattr(target, "tags", ())
+    is_drawn = torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.pointwise in tags and not is_drawn and not is_opaque(target)
 
 
 def elementwise(op: Operator) -> Decision:
@@ -82,45 +89,6 @@ def last_two_dims(op: Operator) -> Decision:
     if placed.dim >= len(shape_of(operand)) - 2:
         raise op.error(f"looks at positions along dim {placed.dim}, which is split")
     return Decision(placed)
-
-
-def normalize(op: Operator) -> Decision:
-    """layer_norm, rms_norm: the normalised dims must not be sharded."""
-    operand = op.node.args[0]
-    placed, num_normal = op.placement(operand), len(op.arg("normalized_shape"))
-    if not isinstance(placed, Shard):
-        raise op.error("has split weights")
-    if placed.dim >= len(shape_of(operand)) - num_normal:
-        raise op.error(f"normalises over dim {placed.dim}, which is split")
-    return Decision(placed)
-
-
-def reduce(op: Operator) -> Decision:
-    """sum, mean, amax, …: sums over the sharded dim become partial sums, others are refused."""
-    if op.arg("other") is not None:  # max and min of two tensors
-        return elementwise(op)
-    (operand, placed), *_ = op.sharded().items()
-    num_dims = len(shape_of(operand))
-    given = op.arg("dim")
-    given = [given] if isinstance(given, int) else given
-    dims = {positive(d, num_dims) for d in given or range(num_dims)}
-    if placed.dim in dims:
-        return _reduce_split(op)
-    shift = 0 if op.arg("keepdim", False) else sum(d < placed.dim for d in dims)
-    after = Shard(placed.dim - shift, placed.parts, placed.origin)
-    results = op.node.meta["tensor"]
-    return Decision((after,) * len(results) if isinstance(results, tuple) else after)
-
-
-def _reduce_split(op: Operator) -> Decision:
-    name = family(op.node.target)
-    if name == "logsumexp":
-        return vocabulary.logsumexp(op)
-    if name == "sum":
-        return Decision(PARTIAL)
-    if name == "mean":
-        return Decision(PARTIAL, then=((aten.div.Scalar, (op.degree,)),))
-    raise op.error(f"takes {name} over a dim that is split")
 
 
 def dropout(op: Operator) -> Decision:

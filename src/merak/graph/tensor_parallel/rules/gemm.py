@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.graph.ir.einsum import einsum_labels
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -222,14 +223,14 @@ def baddbmm(op: Operator) -> Decision:
 
 
 def einsum(op: Operator) -> Decision:
-    """einsum with plain letters and an explicit result."""
-    equation, tensors = op.node.args[0], op.node.args[1]
-    assert isinstance(equation, str) and isinstance(tensors, (list, tuple))
-    left, arrow, right = equation.replace(" ", "").partition("->")
-    if not arrow or "." in equation or any(len(set(t)) != len(t) for t in left.split(",")):
-        raise op.error(f"computes {equation!r}, which has no plain letters or no explicit result")
-    operands = [(n, _broadcast(n, letters)) for n, letters in zip(tensors, left.split(","))]
-    return contract(op, operands, tuple(right))
+    """einsum of operands without diagonals."""
+    tensors, labels = op.node.args[1], einsum_labels(op.node)
+    assert isinstance(tensors, (list, tuple))
+    if labels is None:
+        raise op.error(f"computes {op.node.args[0]!r}, which takes a diagonal")
+    terms, result = labels
+    operands = [(n, _broadcast(n, term)) for n, term in zip(tensors, terms, strict=True)]
+    return contract(op, operands, result)
 
 
 def _broadcast(node: fx.Node, result: Sequence[str | None]) -> Labels:

@@ -1,4 +1,4 @@
-"""Sharding rules of partly sharded fused weights: queries with one replicated kv-head.
+"""Sharding rules of partly sharded fused weights: some parts split, others whole on all ranks.
 
 A rank holds its shard of the split parts and all of the others, parts in their order. Such a value
 goes through few operators before the graph takes its parts apart; others are refused.
@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.operators import MATMULS, RESHAPES, SAME_VALUES, SPLITS, TRANSPOSES, family
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.operators import (
+    CONVOLUTIONS,
+    MATMULS,
+    RESHAPES,
+    SAME_VALUES,
+    SPLITS,
+    TRANSPOSES,
+    family,
+)
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     Decision,
@@ -27,6 +36,7 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.rules import gemm, indexing, views
+from merak.graph.tensor_parallel.rules.elementwise import is_elementwise
 
 aten = torch.ops.aten
 
@@ -37,7 +47,8 @@ def decide_partly_sharded(op: Operator) -> Decision:
     Raises:
         ShardError: it needs the value in one piece.
     """
-    rule = _RULES.get(family(op.node.target))
+    fallback = _elementwise if is_elementwise(op.node.target) else None
+    rule = _RULES.get(family(op.node.target), fallback)
     if rule is None:
         raise op.error("has no rule for a fused value of which only some parts are split")
     return rule(op)
@@ -169,6 +180,50 @@ def _split(op: Operator) -> Decision:
     return Decision(outputs, target=aten.split_with_sizes.default, args=args, kwargs={})
 
 
+def _elementwise(op: Operator) -> Decision:
+    """Operands are in the same parts, or broadcast along them."""
+    node, placed = _operand(op)
+    num_dims = len(shape_of(op.node))
+    output = replace(placed, dim=placed.dim + num_dims - len(shape_of(node)))
+    if has_mutable_schema(op.node):
+        raise op.error("writes into a fused value of which only some parts are split")
+    needs: dict[fx.Node, Placement] = {}
+    for other in op.node.all_input_nodes:
+        dim = output.dim - num_dims + len(shape_of(other))
+        is_broadcast = dim < 0 or shape_of(other)[dim] == 1
+        needs[other] = REPLICATE_PARTIAL_GRAD if is_broadcast else replace(placed, dim=dim)
+    _check_needs(op, needs)
+    return Decision(output, needs)
+
+
+def _convolution(op: Operator) -> Decision:
+    """Convolution in groups of channels, with whole groups in each part."""
+    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    groups, (node, placed) = op.arg("groups", 1), _operand(op)
+    channels = {x: (1, shape_of(x)[1] // groups), weight: (0, shape_of(weight)[0] // groups)}
+    channels |= {bias: channels[weight]} if bias is not None else {}
+    dim, size = channels[node]
+    if placed.dim != dim or any(part % size for part in placed.parts):
+        raise op.error("convolves channels of a group of which only some are split")
+    of_groups = replace(placed, parts=tuple(part // size for part in placed.parts))
+    _check_divisible(op, of_groups)
+
+    def in_channels(dim: int, size: int) -> PartlySharded:
+        return replace(of_groups, dim=dim, parts=tuple(part * size for part in of_groups.parts))
+
+    needs: dict[fx.Node, Placement] = {n: in_channels(*own) for n, own in channels.items()}
+    _check_needs(op, needs)
+    output = in_channels(1, channels[weight][1])
+    return Decision(output, needs, **op.replace(groups=local_size(of_groups, op.degree)))
+
+
+def _check_needs(op: Operator, needs: Mapping[fx.Node, Placement]) -> None:
+    """Check that what is split is split as needed; what is whole can still become so."""
+    for node, need in needs.items():
+        if isinstance(placed := op.raw(node), (Shard, PartlySharded)) and placed != need:
+            raise op.error("combines a fused value of which only some parts are split with others")
+
+
 def _as_it_lies(op: Operator) -> Decision:
     return Decision(_operand(op)[1])
 
@@ -183,10 +238,12 @@ _PRODUCTS: Mapping[str, Rule] = {
 _FAMILIES: Sequence[tuple[Callable[[Operator], Decision], Collection[str]]] = (
     (_product, _PRODUCTS),
     (_same_parts(views.transpose), TRANSPOSES | {"unsqueeze"}),
+    (_same_parts(views.squeeze), ("squeeze",)),
     (_view, RESHAPES),
     (_slice, ("slice",)),
     # One element of a dim is no fused part.
     (_split, SPLITS - {"unbind"}),
+    (_convolution, CONVOLUTIONS),
     (_as_it_lies, SAME_VALUES),
 )
 

@@ -54,6 +54,7 @@ from merak.graph.tensor_parallel.rules import (
     indexing,
     loops,
     partial_sums,
+    statistics,
     views,
     vocabulary,
 )
@@ -116,9 +117,7 @@ def _decide(op: Operator) -> Decision:
 
 def _rule_of(target: Any) -> Rule | None:
     """Rule of an operator on sharded operands: by name, or as one that torch tags as pointwise."""
-    tags = getattr(target, "tags", ())
-    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    fallback = elementwise.elementwise if pointwise and not is_opaque(target) else None
+    fallback = elementwise.elementwise if elementwise.is_elementwise(target) else None
     return RULES.get(family(target), fallback)
 
 
@@ -185,7 +184,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     # pointwise too, but not tagged so
     elementwise.elementwise: COPIES
     | FILLS_LIKE
-    | {"copy_", "detach", "fill_", "hardswish", "masked_fill_", "zero_"},
+    | {"copy_", "detach", "fill_", "hardswish", "masked_fill", "masked_fill_", "zero_"},
     elementwise.first_operand: CONVERSIONS | {"type_as"},
     elementwise.shape_given: FILLS_NEW,
     elementwise.along_dim: SOFTMAXES | CUMULATIVE | {"glu"},
@@ -193,8 +192,8 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     indexing.index_select: ("index_select",),
     indexing.index: ("index",),
     elementwise.last_two_dims: ("tril", "triu"),
-    elementwise.normalize: NORMS,
-    elementwise.reduce: REDUCTIONS,
+    statistics.normalize: NORMS,
+    statistics.reduce: REDUCTIONS,
     # Of the dropouts, those whose pattern is known for a slice of the operand.
     elementwise.dropout: ("dropout", "dropout_sharded"),
     indexing.split: SPLITS,

@@ -39,7 +39,7 @@ def decide_shared(op: Operator, rule: Rule) -> Decision:
     split = op.sharded()
     least = min(placed.copies for placed in split.values())
     decision = _in_groups(op, rule, split, least)
-    if least == 1 or _is_sharded(decision.output):
+    if least == 1 or (_is_sharded(decision.output) and not decision.sums):
         return decision
     return _in_groups(op, rule, split, 1)
 

@@ -18,7 +18,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment, returned_nodes
-from merak.graph.ir.operators import is_weight_gemm
+from merak.graph.ir.operators import NORMS, family, is_weight_gemm
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     ExpertRows,
@@ -194,7 +194,7 @@ class Search:
     def _groups(self, seeds: Collection[str]) -> Iterator[Found]:
         seen: list[Assignment] = []
         for name in seeds:
-            for out, _ in self.dims[name]:
+            for out in self._output_dims(name):
                 for split in self.splits(name):
                     if split.dim != out:
                         continue
@@ -207,6 +207,15 @@ class Search:
         found = None if whole in seen or len(whole) == len(self.fixed) else self.judge(whole)
         if found is not None:
             yield found
+
+    def _output_dims(self, name: str) -> list[int]:
+        """Dims of a weight by which its outputs are split: of GEMMs, and those that a norm scales.
+
+        A norm over a sharded dim follows from its weight: a whole one has its operand gathered.
+        """
+        users = self.nodes[name].users
+        scales = any(family(user.target) in NORMS for user in users)
+        return [out for out, _ in self.dims[name]] + [0] * scales
 
     def _whole_experts(self) -> dict[str, Placement]:
         """Stacks of experts that cannot be split inside each, by experts instead."""

@@ -29,6 +29,7 @@ class Block(nn.Module):
         self.stem = nn.Linear(5, 8)
         self.up, self.down = nn.Linear(8, up), nn.Linear(down, 8)
         self.norm = nn.LayerNorm(SIZE)
+        self.all_heads, self.rms = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH, eps=1e-5)
         self.per_head = nn.Parameter(torch.randn(HEADS, 1, 1))
         self.per_channel = nn.Parameter(torch.randn(WIDTH))
         self.register_buffer("slopes", torch.rand(HEADS, 1, T))
@@ -124,12 +125,30 @@ def einsum(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", scores, q).flatten(2)
 
 
+def einsum_with_ellipsis(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """As of LongT5's local attention, and with an implicit result."""
+    q = x.view(B, T, HEADS, SIZE)
+    scores = torch.einsum("...qhd,...khd->...hqk", q, q[:1]).softmax(-1)
+    return merged(torch.einsum("...qk,...kd", scores, heads(x)).mT)
+
+
 def norm_over_a_head(block: Block, x: torch.Tensor) -> torch.Tensor:
     return merged(block.norm(heads(x)))
 
 
 def norm_over_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * block.per_channel
+
+
+def norms_of_all_heads(block: Block, x: torch.Tensor) -> torch.Tensor:
+    scaled = functional.layer_norm(x, (WIDTH,), block.per_channel, block.per_channel * 2)
+    return block.rms(x) * 0.5 + block.all_heads(x) + functional.rms_norm(x, (WIDTH,)) - scaled
+
+
+def spread_over_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """As of the sparse activations of Gemma 3n: what is above some deviations of the mean."""
+    cutoff = x.mean(-1, keepdim=True) + 0.3 * x.std(-1, keepdim=True, correction=0)
+    return functional.relu(x - cutoff) + x.var(dim=-1, unbiased=True, keepdim=True)
 
 
 def sums_over_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -172,6 +191,12 @@ def picked(block: Block, x: torch.Tensor) -> torch.Tensor:
     return merged(torch.gather(scores, -1, order.expand(B, HEADS, T, T)) @ heads(x))
 
 
+def filled_by_a_tensor(block: Block, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(T, T, dtype=torch.bool).triu(1)
+    scores = heads(x) @ heads(x).transpose(-1, -2)
+    return merged(scores.masked_fill(mask, torch.full((), -1e4)).softmax(-1) @ heads(x))
+
+
 def filled_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
     """Masked as XLM does: by a mask of the size of all heads, in place."""
     scores = heads(x) @ heads(x).transpose(-1, -2)
@@ -194,6 +219,7 @@ def whole_written_between_uses(block: Block, x: torch.Tensor) -> torch.Tensor:
 FUSED = {"up": Column((1, 1, 1)), "down": Row()}
 UNEVEN = {"up": Column((2, 1, 1)), "down": Row()}
 PLAIN = {"up": Column(), "down": Row()}
+ALL_HEADS = {**PLAIN, "all_heads": Column(), "rms": Column(), "per_channel": Column()}
 
 
 def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -214,13 +240,17 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
         (rotated_as_complex, PLAIN, WIDTH),
         (einsum, PLAIN, WIDTH),
         (solved, PLAIN, WIDTH),
+        (einsum_with_ellipsis, PLAIN, WIDTH),
         (norm_over_a_head, PLAIN, WIDTH),
         (norm_over_the_split_dim, PLAIN, WIDTH),
+        (norms_of_all_heads, ALL_HEADS, WIDTH),
+        (spread_over_the_split_dim, PLAIN, WIDTH),
         (sums_over_the_split_dim, PLAIN, WIDTH),
         (reductions_over_whole_dims, PLAIN, WIDTH),
         (gated, {"up": Column((1, 1)), "down": Row()}, 2 * WIDTH),
         (joined_and_stacked, PLAIN, WIDTH),
         (whole_again, PLAIN, WIDTH),
+        (filled_by_a_tensor, PLAIN, WIDTH),
         (filled_in_place, PLAIN, WIDTH),
         (whole_written_between_uses, PLAIN, WIDTH),
         (picked, PLAIN, WIDTH),
@@ -281,7 +311,7 @@ def softmax_over_the_split_dim(block: Block, x: torch.Tensor) -> torch.Tensor:
 
 
 def norm_that_needs_the_whole(block: Block, x: torch.Tensor) -> torch.Tensor:
-    return functional.layer_norm(x, (WIDTH,))
+    return block.all_heads(x)
 
 
 def channels_moved(block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -342,7 +372,7 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
             softmax_over_the_split_dim,
             r"softmax\.int.* it runs along dim 2, which is split",
         ),
-        (norm_that_needs_the_whole, r"it normalises over dim 2, which is split"),
+        (norm_that_needs_the_whole, r"normalises over dim 2, which is split, by a whole weight"),
         (channels_moved, r"multiplies operands whose fused parts differ: \(3, 3, .*\) and \(24,\)"),
         (three_heads, r"tp=2 does not divide the 3 outputs of up; the degrees .* are 1 and 3\."),
         (slice_across_ranks, r"it takes 1 … 24 of a dim split in parts of 24; if up is a fused"),

@@ -18,7 +18,7 @@ from merak.core.shards import ParameterShard, join, take
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Replicate
-from merak.graph.tensor_parallel.placement import Shard
+from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.report import replication_warning
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
@@ -192,6 +192,36 @@ def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_parity(model, batch, None, 2, monkeypatch)
 
 
+class Attention(nn.Module):
+    """Weights with a dim of heads, which einsums multiply; norms of all heads' queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Parameter(torch.randn(16, 4, 8)) for _ in range(4))
+        self.of_q, self.of_k = nn.LayerNorm(32), nn.RMSNorm(32, eps=1e-5)
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        q, k, v = (torch.einsum("...h,hnd->...nd", h, each) for each in (self.q, self.k, self.v))
+        q, k = (
+            norm(each.flatten(-2)).unflatten(-1, (4, 8))
+            for norm, each in ((self.of_q, q), (self.of_k, k))
+        )
+        mixed = torch.einsum("bnij,bjnd->bind", torch.einsum("bind,bjnd->bnij", q, k).tanh(), v)
+        return (h + self.after(torch.einsum("bind,hnd->bih", mixed, self.o))).square().mean()
+
+
+def test_weights_of_einsums_and_norms_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, batch = Attention(), {"x": torch.randn(2, 64, 16)}
+    weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
+    split = {name: placed.dim for name, placed in weights.items()}
+    assert split.items() >= dict.fromkeys(("q", "k", "v", "o"), 1).items()
+    assert {f"of_{norm}.weight" for norm in "qk"} | {"of_q.bias"} <= split.keys()
+    assert_parity(model, batch, None, 2, monkeypatch)
+
+
 def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     # Latent attention writes its keys into memory of their own, from values that every rank makes
     # whole for its own heads.
@@ -206,25 +236,57 @@ def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2, monkeypatch)
 
 
+def test_channels_of_heads_that_share_one_group_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mamba-2 mixer: every rank has the states' parts whole, through a convolution in groups."""
+    config = transformers.Mamba2Config(
+        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
+        vocab_size=64, chunk_size=8, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Mamba2ForCausalLM(config)
+    ids = torch.randint(64, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
+    mixer = "backbone.layers.0.mixer"
+    whole = {n: p.whole for n, p in weights.items() if isinstance(p, PartlySharded)}
+    assert whole == {
+        f"{mixer}.in_proj.weight": {2, 3, 4},
+        f"{mixer}.conv1d.weight": {1, 2},
+        f"{mixer}.conv1d.bias": {1, 2},
+    }
+    assert weights[f"{mixer}.out_proj.weight"].dim == 1
+    assert_parity(model, batch, None, 2, monkeypatch)
+
+
+class Softened(nn.Module):
+    """A wide value between two layers that a softmax must see whole."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 8)
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.head = nn.Linear(8, vocabulary, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = h + self.down(self.up(h).softmax(-1))
+        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())
+
+
 @pytest.mark.parametrize(
     "vocabulary,split", [(9, "nothing of"), (95, "nothing but the vocabulary of")]
 )
 def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
     vocabulary: int, split: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = transformers.Mamba2Config(
-        hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
-        vocab_size=vocabulary, chunk_size=8, use_cache=False,
-    )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.Mamba2ForCausalLM(config)
-    ids = torch.randint(vocabulary, (2, 8))
-    batch = {"input_ids": ids, "labels": ids}
-    graph = cases.traced(model, batch)
+    model = Softened(vocabulary)
+    x, y = torch.randint(vocabulary, (2, 2, 8))
+    graph = cases.traced(model, {"x": x, "y": y})
     parallel = tensor_parallel(graph, None, 2)
-    assert not any(".layers." in name for name in parallel.weights)
+    assert not {"up.weight", "down.weight"} & parallel.weights.keys()
     assert f"tp=2 splits {split} this model" in str(replication_warning(graph, parallel))
-    assert_parity(model, batch, None, 2, monkeypatch)
+    assert_parity(model, {"x": x, "y": y}, None, 2, monkeypatch)
 
 
 def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:
