@@ -112,6 +112,7 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "interleaved_1f1b"}),
         slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
         slow("mixtral", {"dp": 4, "pp": 2, "ep": 2}, {"schedule": "chimera"}),
+        slow("mixtral", {"cp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
     ],
 )
 def test_training_equals_one_process(

@@ -18,7 +18,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.json_values import NotStorable, Reader, Writer
 from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.ir.ir import ModelGraph, Segment
-from merak.graph.ir.serialize import Ref, pack, pack_model, unpack, unpack_model
+from merak.graph.ir.serialize import Ref, find_operator, pack, pack_model, unpack, unpack_model
 from merak.graph.trace.opaque.pytree import Slot
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.stages import Pipeline, built
@@ -54,6 +54,12 @@ def test_arguments_of_every_kind() -> None:
     again = unpack(through_json(pack(graph)))
     again.lint()
     assert text(again) == text(graph)
+
+
+def test_a_path_of_numbers_is_no_path_of_a_file() -> None:
+    """Operators on files are not called; an einsum's path is the order of its products."""
+    assert find_operator("aten.einsum.default") is torch.ops.aten.einsum.default
+    assert find_operator("aten.from_file.default") is None
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,30 @@ def test_weights_that_another_segment_reads_are_refused(layer: type[nn.Module]) 
             tensor_parallel(graph, None, 2, ep=2)
 
 
+class EveryExpert(nn.Module):
+    """All experts compute all tokens, whose results a router weighs."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(2, -1, 16)
+        inner = torch.einsum("bsh,ehf->bsef", x, self.up).relu()
+        rows = torch.einsum("bsef,efh->bseh", inner, self.down)
+        return torch.einsum("bse,bseh->bsh", self.gate(x).softmax(-1), rows).flatten(0, 1)
+
+
+def test_replicas_do_not_share_out_experts_that_have_all_tokens() -> None:
+    """The products' first dims are samples and tokens, not experts and the rows of each."""
+    graph = cases.traced(PlainTokens(EveryExpert()), cases.batch(padded=False))
+    parallel = expert_parallel(graph, None, 2)
+    with pytest.raises(ShardError, match="where the dim of experts is the first, and rows the sec"):
+        [parallel(segment) for segment in graph.segments]
+
+
 class ReadBeside(nn.Module):
     """A layer that reads the experts' weights for something else, too."""
 
