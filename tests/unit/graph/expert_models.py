@@ -195,6 +195,27 @@ class Separate(nn.Module):
         return x + out
 
 
+class GatedExpert(nn.Module):
+    """An expert of three products, each with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.down(nn.functional.silu(self.gate(rows)) * self.up(rows))
+        return inner
+
+
+class Gated(Separate):
+    """Such experts with a gate, and a bias for each product."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(GatedExpert() for _ in range(experts))
+
+
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Passes its input on, and gives the loss a gradient of one, as in DeepSeek-MoE's own code."""
 
@@ -237,6 +258,7 @@ PLAIN: dict[str, Any] = {
     "separate": Separate,
     "all_called": partial(Separate, skips_idle=False),
     "sorted": Sorted,
+    "gated": Gated,
 }
 """Layers of experts that are no model of transformers'."""
 

@@ -21,6 +21,7 @@ from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
+from merak.ops.expert_dispatch import from_experts, to_experts
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
 from tests.tiers import slow
@@ -222,6 +223,14 @@ def test_experts_that_are_modules_are_each_on_one_rank() -> None:
             for name, owner in expected.items():
                 shape = graph.parameters[name].shape
                 assert sizes[name] == (shape if owner == 0 else (0, *shape[1:]))
+
+
+def test_rows_go_to_their_experts_once() -> None:
+    graph = cases.traced(build("gated"), cases.batch(padded=False))
+    parallel = expert_parallel(graph, None, 2)
+    nodes = [n for segment in graph.segments for n in parallel(segment)[0].graph.nodes]
+    assert sum(n.target is to_experts for n in nodes) == 1
+    assert sum(n.target is from_experts for n in nodes) == 1
 
 
 @pytest.mark.parametrize("layer", [Separate, Dispatched])
