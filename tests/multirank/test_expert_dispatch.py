@@ -92,6 +92,7 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         slow("sorted", {"dp": 2, "tp": 2}, {}),
         slow("separate", {"dp": 4, "ep": 4}, {"zero": 1}),
         slow("gated", {"dp": 2, "ep": 2}, {}),
+        slow("grouped", {"dp": 2, "ep": 2}, {"zero": 1}),
         slow("all_called", {"dp": 4, "ep": 2}, {"zero": 3}),
         slow("all_called", {"cp": 2, "ep": 2}, {}),
         slow("switch", {"dp": 2, "ep": 2}, {}),

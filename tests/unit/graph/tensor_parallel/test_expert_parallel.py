@@ -39,6 +39,7 @@ from tests.unit.graph.lockstep import assert_parity
         slow("switch", 2, True),
         ("separate", 2, False),
         ("sorted", 2, False),
+        ("grouped", 2, False),
         slow("sorted", 4, False),
     ],
 )
