@@ -26,7 +26,14 @@ from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import SMALL, Dispatched, PlainTokens, Separate, build
+from tests.unit.graph.expert_models import (
+    SMALL,
+    Dispatched,
+    GroupedProducts,
+    PlainTokens,
+    Separate,
+    build,
+)
 from tests.unit.graph.lockstep import assert_parity
 
 
@@ -187,10 +194,16 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
             "the weights of model.layers.0.mlp.experts are picked anew for every token; use ep=1, "
             "or model.set_experts_implementation('grouped_mm') where the model is of transformers.",
         ),
+        (
+            "counted",
+            "layers.0.up is read by an opaque module, which keeps its weights whole; use ep=1, "
+            "with pp or zero=2 where memory is short (tp leaves them whole).",
+        ),
     ],
 )
 def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
-    model: Any = PlainTokens(ReadBeside()) if name == "read_beside" else build(name)
+    layers = {"read_beside": ReadBeside, "counted": Counted}
+    model: Any = PlainTokens(layers[name]()) if name in layers else build(name)
     if name == "mixtral":
         model.set_experts_implementation("batched_mm")
     graph = cases.traced(model, cases.batch(padded=False))
@@ -202,7 +215,9 @@ def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
         expert_parallel(graph, None, 2)
     assert str(caught.value) == sentence
     split = [
-        n in tensor_parallel(graph, None, 2).weights for n in graph.parameters if "expert" in n
+        n in tensor_parallel(graph, None, 2).weights
+        for n in graph.parameters
+        if "expert" in n or "layers.0.up" in n
     ]
     assert split
     assert all(split) if name in ("dbrx", "read_beside") else not any(split)
@@ -268,6 +283,18 @@ def test_replicas_do_not_share_out_experts_that_have_all_tokens() -> None:
     parallel = expert_parallel(graph, None, 2)
     with pytest.raises(ShardError, match="where the dim of experts is the first, and rows the sec"):
         [parallel(segment) for segment in graph.segments]
+
+
+class Counted(GroupedProducts):
+    """Experts whose rows are counted by an operator whose size depends on the choices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = chosen.bincount(minlength=len(self.up)).cumsum(0).to(torch.int32)
+        rows = nn.functional.grouped_mm(x[order], self.up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, self.down, offs=ends)
+        return x.index_add(0, order, rows * weights[order, None])
 
 
 class ReadBeside(nn.Module):

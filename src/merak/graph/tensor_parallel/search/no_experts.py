@@ -58,6 +58,13 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
                 f"those of {path} are modules with weights of their own, which a loop calls one by "
                 "one; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
             )
+    for call in opaque_nodes(model):
+        for weight in filter(_is_parameter, call.all_input_nodes):
+            if len(shape_of(weight)) > 2:
+                yield (
+                    f"{weight.meta['name']} is read by an opaque module, which keeps its weights "
+                    "whole; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
+                )
     for name, node in nodes:
         if len(shape_of(node)) > 2 and any(family(user.target) == "index" for user in node.users):
             yield (
