@@ -195,6 +195,11 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
             "or model.set_experts_implementation('grouped_mm') where the model is of transformers.",
         ),
         (
+            "adapted",
+            "layers.0.up becomes a part of a stack of weights that is computed, as by adapters of "
+            "experts; use ep=1, with pp or zero=2 where memory is short (tp leaves them whole).",
+        ),
+        (
             "counted",
             "layers.0.up is read by an opaque module, which keeps its weights whole; use ep=1, "
             "with pp or zero=2 where memory is short (tp leaves them whole).",
@@ -202,7 +207,7 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     ],
 )
 def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
-    layers = {"read_beside": ReadBeside, "counted": Counted}
+    layers = {"read_beside": ReadBeside, "counted": Counted, "adapted": Adapted}
     model: Any = PlainTokens(layers[name]()) if name in layers else build(name)
     if name == "mixtral":
         model.set_experts_implementation("batched_mm")
@@ -283,6 +288,25 @@ def test_replicas_do_not_share_out_experts_that_have_all_tokens() -> None:
     parallel = expert_parallel(graph, None, 2)
     with pytest.raises(ShardError, match="where the dim of experts is the first, and rows the sec"):
         [parallel(segment) for segment in graph.segments]
+
+
+class Adapted(GroupedProducts):
+    """Experts with adapters of low rank, which are added to their weights."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__(experts)
+        self.left = nn.Parameter(torch.randn(experts * 2, 16) * 0.2)
+        self.right = nn.Parameter(torch.randn(32, 2 * experts) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = nn.functional.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        left = self.left.view(len(self.up), 2, 16).transpose(1, 2)
+        up = torch.baddbmm(self.up, left, self.right.view(32, 2, -1).permute(2, 1, 0))
+        rows = nn.functional.grouped_mm(x[order], up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, self.down.relu(), offs=ends)
+        return x.index_add(0, order, rows * weights[order, None])
 
 
 class Counted(GroupedProducts):
