@@ -20,6 +20,7 @@ from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, train_merak, train_reference
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.context_parallel.test_tokens import Reordered, WrittenScores
 
 Gradients = dict[str, torch.Tensor]
 
@@ -85,7 +86,14 @@ def published(kind: str, attention: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
+def of_tokens(kind: type[torch.nn.Module], attention: str) -> torch.nn.Module:
+    """A plain module that has no attention of transformers'."""
+    return kind()
+
+
 OTHERS = {
+    "reordered": partial(of_tokens, Reordered),
+    "written scores": partial(of_tokens, WrittenScores),
     "mixtral": mixtral,
     "t5": t5,
     "few heads": llama_of_few_heads,
@@ -110,6 +118,8 @@ def case(
     columns = cases.batch(padded)
     if family in OTHERS:
         torch.manual_seed(0)
+        if family in ("reordered", "written scores"):
+            columns = {"input_ids": columns["input_ids"] % 16}
         if family == "few heads":
             columns = {name: column[:1] for name, column in columns.items()}
         return OTHERS[family](attention).train(), columns
@@ -176,6 +186,8 @@ def test_ranks_equal_one_process(
         ("mixtral", "sdpa", True),
         ("packed", "sdpa", False),
         ("few heads", "sdpa", False),
+        ("reordered", "sdpa", False),
+        ("written scores", "sdpa", False),
         slow("mixtral", "eager", False),
         slow("packed", "eager", False),
         slow("few heads", "sdpa", True),

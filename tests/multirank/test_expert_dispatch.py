@@ -91,6 +91,8 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         slow("sorted", {"dp": 2, "tp": 2, "ep": 2}, {"zero": 2}),
         slow("sorted", {"dp": 2, "tp": 2}, {}),
         slow("separate", {"dp": 4, "ep": 4}, {"zero": 1}),
+        slow("gated", {"dp": 2, "ep": 2}, {}),
+        slow("grouped", {"dp": 2, "ep": 2}, {"zero": 1}),
         slow("all_called", {"dp": 4, "ep": 2}, {"zero": 3}),
         slow("all_called", {"cp": 2, "ep": 2}, {}),
         slow("switch", {"dp": 2, "ep": 2}, {}),
@@ -112,6 +114,7 @@ def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch
         slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "interleaved_1f1b"}),
         slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
         slow("mixtral", {"dp": 4, "pp": 2, "ep": 2}, {"schedule": "chimera"}),
+        slow("mixtral", {"cp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
     ],
 )
 def test_training_equals_one_process(

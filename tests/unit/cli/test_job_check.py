@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,36 @@ def test_what_is_wrong_is_said_before_ranks_start(
     (told,) = [line for line in captured.err.splitlines() if line.startswith("merak: ")]
     assert said in told
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "the tokenizer has no chat template, by which conversations become text; set"),
+        ({"chat_template": "{{ 1 + }}"}, "cannot be read"),
+        ({"chat_template": "refuses.jinja"}, "the chat template refuses a conversation: only nice"),
+        ({"chat_template": "chatml"}, None),
+    ],
+)
+def test_conversations_without_a_template(
+    changes: dict[str, Any],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "goodbye"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    template = "{{ raise_exception('only nice words') }}"
+    (tmp_path / "refuses.jinja").write_text(template, encoding="utf-8")
+    recipe = write(tmp_path, "data", {"source": "chat.jsonl", **changes})
+    if said is None:
+        with pytest.raises(AssertionError, match="ranks were started"):
+            main(["train", str(recipe), "--device", "cpu"])
+        return
+    assert main(["train", str(recipe), "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err
 
 
 EXPERTS = {

@@ -238,6 +238,13 @@ def test_without_dry_run_the_file_is_written_and_started(
     assert "train.sbatch exists and holds something else" in capfd.readouterr().err
 
 
+EXPERTS = (
+    "model.name=MixtralForCausalLM",
+    "model.config={num_hidden_layers: 2, hidden_size: 16, intermediate_size: 32, "
+    "num_attention_heads: 2, num_key_value_heads: 2, num_local_experts: 4}",
+)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -258,6 +265,18 @@ def test_without_dry_run_the_file_is_written_and_started(
         ),
         (["slurm", "--nodes", "2", "job.yaml", "parallel.dp=2"], "needs the program sbatch"),
         (["slurm", "--nodes", "2", "job.yaml", "plan=auto"], "needs the program sbatch"),
+        (
+            ["slurm", "--nodes", "3", "job.yaml", *EXPERTS, "parallel.dp=3", "parallel.ep=3"],
+            "parallel.ep=3: ep=3 does not divide the number of experts of model.layers.0.mlp.exper",
+        ),
+        (
+            ["slurm", "--nodes", "2", "job.yaml", "model.name=/cluster/model", "parallel.pp=2"],
+            "needs the program sbatch",
+        ),
+        (
+            ["slurm", "--nodes", "2", "job.yaml", "arguments.tf32=true", "parallel.pp=2"],
+            "needs the program sbatch",
+        ),
         (["slurm", "--device", "tpu", "train.py"], "--device tpu is no device; use cuda or cpu."),
         (["torchrun", "--nodes", "2", "train.py"], "--nodes 2 needs --rdzv-endpoint HOST:PORT"),
     ],

@@ -195,6 +195,27 @@ class Separate(nn.Module):
         return x + out
 
 
+class GatedExpert(nn.Module):
+    """An expert of three products, each with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.down(nn.functional.silu(self.gate(rows)) * self.up(rows))
+        return inner
+
+
+class Gated(Separate):
+    """Such experts with a gate, and a bias for each product."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(GatedExpert() for _ in range(experts))
+
+
 class AddAuxiliaryLoss(torch.autograd.Function):
     """Passes its input on, and gives the loss a gradient of one, as in DeepSeek-MoE's own code."""
 
@@ -231,12 +252,34 @@ class Sorted(Separate):
         return x + added
 
 
+class GroupedProducts(nn.Module):
+    """Experts by grouped products of torch, in float32 unless the weights are converted."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        numbers = chosen.flatten()
+        order = numbers.argsort(stable=True)
+        often = nn.functional.one_hot(numbers, len(self.up)).sum(0)
+        ends = often.cumsum(0).to(torch.int32)
+        rows = nn.functional.grouped_mm(x[order // 2], self.up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, self.down, offs=ends)
+        return x.index_add(0, order // 2, rows * weights.flatten()[order, None])
+
+
 PLAIN: dict[str, Any] = {
     "gshard": Dispatched,
     "looped": Looped,
     "separate": Separate,
     "all_called": partial(Separate, skips_idle=False),
     "sorted": Sorted,
+    "gated": Gated,
+    "grouped": GroupedProducts,
 }
 """Layers of experts that are no model of transformers'."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,7 @@ import typer
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.core.elastic import AUTO_PLAN
+from merak.core.errors import ArgumentsError, PackageError
 from merak.core.units import counted
 from merak.launch.clusters.job import RECIPES, ClusterJob, job_name, torchrun
 from merak.launch.clusters.kubernetes import KubernetesOptions, manifest
@@ -208,22 +211,28 @@ def _job(request: LaunchRequest) -> ClusterJob:
 
 
 def _check_recipe(job: ClusterJob) -> None:
-    """Check a recipe before it waits in a queue: its fields, and that its ranks are those started.
+    """Check a recipe before it waits in a queue: its fields, its ranks, and its layout.
 
     Raises:
-        MerakError: something in it is wrong.
+        MerakError: something in it is wrong. A model in a folder of the cluster is not looked at.
     """
+    from merak.cli.recipe.layout_check import check_layout
     from merak.cli.recipe.recipe import read_recipe
 
     recipe = read_recipe(job.script, job.arguments)
     own, started = recipe.parallel, job.nodes * job.devices_per_node
-    if recipe.plan == AUTO_PLAN or own.elastic or own.num_ranks == started:
-        return
-    raise recipe.origins.error(
-        ("parallel",),
-        f"the recipe's degrees make {counted(own.num_ranks, 'rank')}, but --nodes {job.nodes} × "
-        f"--devices-per-node {job.devices_per_node} start {started}; make them equal.",
-    )
+    if not (recipe.plan == AUTO_PLAN or own.elastic or own.num_ranks == started):
+        raise recipe.origins.error(
+            ("parallel",),
+            f"the recipe's degrees make {counted(own.num_ranks, 'rank')}, but --nodes {job.nodes} "
+            f"× --devices-per-node {job.devices_per_node} start {started}; make them equal.",
+        )
+    model = recipe.model.name
+    if os.sep in model and not Path(model).expanduser().exists():
+        return  # it is on the cluster
+    # Such as tf32, or a package of the model's: this machine need not have what the cluster has.
+    with suppress(ArgumentsError, PackageError):
+        check_layout(job.script, recipe)
 
 
 def _taken(request: LaunchRequest, kind: type[Any]) -> dict[str, Any]:

@@ -19,7 +19,13 @@ from transformers import (
 )
 
 import merak
-from merak.cli.recipe.data.corpus import Corpus, TokenJob, prepare, stream
+from merak.cli.recipe.data.corpus import (
+    Corpus,
+    TokenJob,
+    check_conversation,
+    prepare,
+    stream,
+)
 from merak.cli.recipe.data.images import (
     ImageColumns,
     image_columns,
@@ -141,6 +147,8 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
         objective = objective_of(source, data)
         _check_positions(source, data)
         packing_of(recipe, source, objective, kind)
+        if kind == CHAT:
+            check_conversation(found, data, tokenizer_name(data, recipe.model.name))
     wanted = recipe.arguments.get("eval_strategy", "no")
     if wanted != "no" and not data.held_out and found.held_out is None:
         raise CommandError(

@@ -78,7 +78,10 @@ def init(request: InitRequest) -> None:
 
 def _texts(recipe: str | None) -> dict[str, str]:
     if recipe is not None:
-        return {_RECIPE: ready_text(recipe), _SCRIPT: _template("train_recipe.py.template")}
+        text = ready_text(recipe)
+        script = _template("train_recipe.py.template")
+        script = script.replace("NUM_RANKS", _ranks_of_torchrun(yaml.safe_load(text)))
+        return {_RECIPE: text, _SCRIPT: script}
     return {_RECIPE: _template("recipe.yaml"), _SCRIPT: _template("train.py.template")}
 
 
@@ -97,7 +100,7 @@ def _commands(sections: Sections, is_ready: bool) -> dict[str, str]:
     }
     run = {
         f"merak train {_RECIPE}{words}": "train",
-        f"torchrun --nproc-per-node {_ranks(sections) or 'gpu'} {_SCRIPT}{words}": "the same",
+        f"torchrun --nproc-per-node {_ranks_of_torchrun(sections)} {_SCRIPT}{words}": "the same",
     }
     return before | run if is_ready else run
 
@@ -120,6 +123,11 @@ def _notes(sections: Sections, is_ready: bool) -> list[str]:
         f"The recipe's degrees make {counted(ranks, 'rank')}: raise them in its section parallel, "
         "and --nproc-per-node to their product.",
     ]
+
+
+def _ranks_of_torchrun(sections: Sections) -> str:
+    """What torchrun is told of the ranks to start: their number, or one for every GPU."""
+    return str(_ranks(sections) or "gpu")
 
 
 def _ranks(sections: Sections) -> int | None:

@@ -17,9 +17,10 @@ from merak.core.errors import ShardError
 from merak.graph.context_parallel.arranged import Arrangements, NotARoundTripError, counts_up
 from merak.graph.context_parallel.rules import RULES
 from merak.graph.ir.ir import Kind, returned_nodes
-from merak.graph.ir.mutation import is_mutating
+from merak.graph.ir.mutation import is_mutating, mutated_arguments
 from merak.graph.ir.operators import GEMM_OPERANDS, MATMULS, family
 from merak.graph.tensor_parallel.placement import (
+    REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
     Operator,
@@ -88,10 +89,10 @@ def propagate_tokens(
     known = frozenset(
         n for n in graph.nodes if counts_up(n) or (n.meta.get("name") in counting and not n.args)
     )
-    refused: set[fx.Node] = set()
+    refused, written = set[fx.Node](), set[fx.Node]()
 
     def run_once(reduced: Collection[fx.Node]) -> Propagation:
-        rules.append(_ContextRule(lengths, Arrangements(frozenset(refused), known)))
+        rules.append(_ContextRule(lengths, Arrangements(frozenset(refused), known), written))
         found = propagate_once(
             graph, weights, degree, rules[-1], (), entering, reduced, CONTEXT_AXIS
         )
@@ -106,6 +107,8 @@ def propagate_tokens(
                 return run_once(reduced)
             except NotARoundTripError as error:
                 refused.add(error.sort)
+            except _WrittenWholeError as error:
+                written.add(error.made)
 
     found = reduce_early(graph, run)
     outputs: dict[fx.Node, Placement] = {}
@@ -151,23 +154,41 @@ class _ContextRewriter(Rewriter):
         """Nothing: a weight's gradient is this rank's summand."""
 
 
+class _WrittenWholeError(Exception):
+    """A write that mixes tokens, into a value that must be whole for it.
+
+    Args:
+        made: the operator that makes the value.
+    """
+
+    def __init__(self, made: fx.Node) -> None:
+        super().__init__(made)
+        self.made = made
+
+
 class _ContextRule:
     """Sharding rule of operators on a rank's tokens.
 
     Args:
         lengths: numbers of tokens that columns have.
         arrangements: what is known of values in a rank's own order.
+        written: operators that make values which later writes need whole.
     """
 
-    def __init__(self, lengths: Collection[int], arrangements: Arrangements) -> None:
+    def __init__(
+        self, lengths: Collection[int], arrangements: Arrangements, written: Collection[fx.Node]
+    ) -> None:
         self.lengths = lengths
         self.arrangements = arrangements
+        self.written = written
         self.gathered: list[fx.Node] = []
         self.landing: dict[fx.Node, Shard] = {}
         """Values that are whole because an operator got gathered tokens, and how they may lie."""
 
     def __call__(self, op: Operator) -> Decision:
         operands = op.node.all_input_nodes
+        if op.node in self.written:
+            return self._gather(op)
         arranged = self.arrangements(op)
         if arranged is not None:
             return arranged
@@ -192,10 +213,39 @@ class _ContextRule:
         try:
             decision = own(op) if own is not None else None
             return decision or decide(op)
-        except ShardError:
-            self.gathered.append(op.node)
+        except ShardError as error:
+            target = next(iter(mutated_arguments(op.node)), None)
+            if target is not None and isinstance(op.placement(target), Shard):
+                return self._write(op, target, error)
             self._note(op, op.sharded())
-            return decide_or_gather(op)
+            return self._gather(op)
+
+    def _gather(self, op: Operator) -> Decision:
+        """Decision of an operator that every rank computes for all tokens."""
+        self.gathered.append(op.node)
+        return Decision(REPLICATE, dict.fromkeys(op.sharded(), REPLICATE))
+
+    def _write(self, op: Operator, target: fx.Node, error: ShardError) -> Decision:
+        """Decision of a write into a rank's tokens: of whole values, unless it mixes tokens.
+
+        Raises:
+            _WrittenWholeError: it does.
+            ShardError: it does, and what it writes into comes from another segment.
+        """
+        others = {n: REPLICATE for n in op.sharded() if n is not target}
+        whole: dict[fx.Node, ResultPlacement] = {**others}
+        trial = replace(op, placements=ChainMap(whole, dict(op.placements)))
+        try:
+            decision = decide(trial)
+        except ShardError:
+            storage = target.meta.get("storage")
+            members = (n for n in target.graph.nodes if n.meta.get("storage") == storage)
+            made = target if storage is None else next(members)
+            if made.op != "call_function" or made in self.written:
+                raise error from None
+            raise _WrittenWholeError(made) from None
+        self.gathered.append(op.node)
+        return replace(decision, needs={**others, **decision.needs})
 
     def _landed(self, op: Operator, landed: Mapping[fx.Node, ResultPlacement]) -> Decision | None:
         """Decision on slices of whole values; None where the operator must see them whole."""

@@ -187,6 +187,7 @@ class _Exchange:
         self.graph = region.products[0].graph
         self.entered: dict[fx.Node, fx.Node] = {}
         offsets, rows = region.offsets, rows_of(region.products[0])
+        self.rows = rows
         with self.graph.inserting_after(offsets or rows):
             if offsets is None:
                 self.counts = self._call(batch_counts, (rows, EXPERT_AXIS), rows)
@@ -259,7 +260,7 @@ class _Exchange:
         """Values that are picked for the rows of this rank's own experts, of all ranks."""
         if family(node.target) in SEPARATE_EXPERTS:
             _, values, _, *rest = node.args
-            rows = self._enter(rows_of(self.region.products[0]), node)  # for their number
+            rows = self._enter(self.rows, node)  # for their number
             node.args = (rows, values, self._ends(node), *rest, EXPERT_AXIS)
             node.target = own_grouped_values
             return

@@ -90,7 +90,7 @@ def expert_regions(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Expert
             assert offsets is not None
             groups.setdefault(offsets, []).append(node)
         elif family(node.target) in MATMULS | {"einsum"}:
-            batches.setdefault(_batch_of(node), []).append(node)
+            batches.setdefault(_batch_of(node, weights), []).append(node)
     regions = [_region(graph, offsets, anchors) for offsets, anchors in groups.items()]
     return regions + [_region(graph, None, anchors) for anchors in batches.values()]
 
@@ -119,11 +119,14 @@ def _is_of(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     return node in weights
 
 
-def _batch_of(product: fx.Node) -> tuple[int, ...]:
+def _batch_of(product: fx.Node, weights: Collection[fx.Node]) -> tuple[int, ...]:
     """Sizes in front of a product's result: experts, and the rows of each."""
     shape = shape_of(product)
     terms, result = _terms(product)
-    if len(shape) < 3 or not any(term[:2] == result[:2] for term in terms):
+    operands = list(zip(product.all_input_nodes, terms, strict=True))
+    of_rows = any(term[:2] == result[:2] for node, term in operands if not _is_of(node, weights))
+    of_experts = any(result[0] in term for node, term in operands if _is_of(node, weights))
+    if len(shape) < 3 or not of_rows or not of_experts:
         raise ShardError(
             f"ep shares out experts over replicas where the dim of experts is the first, and rows "
             f"the second, which they are not for {product.name} ({where(product)}); use ep equal "

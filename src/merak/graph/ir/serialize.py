@@ -165,6 +165,8 @@ def find_operator(path: str) -> torch._ops.OpOverload | None:
             return None
     # Others are TorchScript's, of which some write files; and some operators read them.
     is_dispatched = torch._C._dispatch_has_kernel(found.name())
-    texts = [a for a in found._schema.arguments if a.type.kind() == "StringType"]
-    takes_files = any(argument.name in ("filename", "path") for argument in texts)
+    takes_files = any(
+        a.name in ("filename", "path") and isinstance(a.type, torch.StringType)
+        for a in found._schema.arguments
+    )  # the path of an einsum is the order of its products
     return found if is_dispatched and not takes_files else None

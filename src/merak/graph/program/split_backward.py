@@ -80,7 +80,7 @@ def split_weight_gradients(
         if _is_weight(weight, immediate):
             node.target = functions[node.target]
             node.update_arg(position, weight)
-    eliminate_dead_code(graph)
+    eliminate_dead_code(graph, graph.find_nodes(op="placeholder"))
     return replace(segment, graph=graph)
 
 

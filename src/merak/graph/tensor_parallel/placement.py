@@ -227,19 +227,24 @@ class Operator:
         if placed is not None and placed.parts == (size,) and is_padded(placed, self.degree):
             return shard_size(size, int(self.degree))
         if size % self.degree:
-            raise self.error(f"splits a size of {size}, which tp={self.degree} does not divide")
+            raise self.error(
+                f"splits a size of {size}, which {self.axis}={self.degree} does not divide"
+            )
         return size // self.degree
 
     def error(self, what: str, fix: str = "") -> ShardError:
         """A sentence that names the operator, the user's line, and what to do."""
+        if self.axis != AXIS:
+            fix = fix or f"use {self.axis}=1"
         origins = {p.origin for p in self.sharded().values() if p.origin} if not fix else set()
         layers = " and ".join(sorted(o.rpartition(".")[0] or o for o in origins))
         fix = fix or (
             f"give {layers or 'the layers before it'} another attribute in the feature dict, "
             "Replicate() for instance"
         )
+        kind = "tensor" if self.axis == AXIS else "context"
         return ShardError(
-            f"tensor parallelism cannot go on at {self.node.name} ({where(self.node)}): "
+            f"{kind} parallelism cannot go on at {self.node.name} ({where(self.node)}): "
             f"it {what}; {fix}."
         )
 

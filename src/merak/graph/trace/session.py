@@ -31,6 +31,7 @@ from merak.graph.trace.modes.fakes import (
     restored_attributes,
 )
 from merak.graph.trace.modes.grad_hooks import TensorHooks
+from merak.graph.trace.modes.grouped_products import GroupedProducts
 from merak.graph.trace.modes.metadata_queries import MetadataQueries
 from merak.graph.trace.modes.packed_sequences import PackedSequences
 from merak.graph.trace.modes.tensor_data import DetachedData
@@ -149,6 +150,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),
     (lambda s: s.checks, "no function mode: answers where no mode knows a tensor's boolean"),
     (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
+    (lambda s: GroupedProducts(), "any place: no other mode looks at grouped products"),
     (lambda s: s.packed, "sees operators on packed rows as the model wrote them, but for .data"),
     (lambda s: s.host_random, "takes arrays that its operators stand for in place of torch.tensor"),
     (lambda s: DetachedData(), "the modes above see detach() in place of .data"),

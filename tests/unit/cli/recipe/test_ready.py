@@ -114,7 +114,9 @@ def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert yaml.safe_load(capsys.readouterr().out)["model"]["name"] == "LlamaForCausalLM"
     assert main(["init", str(tmp_path / "new"), "--recipe", "llama"]) == 0
     assert (tmp_path / "new" / "recipe.yaml").read_text("utf-8") == ready_text("llama")
-    compile((tmp_path / "new" / "train.py").read_text("utf-8"), "train.py", "exec")
+    script = (tmp_path / "new" / "train.py").read_text("utf-8")
+    compile(script, "train.py", "exec")
+    assert "\ntorchrun --nproc-per-node gpu train.py [FIELD=VALUE ...]\n" in script
     said = capsys.readouterr().out
     assert "\nmerak plan --model recipe.yaml --cluster h100:8 " in said
     assert "\ntorchrun --nproc-per-node gpu train.py " in said
@@ -125,6 +127,8 @@ def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\nmerak train recipe.yaml model.name=… data.source=… " in said
     # As many ranks as the recipe's degrees need: torchrun's 2 would be refused.
     assert "\ntorchrun --nproc-per-node 1 train.py model.name=… data.source=… " in said
+    script = (tmp_path / "tuned" / "train.py").read_text("utf-8")
+    assert "\ntorchrun --nproc-per-node 1 train.py [FIELD=VALUE ...]\n" in script
     assert "The recipe's degrees make 1 rank: raise them in its section parallel" in said
     assert "model.name and data.source must be given: in these commands, or once in" in said
     for words in (["recipes", "lama"], ["init", str(tmp_path / "other"), "--recipe", "lama"]):

@@ -15,10 +15,12 @@ from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan.engine_options import EngineOptions
 from tests import shared_cache
 from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.expert_models import build
 
 LONG = 131_072
 
@@ -51,6 +53,41 @@ class Flattened(nn.Module):
         return {"loss": self.head(x.cumsum(1).flatten(1)).square().mean()}
 
 
+class Reordered(nn.Module):
+    """A table of results that is filled with tokens in another order, then read by every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(input_ids)
+        reordered, backwards = torch.zeros_like(x), torch.arange(x.shape[1] - 1, -1, -1)
+        reordered[:, backwards] = self.inner(x)
+        return {"loss": self.head(torch.relu(x + reordered)).square().mean()}
+
+
+class WrittenScores(nn.Module):
+    """Attention whose scores, of each sample, get a bias of each token written into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.key = nn.Linear(8, 8, bias=False)
+        self.bias = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(input_ids)
+        scores = torch.zeros(len(x), x.shape[1], x.shape[1]) + self.bias(x)
+        scores.view(-1, x.shape[1]).mul_(0.5)
+        scores += self.query(x) @ self.key(x).transpose(1, 2)
+        return {"loss": self.head(scores.softmax(-1) @ self.value(x)).square().mean()}
+
+
 def traced(model: nn.Module, *shape: int, **others: tuple[int, ...]) -> ModelGraph:
     shapes = {"input_ids": shape, **others}
     metas = {name: TensorMeta(size, torch.int64) for name, size in shapes.items()}
@@ -72,6 +109,36 @@ def test_what_mixes_tokens_is_gathered_and_said() -> None:
     said = gathered_operators(graph, context_parallel(graph, None, 2))
     assert said is not None
     assert said.startswith("cp=2: every rank gathers all tokens for 1 × conv1d")
+
+
+def test_writes_that_mix_tokens_get_whole_values() -> None:
+    graph = traced(Reordered(), 2, 8)
+    said = gathered_operators(graph, context_parallel(graph, None, 2))
+    assert said is not None
+    assert said.startswith("cp=2: every rank gathers all tokens for 1 × zeros_like, 1 × ")
+
+
+def test_what_is_written_into_heads_is_gathered() -> None:
+    graph = traced(WrittenScores(), 2, 8)
+    said = gathered_operators(graph, context_parallel(graph, None, 2))
+    assert said is not None
+    assert said.startswith("cp=2: every rank gathers all tokens for 1 × add_, the first at")
+
+
+def test_arguments_that_tokens_leave_unread_are_passed_to_split_backwards() -> None:
+    """Experts' rows come back without the numbers that the whole model reads for it."""
+    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+    fitted, parallel = context_parallel(graph, None, 2).fit(graph)
+    num_unread = 0
+    for segment in fitted.segments:
+        local, _ = parallel(segment)
+        split = split_weight_gradients(local, frozenset(), WeightGradients())
+        read = local.graph.find_nodes(op="placeholder")
+        num_unread += sum(not node.users for node in read)
+        assert [n.meta["name"] for n in split.graph.find_nodes(op="placeholder")] == [
+            node.meta["name"] for node in read
+        ]
+    assert num_unread
 
 
 def test_a_length_that_does_not_divide_is_computed_whole() -> None:

@@ -56,6 +56,12 @@ def test_arguments_of_every_kind() -> None:
     assert text(again) == text(graph)
 
 
+def test_a_path_of_numbers_is_no_path_of_a_file() -> None:
+    """Operators on files are not called; an einsum's path is the order of its products."""
+    assert find_operator("aten.einsum.default") is torch.ops.aten.einsum.default
+    assert find_operator("aten.from_file.default") is None
+
+
 @pytest.mark.parametrize(
     "kind", [odd_models.ResNet, odd_models.PlainTensors, odd_models.OwnBackward]
 )

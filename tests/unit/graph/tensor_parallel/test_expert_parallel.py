@@ -21,11 +21,19 @@ from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
+from merak.ops.expert_dispatch import from_experts, to_experts
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import SMALL, Dispatched, PlainTokens, Separate, build
+from tests.unit.graph.expert_models import (
+    SMALL,
+    Dispatched,
+    GroupedProducts,
+    PlainTokens,
+    Separate,
+    build,
+)
 from tests.unit.graph.lockstep import assert_parity
 
 
@@ -38,6 +46,7 @@ from tests.unit.graph.lockstep import assert_parity
         slow("switch", 2, True),
         ("separate", 2, False),
         ("sorted", 2, False),
+        ("grouped", 2, False),
         slow("sorted", 4, False),
     ],
 )
@@ -185,10 +194,21 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
             "the weights of model.layers.0.mlp.experts are picked anew for every token; use ep=1, "
             "or model.set_experts_implementation('grouped_mm') where the model is of transformers.",
         ),
+        (
+            "adapted",
+            "layers.0.up becomes a part of a stack of weights that is computed, as by adapters of "
+            "experts; use ep=1, with pp or zero=2 where memory is short (tp leaves them whole).",
+        ),
+        (
+            "counted",
+            "layers.0.up is read by an opaque module, which keeps its weights whole; use ep=1, "
+            "with pp or zero=2 where memory is short (tp leaves them whole).",
+        ),
     ],
 )
 def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
-    model: Any = PlainTokens(ReadBeside()) if name == "read_beside" else build(name)
+    layers = {"read_beside": ReadBeside, "counted": Counted, "adapted": Adapted}
+    model: Any = PlainTokens(layers[name]()) if name in layers else build(name)
     if name == "mixtral":
         model.set_experts_implementation("batched_mm")
     graph = cases.traced(model, cases.batch(padded=False))
@@ -200,7 +220,9 @@ def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
         expert_parallel(graph, None, 2)
     assert str(caught.value) == sentence
     split = [
-        n in tensor_parallel(graph, None, 2).weights for n in graph.parameters if "expert" in n
+        n in tensor_parallel(graph, None, 2).weights
+        for n in graph.parameters
+        if "expert" in n or "layers.0.up" in n
     ]
     assert split
     assert all(split) if name in ("dbrx", "read_beside") else not any(split)
@@ -224,6 +246,14 @@ def test_experts_that_are_modules_are_each_on_one_rank() -> None:
                 assert sizes[name] == (shape if owner == 0 else (0, *shape[1:]))
 
 
+def test_rows_go_to_their_experts_once() -> None:
+    graph = cases.traced(build("gated"), cases.batch(padded=False))
+    parallel = expert_parallel(graph, None, 2)
+    nodes = [n for segment in graph.segments for n in parallel(segment)[0].graph.nodes]
+    assert sum(n.target is to_experts for n in nodes) == 1
+    assert sum(n.target is from_experts for n in nodes) == 1
+
+
 @pytest.mark.parametrize("layer", [Separate, Dispatched])
 def test_weights_that_another_segment_reads_are_refused(layer: type[nn.Module]) -> None:
     graph = cases.traced(Penalized(layer()), cases.batch(padded=False))
@@ -234,6 +264,61 @@ def test_weights_that_another_segment_reads_are_refused(layer: type[nn.Module]) 
     if layer is Separate:
         with pytest.raises(ShardError, match=refusal):
             tensor_parallel(graph, None, 2, ep=2)
+
+
+class EveryExpert(nn.Module):
+    """All experts compute all tokens, whose results a router weighs."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, experts)
+        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(2, -1, 16)
+        inner = torch.einsum("bsh,ehf->bsef", x, self.up).relu()
+        rows = torch.einsum("bsef,efh->bseh", inner, self.down)
+        return torch.einsum("bse,bseh->bsh", self.gate(x).softmax(-1), rows).flatten(0, 1)
+
+
+def test_replicas_do_not_share_out_experts_that_have_all_tokens() -> None:
+    """The products' first dims are samples and tokens, not experts and the rows of each."""
+    graph = cases.traced(PlainTokens(EveryExpert()), cases.batch(padded=False))
+    parallel = expert_parallel(graph, None, 2)
+    with pytest.raises(ShardError, match="where the dim of experts is the first, and rows the sec"):
+        [parallel(segment) for segment in graph.segments]
+
+
+class Adapted(GroupedProducts):
+    """Experts with adapters of low rank, which are added to their weights."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__(experts)
+        self.left = nn.Parameter(torch.randn(experts * 2, 16) * 0.2)
+        self.right = nn.Parameter(torch.randn(32, 2 * experts) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = nn.functional.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        left = self.left.view(len(self.up), 2, 16).transpose(1, 2)
+        up = torch.baddbmm(self.up, left, self.right.view(32, 2, -1).permute(2, 1, 0))
+        rows = nn.functional.grouped_mm(x[order], up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, self.down.relu(), offs=ends)
+        return x.index_add(0, order, rows * weights[order, None])
+
+
+class Counted(GroupedProducts):
+    """Experts whose rows are counted by an operator whose size depends on the choices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = chosen.bincount(minlength=len(self.up)).cumsum(0).to(torch.int32)
+        rows = nn.functional.grouped_mm(x[order], self.up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, self.down, offs=ends)
+        return x.index_add(0, order, rows * weights[order, None])
 
 
 class ReadBeside(nn.Module):

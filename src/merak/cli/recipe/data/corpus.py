@@ -21,6 +21,7 @@ from filelock import FileLock
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from merak.checkpoint.writing import writing_into
+from merak.cli.recipe.data.conversations import encoder
 from merak.cli.recipe.data.encoding import (
     ROWS_AT_ONCE,
     Counts,
@@ -273,6 +274,26 @@ def _make_tokenizer(job: TokenJob) -> PreTrainedTokenizerBase:
         tokenizer = train_tokenizer(texts, job.recipe.vocabulary, sentinels)
     with_template(tokenizer, job.recipe)
     return tokenizer
+
+
+def check_conversation(source: Source, recipe: DataRecipe, tokenizer: str) -> None:
+    """Make tokens of the first conversation, as ranks will of all.
+
+    Args:
+        source: the records, of the format chat.
+        recipe: how they are prepared.
+        tokenizer: as of `tokenizer_name`.
+
+    Raises:
+        CommandError: the tokenizer has no chat template, or the record does not fit it.
+    """
+    for record in itertools.islice(source.train, 1):
+        if tokenizer == TRAIN_TOKENIZER:
+            own = train_tokenizer([_all_text(record)], recipe.vocabulary)
+        else:
+            own = load_tokenizer(tokenizer)
+        with_template(own, recipe)
+        encoder(own, recipe.prompt_loss)(record)
 
 
 def _save_tokenizer(folder: Path, job: TokenJob) -> None:

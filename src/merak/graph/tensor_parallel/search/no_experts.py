@@ -18,6 +18,7 @@ from merak.graph.ir.operators import (
     TRANSPOSES,
     family,
 )
+from merak.graph.ir.reachable import reachable
 from merak.graph.tensor_parallel.placement import shape_of
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
 from merak.graph.trace.opaque.operator import opaque_nodes
@@ -43,6 +44,12 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
                 f"those of {_parent(name)} are rows of one matrix, which tp splits, but not ep; "
                 "ep=1, with tp, pp or zero=3 where memory is short"
             )
+    for segment in model.segments:
+        for name in _computed_stacks(segment.graph):
+            yield (
+                f"{name} becomes a part of a stack of weights that is computed, as by adapters of "
+                "experts; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
+            )
     everything = (node for s in model.segments for node in s.graph.nodes)
     for product in (node for node in everything if family(node.target) in SEPARATE_GEMMS):
         weights = [n.meta["name"] for n in product.all_input_nodes if _is_parameter(n)]
@@ -58,6 +65,13 @@ def _reasons(model: ModelGraph) -> Iterator[str]:
                 f"those of {path} are modules with weights of their own, which a loop calls one by "
                 "one; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
             )
+    for call in opaque_nodes(model):
+        for weight in filter(_is_parameter, call.all_input_nodes):
+            if len(shape_of(weight)) > 2:
+                yield (
+                    f"{weight.meta['name']} is read by an opaque module, which keeps its weights "
+                    "whole; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
+                )
     for name, node in nodes:
         if len(shape_of(node)) > 2 and any(family(user.target) == "index" for user in node.users):
             yield (
@@ -97,6 +111,20 @@ def _is_flat_stack(node: fx.Node, is_reshaped: bool = False) -> bool:
         ):
             return True
     return False
+
+
+def _computed_stacks(graph: fx.Graph) -> Iterator[str]:
+    """Names of stacked parameters of which grouped products read what is computed."""
+    for product in graph.nodes:
+        if family(product.target) not in GROUPED_GEMMS:
+            continue
+        weight = product.args[1]
+        while family(weight.target) in RESHAPES | TRANSPOSES | SAME_VALUES:
+            (weight,) = weight.all_input_nodes
+        read = reachable([weight], lambda node: node.all_input_nodes)
+        for node in filter(_is_parameter, read - {weight}):
+            if shape_of(node)[:1] == shape_of(weight)[:1] and len(shape_of(node)) > 2:
+                yield node.meta["name"]
 
 
 def _is_parameter(node: fx.Node) -> bool:
