@@ -45,8 +45,11 @@ MOST_LOOKED_AT = 20_000
 
 _OTHERWISE = "does something else in a longer loop"
 
-MOST_KERNELS = 2_000
+FEW_KERNELS = 400
 """A loop of no more operators is written out at its own length."""
+
+MOST_KERNELS = 2_000
+"""So is one of no more than these, where no shorter length stands for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,7 @@ def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
     assert call.loop is not None
     if call.written or call.scalars:
         raise Unshardable("writes into its operands, or reads numbers of tensors")
-    if call.loop.kernels[0] <= MOST_KERNELS:
+    if call.loop.kernels[0] <= FEW_KERNELS:
         return _Written(call, None, {0: body_of(call, metas)})
     sizes = sorted({size for meta in metas for size in meta.shape})
     for shorts in SHORT_LENGTHS:
@@ -169,6 +172,8 @@ def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
             if len(counts) == len(shorts) and counts[-1] > counts[0]:
                 _check_long(call, metas, length, shorts)
                 return _Written(call, length, bodies)
+    if call.loop.kernels[0] <= MOST_KERNELS:
+        return _Written(call, None, {0: body_of(call, metas)})
     raise Unshardable("makes many operators at any length")
 
 

@@ -40,7 +40,7 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def look_at_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at fewer tokens than there are, as of long loops."""
-    monkeypatch.setattr("merak.graph.tensor_parallel.rules.loops.MOST_KERNELS", 0)
+    monkeypatch.setattr("merak.graph.tensor_parallel.rules.loops.FEW_KERNELS", 0)
     monkeypatch.setattr("merak.graph.tensor_parallel.rules.loops.SHORT_LENGTHS", ((4, 8),))
 
 
