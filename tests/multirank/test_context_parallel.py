@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, train_merak, train_reference
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.context_parallel.test_shifted_losses import LOSSES, Shifted
 from tests.unit.graph.context_parallel.test_tokens import Reordered, WrittenScores
 
 Gradients = dict[str, torch.Tensor]
@@ -86,7 +87,7 @@ def published(kind: str, attention: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
-def of_tokens(kind: type[torch.nn.Module], attention: str) -> torch.nn.Module:
+def of_tokens(kind: Callable[[], torch.nn.Module], attention: str) -> torch.nn.Module:
     """A plain module that has no attention of transformers'."""
     return kind()
 
@@ -98,6 +99,7 @@ OTHERS = {
     "t5": t5,
     "few heads": llama_of_few_heads,
     **{kind: partial(published, kind) for kind in PUBLISHED},
+    **{kind: partial(of_tokens, partial(Shifted, kind)) for kind in LOSSES},
 }
 
 CHANGED = {
@@ -118,7 +120,7 @@ def case(
     columns = cases.batch(padded)
     if family in OTHERS:
         torch.manual_seed(0)
-        if family in ("reordered", "written scores"):
+        if family in ("reordered", "written scores", *LOSSES):
             columns = {"input_ids": columns["input_ids"] % 16}
         if family == "few heads":
             columns = {name: column[:1] for name, column in columns.items()}
@@ -188,6 +190,8 @@ def test_ranks_equal_one_process(
         ("few heads", "sdpa", False),
         ("reordered", "sdpa", False),
         ("written scores", "sdpa", False),
+        ("flat", "sdpa", False),
+        *(slow(kind, "sdpa", False) for kind in LOSSES if kind != "flat"),
         slow("mixtral", "eager", False),
         slow("packed", "eager", False),
         slow("few heads", "sdpa", True),

@@ -20,6 +20,7 @@ from merak.graph.context_parallel.propagate import (
     propagate_tokens,
     rewrite_tokens,
 )
+from merak.graph.context_parallel.shifted_losses import read_all_tokens
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.apply import TensorParallel
@@ -59,8 +60,8 @@ class ContextParallel:
         prologue = zip(graph.prologue.outputs, returned_nodes(graph.prologue.graph), strict=True)
         counting = frozenset(name for name, node in prologue if counts_up(node))
         for segment in graph.segments:
-            own = (segment, dict[str, ParameterShard]()) if tensor is None else tensor(segment)
-            nodes = own[0].graph
+            own, shards = (segment, {}) if tensor is None else tensor(segment)
+            nodes = read_all_tokens(own.graph, lengths)
             entering = {
                 node: values[node.meta["name"]]
                 for node in nodes.find_nodes(op="placeholder")
@@ -70,7 +71,8 @@ class ContextParallel:
             whole = {node for name, node in outputs if name in returned}
             planned = propagate_tokens(nodes, entering, whole, lengths, self.degree, counting)
             values |= {name: planned.propagation.leaving(node) for name, node in outputs}
-            local[segment.index], found[segment.index] = own, planned
+            local[segment.index] = replace(own, graph=nodes), shards
+            found[segment.index] = planned
         metas = {n: self._local(graph.values[n], values.get(n)) for n in graph.values}
         fitted = replace(graph, values=metas)
         return fitted, replace(self, tensor=tensor, local=local, found=found)
