@@ -127,6 +127,49 @@ def test_collectives_and_their_gradients(pool: RankPool, degree: int) -> None:
             assert torch.equal(found[name][1], gradient), name
 
 
+def apply_shared(degree: int, copies: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Result and gradient of collectives of shards that so many ranks hold each."""
+    rank = merak.init(tp=degree, device="cpu").tp_rank
+    groups = degree // copies
+    own = torch.arange(6.0 * copies).reshape(2, 3 * copies) + rank // copies
+    layout = (1, (groups * copies, 2 * groups * copies), copies)
+    cases_by_name = {
+        "copy_shared_to": (collectives.copy_shared_to, torch.arange(5.0), (copies, "tp")),
+        "gather_shared": (collectives.gather_shared, own, (*layout, "tp")),
+        "own_share": (collectives.own_share, own, (*layout, 1, "tp")),
+    }
+    found = {}
+    for name, (function, x, args) in cases_by_name.items():
+        x = x.clone().requires_grad_()
+        result = function(x, *args)
+        result.backward(torch.ones_like(result).cumsum(-1) * (rank + 1))
+        assert x.grad is not None
+        found[name] = (result.detach(), x.grad)
+    return found
+
+
+@pytest.mark.parametrize(("degree", "copies"), [(2, 2), (4, 2), (4, 4)])
+def test_collectives_of_shards_on_several_ranks(pool: RankPool, degree: int, copies: int) -> None:
+    groups, counts = degree // copies, torch.arange(5.0) + 1
+    shard = ParameterShard(1, (groups * copies, 2 * groups * copies), degree, copies=copies)
+    own = [torch.arange(6.0 * copies).reshape(2, -1) + r // copies for r in range(degree)]
+    whole, among = join(own, shard), ParameterShard(1, (copies, 2 * copies), copies)
+    wide = torch.ones_like(whole).cumsum(-1)
+    for rank, found in enumerate(pool.run(apply_shared, degree, degree, copies)):
+        partners = range(rank // copies * copies, (rank // copies + 1) * copies)
+        held = own[rank].requires_grad_()
+        share = take(held, among, rank % copies)
+        share.backward(torch.ones_like(share).cumsum(-1) * (rank + 1))
+        expected = {
+            "copy_shared_to": (counts - 1, counts * sum(other + 1 for other in partners)),
+            "gather_shared": (whole, take(wide * (rank + 1), shard, rank) / copies),
+            "own_share": (share, held.grad),
+        }
+        for name, (result, gradient) in expected.items():
+            assert torch.equal(found[name][0], result), name
+            assert torch.equal(found[name][1], gradient), name
+
+
 Results = list[tuple[torch.Tensor, ...]]
 
 

@@ -99,7 +99,7 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
 
 
 def gather_shared(
-    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], copies: int, axis: str
 ) -> torch.Tensor:
     """All-gather of slices that are each on several ranks, which share out its gradient.
 
@@ -107,8 +107,8 @@ def gather_shared(
         tensor: one slice for each group of consecutive ranks.
         dim: the dim that is split, counted from the front.
         parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
-        axis: name of the mesh axis.
         copies: ranks in a group.
+        axis: name of the mesh axis.
 
     Returns:
         The whole tensor, on every rank; backward keeps the slice of the gradient, divided among
@@ -124,9 +124,9 @@ def own_share(
     tensor: torch.Tensor,
     dim: int,
     parts: tuple[int, ...],
-    axis: str,
     copies: int,
-    kept: int = 1,
+    kept: int,
+    axis: str,
 ) -> torch.Tensor:
     """A rank's share of a slice that it holds with others, which has a slice for fewer of them.
 
@@ -134,9 +134,9 @@ def own_share(
         tensor: one slice for each group of consecutive ranks.
         dim: the dim that is split, counted from the front.
         parts: sizes of the whole tensor's fused parts along `dim`, each split by itself.
-        axis: name of the mesh axis.
         copies: ranks in a group.
         kept: ranks in a group that then have the same share.
+        axis: name of the mesh axis.
 
     Returns:
         The share; what backward gives is the rank's part of the slice's gradient.
@@ -297,11 +297,23 @@ def _sum_parts(
 
 
 def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
-    own = axis_rank(axis) // copies
-    every = gradient.new_zeros(axis_degree(axis) // copies, *gradient.shape)
-    every[own] = gradient
-    summed: torch.Tensor = _all_reduce(every, axis)[own]
-    return summed
+    """Sum over the ranks of one group: each sums a piece, and sends it to the others.
+
+    Two all-to-alls in which other groups get nothing, since a communicator for every group would
+    have to be made by all ranks of a job.
+    """
+    group = current_mesh().group(axis)
+    if group is None:  # a mesh that is only pretended
+        return gradient
+    rank, size = axis_rank(axis), -(-gradient.numel() // copies)
+    partners = [int(rank // copies == other // copies) for other in range(axis_degree(axis))]
+    pieces = gradient.new_zeros(copies, size)
+    pieces.view(-1)[: gradient.numel()] = gradient.flatten()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, partners, partners, group=group)
+    summed = received.sum(0, keepdim=True).expand(copies, size).contiguous()
+    dist.all_to_all_single(received, summed, partners, partners, group=group)
+    return received.view(-1)[: gradient.numel()].view(gradient.shape)
 
 
 class _ReplicateToPartial(torch.autograd.Function):

@@ -124,7 +124,7 @@ def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any])
         return _Together.apply(_sum, _keep, *tensors)
     layout = (args[0], args[1])
     if name == "gather_shared":
-        shared = _gather(*layout, args[3]), _share_out(*layout, args[3])
+        shared = _gather(*layout, args[2]), _share_out(*layout, args[2])
         return _Together.apply(*shared, *tensors)
     if name == "reduce_scatter_to":
         return _Together.apply(_scatter(*layout), _gather(*layout), *tensors)

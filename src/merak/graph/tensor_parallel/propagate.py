@@ -55,6 +55,7 @@ class Propagation:
             work
             become whole by an all-gather whose backward is one; else through whole values.
         exchanges: whether shards along one dim become shards along another by an all-to-all.
+        degree: the number of ranks.
     """
 
     placements: Mapping[fx.Node, ResultPlacement]
@@ -62,6 +63,7 @@ class Propagation:
     outputs: Mapping[fx.Node, Placement] = field(default_factory=dict)
     scatters: bool = False
     exchanges: bool = False
+    degree: int = 1
 
     def leaving(self, node: fx.Node) -> Placement:
         """Placement of a result of the segment."""
@@ -140,7 +142,7 @@ def propagate_once(
         if node.op != "output":
             by_storage.setdefault(node.meta.get("storage"), set()).add(placements[node])
     refuse_lost_writes(graph, placements, decisions)
-    return Propagation(placements, decisions)
+    return Propagation(placements, decisions, degree=degree)
 
 
 def decide_or_gather(op: Operator) -> Decision:

@@ -260,11 +260,11 @@ class Rewriter:
     def unshared(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Shards that are each on several ranks, converted to fewer of them, or to the whole."""
         assert isinstance(placed, Shard)
-        shards = (self.env[node], placed.dim, placed.parts, self.axis, placed.copies)
+        shards = (self.env[node], placed.dim, placed.parts, placed.copies)
         if isinstance(need, Shard):
             assert need == replace(placed, copies=need.copies), f"{node} is split in two ways"
-            return self.insert(own_share, (*shards, need.copies), node, need)
-        return self.insert(gather_shared, shards, node, need)
+            return self.insert(own_share, (*shards, need.copies, self.axis), node, need)
+        return self.insert(gather_shared, (*shards, self.axis), node, need)
 
     def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
         """Conversion from or to shards without an all-reduce; None where there is none."""

@@ -106,6 +106,7 @@ _COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
     {
         collectives.copy_to: (None, "all_reduce"),
         collectives.copy_parts_to: (None, "all_reduce"),
+        collectives.copy_shared_to: (None, "all_reduce"),
         collectives.reduce_from: ("all_reduce", None),
         collectives.gather_from: ("all_gather", None),
         collectives.gather_shared: ("all_gather", None),
@@ -210,6 +211,9 @@ def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list
         side: Any = node.args[1]
         dim, parts = side
         whole = own * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
+    if node.target is collectives.copy_shared_to:  # what the ranks with the same shard send
+        num_ranks = int(str(node.args[1]))
+        whole = own * (num_ranks - 1) // num_ranks
     if node.target in _OF_EXPERTS:  # of rows that every rank has others of
         whole = own * outputs(node.all_input_nodes[1])[0].shape[0]
     elif node.target in (expert_counts, batch_counts):

@@ -51,7 +51,8 @@ class Transfer:
 
     Args:
         kind: which one.
-        numel: numbers in the whole value.
+        numel: numbers in the whole value; where fewer are sent, in what an all-reduce sends as many
+            for.
         of_weights: whether the value depends on parameters alone: their gradients are summed.
     """
 
@@ -107,8 +108,12 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     def add(node: fx.Node, kind: Collective, apart: bool = False) -> None:
         meta = node.meta["tensor"]
         numel = math.prod(meta.shape) if isinstance(meta, TensorMeta) else 0
-        if isinstance(placed := propagation.placements[node], PartlySharded):  # of whole parts
+        placed = propagation.placements[node]
+        if isinstance(placed, PartlySharded):  # of whole parts
             numel = numel * sum(placed.parts[i] for i in placed.whole) // sum(placed.parts)
+        if isinstance(placed, Shard) and placed.copies > 1 and kind is Collective.COPY:
+            # Ranks with the same shard sum its gradient: they send less than in an all-reduce.
+            numel = numel * (placed.copies - 1) // (propagation.degree - 1)
         found[node, kind, apart] = Transfer(kind, numel, node in weights)
 
     for node, need in conversions(graph, propagation):
