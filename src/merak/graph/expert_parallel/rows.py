@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.graph.ir.einsum import Labels, einsum_labels
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import (
@@ -135,11 +136,13 @@ def _batch_of(product: fx.Node, weights: Collection[fx.Node]) -> tuple[int, ...]
     return shape[:2]
 
 
-def _terms(product: fx.Node) -> tuple[list[str], str]:
-    """The letters of a product's operands and of its result, as of an einsum."""
-    equation = str(product.args[0]) if family(product.target) == "einsum" else "bmk,bkn->bmn"
-    left, _, result = equation.replace(" ", "").partition("->")
-    return left.split(","), result
+def _terms(product: fx.Node) -> tuple[list[Labels], Labels]:
+    """The labels of a product's operands and of its result, as of an einsum."""
+    if family(product.target) != "einsum":
+        return [tuple("bmk"), tuple("bkn")], tuple("bmn")
+    found = einsum_labels(product)
+    assert found is not None, f"{product} has an operand's letter twice"
+    return found
 
 
 def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) -> ExpertRegion:

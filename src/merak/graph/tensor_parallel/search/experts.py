@@ -17,6 +17,7 @@ import sympy  # type: ignore[import-untyped]
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.graph.ir.einsum import einsum_labels
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.operators import (
     GROUPED_GEMMS,
@@ -198,13 +199,14 @@ def _dims_of(node: fx.Node, dims: tuple[int, ...]) -> Iterator[int | None]:
 
 def _batch_letter(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
     """The dim of an einsum's weight that both factors and the result have."""
-    left, arrow, right = str(user.args[0]).replace(" ", "").partition("->")
-    terms, tensors = left.split(","), user.args[1]
+    found, tensors = einsum_labels(user), user.args[1]
     assert isinstance(tensors, (list, tuple))
-    if not arrow or "." in left or len(terms) != 2 or len(dims) != 3:
+    if found is None or len(tensors) != 2 or len(dims) != 3:
         return None
-    shared = [c for c in terms[tensors.index(node)] if all(c in t for t in (*terms, right))]
-    return dims[terms[tensors.index(node)].index(shared[0])] if len(shared) == 1 else None
+    terms, result = found
+    own = terms[tensors.index(node)]
+    shared = [label for label in own if all(label in term for term in (*terms, result))]
+    return dims[own.index(shared[0])] if len(shared) == 1 else None
 
 
 def _picked(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
