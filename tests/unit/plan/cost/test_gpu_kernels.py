@@ -85,7 +85,7 @@ def test_sharded_dropout_saves_its_own_part_of_a_boolean_mask_on_a_gpu():
     (segment,) = cut_into_segments(trace(Drops(), columns)).segments
     (dropout,) = segment.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default)
     dropout.target = dropout_sharded
-    dropout.args = (*dropout.args, (1, (4 * TOKENS,), "tp"))
+    dropout.args = (*dropout.args, (1, (4 * TOKENS,), "tp", 1))
     with pretended(Mesh(1, 4, 1, 0, CPU, None)):
         here, there = (
             SegmentMemories(CPU, kernels=k)(segment).saved_bytes for k in ("cpu", "cuda")
