@@ -4,9 +4,11 @@ Tests marked `soak` run for hours, so only `-m soak` runs them.
 """
 
 import atexit
+import faulthandler
 import os
 import shutil
 import tempfile
+from typing import NoReturn
 
 # Before torch is imported, here or in a rank that a test starts. Several ranks share the cores of
 # one machine, and sums split over threads would depend on how many there are.
@@ -26,6 +28,19 @@ from hypothesis import HealthCheck, settings
 # How long examples take says how busy the machine is.
 settings.register_profile("merak", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("merak")
+
+
+def pytest_configure() -> None:
+    """Let a process of tests that ends itself say where: what it has printed is lost with it."""
+    own, leave, stderr = os.getpid(), os._exit, os.dup(2)
+
+    def say_and_leave(status: int) -> NoReturn:
+        if os.getpid() == own:  # and not a process forked from it
+            os.write(stderr, f"\na process of tests ends itself, with status {status}:\n".encode())
+            faulthandler.dump_traceback(stderr)
+        leave(status)
+
+    os._exit = say_and_leave
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
