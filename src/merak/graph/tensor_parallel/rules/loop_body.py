@@ -153,7 +153,12 @@ class _Walk:
             else:
                 like = self.like
                 op = Operator(
-                    node, self.placements, like.degree, by_storage=by_storage, axis=like.axis
+                    node,
+                    self.placements,
+                    like.degree,
+                    by_storage=by_storage,
+                    axis=like.axis,
+                    copies=like.copies,
                 )
                 if (written := _whole_written(op)) is not None:
                     return written
