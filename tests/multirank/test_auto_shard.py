@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import merak
-from merak.check import Case, CheckOptions, Layout, check_model
+from merak.check import Case, CheckOptions, CheckReport, Layout, check_model
 from merak.core.shards import take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.multirank.ranks import RankPool
@@ -68,7 +68,8 @@ def test_every_gradient_of_every_architecture(
 
 
 def build(name: str) -> torch.nn.Module:
-    return expert_models.build(name) if name in EXPERTS else ARCHITECTURES[name].build()
+    is_own = name in (*EXPERTS, "separate", "all_called")
+    return expert_models.build(name) if is_own else ARCHITECTURES[name].build()
 
 
 def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
@@ -88,6 +89,16 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
 )
 def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str, layout: Layout) -> None:
     """Falcon's fused key and value are whole beside split queries, and count once in the norm."""
+    assert checked(pool, name, layout).tp_sharded_fraction > 0.9
+
+
+@pytest.mark.parametrize("name", ["separate", slow("gpt_oss"), slow("all_called")])
+def test_experts_of_ranks_that_share_tokens(pool: RankPool, name: str) -> None:
+    checked(pool, name, Layout(tp=2, ep=2, cp=2))
+
+
+def checked(pool: RankPool, name: str, layout: Layout) -> CheckReport:
+    """The report of a check that has passed."""
 
     def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
         return pool.run(function, num_ranks, *arguments)
@@ -95,4 +106,4 @@ def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str, layout
     case = Case(name, partial(build, name), draw)
     report = check_model(case, layout, CheckOptions(steps=2), launch=launch)
     assert (report.ok, report.reason) == (True, None)
-    assert report.tp_sharded_fraction > 0.9
+    return report

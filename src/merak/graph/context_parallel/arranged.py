@@ -32,11 +32,22 @@ from merak.graph.tensor_parallel.placement import (
     Operator,
     Placement,
     Shard,
+    argument,
     positive,
     shape_of,
 )
 from merak.graph.tensor_parallel.rules.rules import decide
+from merak.ops.collectives import (
+    copy_to,
+    leave_partial_grad,
+    reduce_from,
+    replicate_to_partial,
+)
 from merak.ops.context_parallel import inverse_permutation
+from merak.ops.expert_rows import enter_experts, leave_experts, pick_expert_rows
+
+EACH_ELEMENT = (copy_to, reduce_from, leave_partial_grad, replicate_to_partial)
+"""Collectives that send every element by itself."""
 
 
 class Meaning(Enum):
@@ -44,6 +55,8 @@ class Meaning(Enum):
 
     ROWS = auto()
     """Rows in that order."""
+    EXPERT_ROWS = auto()
+    """Such rows, of which those of a tensor parallel rank's own experts come first."""
     PERMUTATION = auto()
     """The place of each in the rank's rows."""
     SOURCES = auto()
@@ -181,7 +194,8 @@ def _each_row(op: Operator, own: Own) -> Found:
     name = family(op.node.target)
     if meaning is Meaning.PERMUTATION and name in FILLS_LIKE:
         return decide(op), Arranged(Meaning.SCRATCH, _sort_of(own))
-    keeps = meaning is Meaning.ROWS or name in SAME_VALUES | CONVERSIONS
+    are_rows = meaning in (Meaning.ROWS, Meaning.EXPERT_ROWS)
+    keeps = are_rows or name in SAME_VALUES | CONVERSIONS
     others = [n for n in op.node.all_input_nodes if n not in own]
     if not keeps or not _only(own, meaning) or any(n in op.sharded() for n in others):
         return None
@@ -277,16 +291,48 @@ def _grouped(op: Operator, own: Own) -> Found:
     x, weight, *rest = args
     weights = weight if isinstance(weight, (list, tuple)) else [weight]
     offsets = rest[0] if rest else op.arg("offs")
-    placed = op.placement(x)
-    is_own = own.get(x) == Arranged(Meaning.ROWS, _sort_of(own))
+    placed, by = op.placement(x), own.get(x)
     is_counted = own.get(offsets) == Arranged(Meaning.COUNTS, _sort_of(own))
-    if not is_own or not is_counted or own.keys() & set(weights):
+    if by is None or not is_counted or own.keys() & set(weights):
         return None
-    if not isinstance(placed, Shard):
+    if by.meaning not in (Meaning.ROWS, Meaning.EXPERT_ROWS) or not isinstance(placed, Shard):
         return None
     needs: dict[fx.Node, Placement] = dict.fromkeys(weights, REPLICATE_PARTIAL_GRAD)
     needs[offsets] = _placed(op, offsets)
-    return Decision(Shard(0, placed.parts), needs), Arranged(Meaning.ROWS, _sort_of(own))
+    of_own_experts = argument(op.node, "axis") is not None
+    meaning = Meaning.EXPERT_ROWS if of_own_experts else Meaning.ROWS
+    return Decision(Shard(0, placed.parts), needs), Arranged(meaning, _sort_of(own))
+
+
+def _rotated(before: Meaning, after: Meaning) -> Callable[[Operator, Own], Found]:
+    """Rows that enter or leave the experts of a tensor parallel rank."""
+
+    def rule(op: Operator, own: Own) -> Found:
+        rows, offsets = op.node.args[:2]
+        sort = _sort_of(own)
+        if own.get(rows) != Arranged(before, sort):  # type: ignore[arg-type]
+            return None
+        if own.get(offsets) != Arranged(Meaning.COUNTS, sort):  # type: ignore[arg-type]
+            return None
+        needs: dict[fx.Node, Placement] = {n: _placed(op, n) for n in own}
+        return Decision(op.placement(rows), needs), Arranged(after, sort)
+
+    return rule
+
+
+def _picked(op: Operator, own: Own) -> Found:
+    """The own experts' values, as biases, for the rows of each."""
+    values, experts = op.node.args[:2]
+    if own.keys() != {experts} or not _only(own, Meaning.ROWS):
+        return None
+    needs: dict[fx.Node, Placement] = {values: REPLICATE_PARTIAL_GRAD}  # type: ignore[dict-item]
+    return Decision(op.placement(experts), needs), Arranged(Meaning.EXPERT_ROWS, _sort_of(own))
+
+
+def _each_element(op: Operator, own: Own) -> Found:
+    """Collectives of tensor parallel ranks, which have the same rows."""
+    (arranged,) = own.values()
+    return Decision(op.placement(op.node.args[0])), arranged
 
 
 def _summed_back(op: Operator, own: Own) -> Found:
@@ -314,5 +360,9 @@ _RULES: Mapping[str, Callable[[Operator, Own], Found]] = {
     **dict.fromkeys(CUMULATIVE, _running),
     **dict.fromkeys(GROUPED_GEMMS | SEPARATE_EXPERTS, _grouped),
     **dict.fromkeys(("index_add", "index_add_"), _summed_back),
+    enter_experts.__name__: _rotated(Meaning.ROWS, Meaning.EXPERT_ROWS),
+    leave_experts.__name__: _rotated(Meaning.EXPERT_ROWS, Meaning.ROWS),
+    pick_expert_rows.__name__: _picked,
+    **{function.__name__: _each_element for function in EACH_ELEMENT},
 }
 """Operators that make, use or undo an order; others work on each row."""

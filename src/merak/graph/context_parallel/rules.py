@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from merak.graph.context_parallel.arranged import EACH_ELEMENT
 from merak.graph.ir.einsum import einsum_labels
 from merak.graph.ir.operators import CROSS_ENTROPIES, MATMULS, NLL_LOSSES
 from merak.graph.tensor_parallel.placement import (
@@ -363,15 +364,7 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
     "vocab_parallel_embedding": embedding,
     "vocab_parallel_cross_entropy": vocab_parallel_loss,
-    **{
-        function.__name__: each_element
-        for function in (
-            collectives.copy_to,
-            collectives.reduce_from,
-            collectives.leave_partial_grad,
-            collectives.replicate_to_partial,
-        )
-    },
+    **{function.__name__: each_element for function in EACH_ELEMENT},
     **{
         function.__name__: along_other_dim
         for function in (

@@ -17,6 +17,7 @@ from merak.graph.context_parallel.apply import context_parallel, gathered_operat
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
 from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.plan.engine_options import EngineOptions
 from tests import shared_cache
 from tests.unit.graph import tensor_parallel_cases as cases
@@ -183,3 +184,10 @@ def activations(cp: int) -> int:
 
 def test_four_ranks_hold_a_quarter_of_the_activations_of_131072_tokens() -> None:
     assert activations(4) == pytest.approx(activations(1) / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "separate", "all_called"])
+def test_experts_of_tensor_parallel_ranks_get_a_ranks_own_tokens(kind: str) -> None:
+    graph = traced(build(kind), 2, 8, labels=(2, 8))
+    tensor = tensor_parallel(graph, None, 2, ep=2)
+    assert gathered_operators(graph, context_parallel(graph, tensor, 2)) is None
