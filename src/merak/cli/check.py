@@ -130,7 +130,7 @@ def _page(report: CheckReport) -> str:
             f"{report.model}: {result}",
             *compared,
             *opaque_lines(report.kept_whole),
-            f"{counted(report.segments, 'segment')}; tensor parallelism splits "
+            f"{counted(report.segments, 'segment')}; tensor and expert parallelism split "
             f"{report.tp_sharded_fraction:.0%} of the parameters; {report.seconds:.1f} s",
             *_at_real_widths(report.real_widths),
         )
