@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -67,7 +68,36 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
     if forecast.mesh.device.type == "cuda":  # elsewhere float32 is no slower
         in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
         lines += [] if in_float32 is None else [f"  {in_float32}"]
+    lines += [f"  {sentence}" for sentence in _tied_across_hosts(forecast)]
     return "\n".join(lines)
+
+
+def _tied_across_hosts(forecast: Forecast) -> Iterator[str]:
+    """What a network between pp ranks carries for tied weights, where less would do."""
+    layout, mesh = forecast.layout, forecast.mesh
+    number = layout.schedule.num_microbatches
+    if not forecast.options.exact_tied_gradients or number == 1 or not crosses_hosts(mesh, "pp"):
+        return
+    holders = Counter(name for rank in range(mesh.pp) for name in _read_by(forecast, rank))
+    shared = [name for name, ranks in holders.items() if ranks > 1]
+    metas = [layout.graph.parameters[name] for name in shared]
+    trained = sum(meta.num_bytes for meta in metas if meta.requires_grad)
+    if trained:
+        yield (
+            f"pp ranks on several hosts exchange the gradients of tied weights ({size(trained)}) "
+            f"after each of {number} microbatches; tied_gradients='step' exchanges them once"
+        )
+
+
+def _read_by(forecast: Forecast, rank: int) -> dict[str, None]:
+    """Parameters that a pipeline rank's stages read, by name."""
+    layout = forecast.layout
+    segments = (
+        layout.graph.segments[i]
+        for stage in layout.schedule.stages_of(rank)
+        for i in layout.partition.stages[stage]
+    )
+    return dict.fromkeys(name for segment in segments for name in segment.parameters)
 
 
 _HEAD = ("ranks", "stages", "segments", "", "parameters", "memory")
@@ -88,7 +118,7 @@ def _rows(forecast: Forecast) -> list[tuple[str, ...]]:
     for rank in range(mesh.pp):
         stages = layout.schedule.stages_of(rank)
         segments = [layout.graph.segments[i] for s in stages for i in layout.partition.stages[s]]
-        names = dict.fromkeys(n for segment in segments for n in segment.parameters)
+        names = _read_by(forecast, rank)
         first = rank * mesh.replicas * mesh.tp
         rows.append(
             (

@@ -12,6 +12,7 @@ from torch import nn
 
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta, largest_shape
+from merak.core.units import size
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
@@ -82,6 +83,27 @@ def test_experts_in_float32_under_autocast_are_said_on_gpus(device: str, said: b
     there = replace(found.mesh, device=torch.device(device))
     lines = summary(replace(found, mesh=there), SAMPLE).splitlines()
     assert any("autocast does not cast grouped_mm" in line for line in lines) is said
+
+
+@pytest.mark.parametrize(
+    ("hosts", "tied", "said"),
+    [
+        (("a", "b"), "microbatch", True),
+        (("a", "b"), "step", False),
+        ((), "microbatch", False),
+    ],
+)
+def test_tied_weights_on_several_hosts_are_said(
+    hosts: tuple[str, ...], tied: str, said: bool
+) -> None:
+    mesh = replace(mesh_of(1, 1, 2), hosts=hosts)
+    table = families.gpt2(2).get_input_embeddings().weight
+    sentence = (
+        f"  pp ranks on several hosts exchange the gradients of tied weights "
+        f"({size(4 * table.numel())}) after each of 4 microbatches; tied_gradients='step' "
+        "exchanges them once"
+    )
+    assert (sentence in drawn(mesh, tied_gradients=tied)) is said
 
 
 def test_memory_that_cannot_be_foreseen_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
