@@ -54,6 +54,9 @@ Assignment = Mapping[str, Placement]
 SAVED_PER_BLOCK = 4.0
 """Gain of splitting all weights of a block, in collectives of a whole activation."""
 
+_OF_A_BLOCK = 1 / 64
+"""Least size of a block's weights, in those of a square one; smaller ones gain the less."""
+
 _OF_WEIGHTS = 0.01
 """Cost of all-reducing the gradient of a small whole weight, besides its size."""
 
@@ -114,7 +117,8 @@ class Search:
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
         self.tokens = activation_tokens(segment)
         self._gemm_share = self._gemm_shares(self.tokens)
-        self.num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
+        num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
+        self.gain = SAVED_PER_BLOCK * min(num_blocks, self._num_squares() / _OF_A_BLOCK)
         self._above = _ancestors(self.graph)
         self._weights = weights_only(self.graph)
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -128,6 +132,11 @@ class Search:
         work = {n: size * active_share(self.nodes[n], tokens) for n, size in sizes.items()}
         size_sum, work_sum = sum(sizes.values()) or 1, sum(work.values()) or 1
         return {n: max(sizes[n] / size_sum, work[n] / work_sum) for n in sizes}
+
+    def _num_squares(self) -> float:
+        """Size of the weights of GEMMs, in those of a square one of the activation's features."""
+        weights = sum(math.prod(self.shapes[name]) for name, dims in self.dims.items() if dims)
+        return float(weights / _largest_value(self.segment)[-1] ** 2)
 
     def run(self, followers: Collection[str] = ()) -> Found:
         """Best assignment found.
@@ -392,7 +401,7 @@ class Search:
         whole = sum(f * again[n] for n, f in self._gemm_share.items())
         rest = sum(math.prod(self.shapes[n]) * again[n] for n in self.nodes)
         total = sum(math.prod(shape) for shape in self.shapes.values()) or 1
-        value = self.num_blocks * SAVED_PER_BLOCK * whole + 1e-3 * rest / total
+        value = self.gain * whole + 1e-3 * rest / total
         value += sum(map(self.price, needed))
         return Found(dict(weights), inside, tuple(needed), value)
 

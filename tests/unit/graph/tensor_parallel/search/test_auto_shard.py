@@ -16,7 +16,7 @@ from torch import nn
 from merak.core.errors import ShardError
 from merak.core.shards import ParameterShard, join, take
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.apply import auto_tensor_parallel, tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Replicate
 from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.report import replication_warning
@@ -297,3 +297,31 @@ def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:
     )
     with pytest.raises(ShardError, match=message):
         tensor_parallel(graph, None, 7)
+
+
+class Router(nn.Module):
+    """A layer whose only weight gives four numbers for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2048) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = nn.functional.linear(x, self.weight).softmax(-1)
+        return x * shares.amax(-1, keepdim=True)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = Router(), nn.Linear(2048, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.relu(self.first(x))).square().mean()
+
+
+@pytest.mark.parametrize("degree", [4, 8])
+def test_a_weight_that_is_small_beside_activations_stays_whole(degree: int) -> None:
+    """Though it is all that its layer has: an all-reduce of them would cost more than its work."""
+    graph = cases.traced(Layers(), {"x": torch.randn(4, 8, 2048)})
+    assert "first.weight" not in auto_tensor_parallel(graph, degree).weights
