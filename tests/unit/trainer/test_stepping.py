@@ -23,6 +23,7 @@ from merak.core.health import preemption
 @pytest.fixture(autouse=True)
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(preemption, "_stop", preemption._Stop())
+    monkeypatch.setattr(preemption, "_end_at", lambda limit_s: None)  # it would end all tests
     # torch's launcher leaves a handler in a process that has started ranks.
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     merak.init(device="cpu")

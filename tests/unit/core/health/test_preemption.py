@@ -113,6 +113,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """The store of a job of three ranks, of which this process is rank 1."""
     store = dist.HashStore()
     monkeypatch.setattr(preemption, "_stop", preemption._Stop())
+    # Where the limit passes, it ends the process, with all tests behind this one.
+    monkeypatch.setattr(preemption, "_end_at", lambda limit_s: None)
     monkeypatch.setattr(job_store, "connect", lambda: store)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
