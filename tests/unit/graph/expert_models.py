@@ -252,14 +252,18 @@ class Sorted(Separate):
         return x + added
 
 
-class GroupedProducts(nn.Module):
-    """Experts by grouped products of torch, in float32 unless the weights are converted."""
+class Stacked(nn.Module):
+    """A router, and the weights of experts in two stacks."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
         self.gate = nn.Linear(16, experts)
         self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
         self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
+
+
+class GroupedProducts(Stacked):
+    """Experts by grouped products of torch, in float32 unless the weights are converted."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)

@@ -32,6 +32,7 @@ from tests.unit.graph.expert_models import (
     GroupedProducts,
     PlainTokens,
     Separate,
+    Stacked,
     build,
 )
 from tests.unit.graph.lockstep import assert_parity
@@ -266,14 +267,8 @@ def test_weights_that_another_segment_reads_are_refused(layer: type[nn.Module]) 
             tensor_parallel(graph, None, 2, ep=2)
 
 
-class EveryExpert(nn.Module):
+class EveryExpert(Stacked):
     """All experts compute all tokens, whose results a router weighs."""
-
-    def __init__(self, experts: int = 4) -> None:
-        super().__init__()
-        self.gate = nn.Linear(16, experts)
-        self.up = nn.Parameter(torch.randn(experts, 16, 32) * 0.2)
-        self.down = nn.Parameter(torch.randn(experts, 32, 16) * 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.view(2, -1, 16)

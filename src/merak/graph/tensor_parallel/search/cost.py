@@ -111,7 +111,7 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
         placed = propagation.placements[node]
         if isinstance(placed, PartlySharded):  # of whole parts
             numel = numel * sum(placed.parts[i] for i in placed.whole) // sum(placed.parts)
-        if isinstance(placed, Shard) and placed.copies > 1 and kind is Collective.COPY:
+        if isinstance(placed, Shard) and placed.copies > 1 and node.op == "placeholder":
             # Ranks with the same shard sum its gradient: they send less than in an all-reduce.
             numel = numel * (placed.copies - 1) // (propagation.degree - 1)
         found[node, kind, apart] = Transfer(kind, numel, node in weights)
