@@ -1,6 +1,6 @@
 """Automatic sharding of a model's weights, from its traced graph alone.
 
-Every segment is searched by itself (`sharding_search`); segments of the same structure get the same
+Every segment is searched by itself (`search`); segments of the same structure get the same
 answer, so a deep model takes no longer than a shallow one. Embeddings and heads, which several
 segments may share, are sharded before (`vocabularies`).
 """

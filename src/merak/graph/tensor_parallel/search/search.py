@@ -1,7 +1,7 @@
 """Search for the sharding of one segment's weights: few collectives, many sharded parameters.
 
 A seed splits the outputs of one GEMM. What the operators then need, and what the weights before and
-after must be for it, is read off the propagation of `sharding_propagate`: the queries' heads ask
+after must be for it, is read off their placements (`propagate`): the queries' heads ask
 for the keys' and values', these for the inputs of the projection, and so on. Such a closed group of
 weights is taken where it costs less than it saves.
 """
@@ -17,8 +17,8 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind, Segment, returned_nodes
-from merak.graph.ir.operators import NORMS, family, is_weight_gemm
+from merak.graph.ir.ir import Segment
+from merak.graph.ir.operators import NORMS, family
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     ExpertRows,
@@ -48,6 +48,13 @@ from merak.graph.tensor_parallel.search.cost import (
 )
 from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.fused import divides, fused_parts, stacked_parts
+from merak.graph.tensor_parallel.search.segment_facts import (
+    activation_tokens,
+    ancestors,
+    depth_of,
+    gradient_sources,
+    largest_value,
+)
 
 Assignment = Mapping[str, Placement]
 
@@ -55,7 +62,10 @@ SAVED_PER_BLOCK = 4.0
 """Gain of splitting all weights of a block, in collectives of a whole activation."""
 
 _OF_A_BLOCK = 1 / 64
-"""Least size of a block's weights, in those of a square one; smaller ones gain the less."""
+"""Size from which weights gain as a block's do, in square matrices of the activation's features.
+
+Smaller ones gain in proportion: to sum an activation for a router of few outputs does not pay.
+"""
 
 _OF_WEIGHTS = 0.01
 """Cost of all-reducing the gradient of a small whole weight, besides its size."""
@@ -113,16 +123,16 @@ class Search:
         self.shapes = {name: parameters[name].shape for name in self.nodes}
         self.free = frozenset(n for n in self.nodes if n not in replicated and n not in fixed)
         self.fixed = dict(fixed)
-        self.scale = _activation_size(segment)
+        self.scale = math.prod(largest_value(segment))
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
         self.tokens = activation_tokens(segment)
         self._gemm_share = self._gemm_shares(self.tokens)
-        num_blocks = max(1, math.ceil(_depth(self.graph) / 2))
+        num_blocks = max(1, math.ceil(depth_of(self.graph) / 2))
         self.gain = SAVED_PER_BLOCK * min(num_blocks, self._num_squares() / _OF_A_BLOCK)
-        self._above = _ancestors(self.graph)
+        self._above = ancestors(self.graph)
         self._weights = weights_only(self.graph)
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
-        self._values = _sources(self.graph, self._place)
+        self._values = gradient_sources(self.graph, self._place)
         self._by_itself: dict[tuple[str, Placement], Propagation | None] = {}
         self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
 
@@ -136,7 +146,7 @@ class Search:
     def _num_squares(self) -> float:
         """Size of the weights of GEMMs, in those of a square one of the activation's features."""
         weights = sum(math.prod(self.shapes[name]) for name, dims in self.dims.items() if dims)
-        return float(weights / _largest_value(self.segment)[-1] ** 2)
+        return float(weights / largest_value(self.segment)[-1] ** 2)
 
     def run(self, followers: Collection[str] = ()) -> Found:
         """Best assignment found.
@@ -455,54 +465,3 @@ def _small_parts_whole(placed: Shard, degree: int) -> PartlySharded | None:
     if not whole or largest % degree:
         return None
     return PartlySharded(placed.dim, placed.parts, whole, placed.origin)
-
-
-def _ancestors(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Parameters that every value depends on."""
-    found: dict[fx.Node, frozenset[str]] = {}
-    for node in graph.nodes:
-        own = {node.meta["name"]} if node.meta.get("kind") is Kind.PARAMETER else ()
-        found[node] = frozenset(own).union(*(found[n] for n in node.all_input_nodes))
-    return found
-
-
-def _sources(graph: fx.Graph, place: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-    """Values that every value's gradient flows on to, each as a bit at its index."""
-    found: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        found[node] = 0
-        for source in node.all_input_nodes if _passes_gradients(node) else ():
-            found[node] |= found[source] | 1 << place[source]
-    return found
-
-
-def _passes_gradients(node: fx.Node) -> bool:
-    """Whether a gradient flows through a value, or through one of a tuple."""
-    found = node.meta.get("tensor")
-    each = found if isinstance(found, (tuple, list)) else (found,)
-    return any(isinstance(meta, TensorMeta) and meta.requires_grad for meta in each)
-
-
-def _depth(graph: fx.Graph) -> int:
-    """Largest number of weight GEMMs one after another."""
-    depth: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        before = max((depth[n] for n in node.all_input_nodes), default=0)
-        depth[node] = before + (node.op == "call_function" and is_weight_gemm(node))
-    return max(depth.values(), default=0)
-
-
-def _activation_size(segment: Segment) -> int:
-    """Size of the largest value that enters or leaves the segment."""
-    return math.prod(_largest_value(segment))
-
-
-def activation_tokens(segment: Segment) -> int:
-    """Number of tokens of the largest value that enters or leaves the segment."""
-    return math.prod(_largest_value(segment)[:-1])
-
-
-def _largest_value(segment: Segment) -> tuple[int, ...]:
-    values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
-    shapes = [shape_of(n) for n in (*values, *returned_nodes(segment.graph))]
-    return max(((1,), *shapes), key=math.prod)

@@ -1,7 +1,7 @@
 """Vocabularies that tensor parallelism shards: tables that rows are looked up in, and heads.
 
 A vocabulary is split where that saves more than it costs. What splitting a block is worth is known
-(`sharding_search`); a vocabulary is worth as much for every number it holds. It costs the
+(`search`); a vocabulary is worth as much for every number it holds. It costs the
 collectives that all segments which read it then run: a sum of the looked-up rows, the gradient of
 what enters the head, and a few numbers for each position in the loss. So large vocabularies are
 split, tied or not, and those that are small beside the blocks stay whole. So do those whose logits
@@ -26,8 +26,8 @@ from merak.graph.tensor_parallel.search.search import (
     SAVED_PER_BLOCK,
     Found,
     Search,
-    activation_tokens,
 )
+from merak.graph.tensor_parallel.search.segment_facts import activation_tokens
 
 
 def split_vocabularies(
