@@ -81,6 +81,17 @@ def test_ranks_give_what_one_gives(
     assert_parity(model, models.batch_of(TOKENS, 0, 2), None, degree, monkeypatch)
 
 
+def test_groups_of_ranks_run_a_loop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 heads of keys and 8 of values on 6 ranks: two groups have half of both."""
+    torch.manual_seed(0)
+    model = models.Blocks(models.DeltaRule, num_blocks=1).train()
+    batch = models.batch_of(TOKENS, 0, 64)
+    (node,) = opaque_nodes_of_a_rank(cases.traced(model, batch), 6)
+    heads = [operand.meta["tensor"].shape[2] for operand in operands(node)]
+    assert heads == [2, 2, 4, 4]
+    assert_parity(model, batch, None, 6, monkeypatch)
+
+
 @pytest.mark.parametrize("block", SHARDED)
 def test_its_cost_is_that_of_the_shards(block: type[nn.Module]) -> None:
     _, graph = built(block)
