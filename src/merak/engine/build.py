@@ -17,6 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
+from merak.engine.optimizer.own_tensors import original_parameters
 from merak.engine.program_agreement import check_programs
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -119,6 +120,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
+    originals = original_parameters(source.model)
     with phase("loading weights"):
         materialize(
             source.model,
@@ -135,7 +137,9 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
         save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer
-    return assemble(layout, programs, names, mesh, options, save_fewer)
+    engine = assemble(layout, programs, names, mesh, options, save_fewer)
+    engine.optimizers.note_originals(originals)
+    return engine
 
 
 def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:

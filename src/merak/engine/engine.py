@@ -22,15 +22,15 @@ from merak.engine.comm.eval_parameters import fetch_remote
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_norm import clip_gradients
 from merak.engine.comm.local_steps import LocalSteps
-from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
 from merak.engine.health.oom import StepAborted, explain_oom, raise_if_aborted
 from merak.engine.health.step_records import StepRecord, gather_records
 from merak.engine.oom_replan import replan, restore, written_buffers
+from merak.engine.optimizer.connection import OptimizerConnections
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.step.evaluation import evaluate
 from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_gradients
-from merak.engine.step.optimizer_step import connect_optimizer, gradient_norm
+from merak.engine.step.optimizer_step import gradient_norm
 from merak.engine.step.parameter_writes import apply_parameter_writes
 from merak.engine.step.replica_check import check_replicas
 from merak.engine.step.step_checks import check_counts, check_indices, microbatch_counts
@@ -61,6 +61,7 @@ class Engine:
         self.description: Mapping[str, Any] = {}
         # Refuses hooks on gradients that a script has registered meanwhile and that would not run.
         self.check_hooks: Callable[[], None] = lambda: None
+        self.optimizers = OptimizerConnections(state)
         self._state = state
         self._buffers_before: TensorDict = {}
         self._is_retired = False
@@ -93,6 +94,7 @@ class Engine:
 
     def retire(self) -> None:
         """Train this model no more: another engine is about to."""
+        self.optimizers.close()
         self._is_retired = True
 
     def _refuse_retired(self) -> None:
@@ -502,20 +504,8 @@ class Engine:
         return self._state.gather(value, what)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let an optimizer's steps reach the model; refuse one that cannot step its gradients.
-
-        Args:
-            optimizer: of this rank's `optimizer_params`; None for none.
-
-        Raises:
-            ScheduleError: it takes sparse gradients alone, and there are dense ones.
-        """
-        refuse_sparse_optimizer(optimizer, self._state.densified)
-        if optimizer is not None:
-            state = self._state
-            connect_optimizer(
-                optimizer, state.optimizer_params.sync_model_params, state.local_steps
-            )
+        """Let an optimizer's steps reach the model; see `OptimizerConnections.connect`."""
+        self.optimizers.connect(optimizer)
 
     @property
     def optimizer_params(self) -> OptimizerParams:

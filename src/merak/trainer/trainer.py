@@ -63,7 +63,7 @@ from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
-from merak.trainer.subclass.optimizer import parameter_order, use_optimizer_tensors
+from merak.trainer.subclass.optimizer import parameter_order
 from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
@@ -397,7 +397,6 @@ class MerakTrainer(Stepping, Logging, Trainer):
             own = self.engine.optimizer_params
             decayed = self.get_decay_parameter_names(self.model)
             self._order = parameter_order(optimizer, self.model, own, decayed)
-            use_optimizer_tensors(optimizer, self.model, own)
             self.engine.connect_optimizer(optimizer)
             self._connected = optimizer  # a second `train` goes on with it
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)

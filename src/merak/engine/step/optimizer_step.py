@@ -1,19 +1,13 @@
-"""The end of a training step: the norm of all gradients, overflow, clipping and the optimizer."""
+"""The end of a training step: the norm of all gradients, and whether they are finite."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
-from types import MethodType
-from typing import Any
 
 import torch
 
 from merak.core.mesh import REPLICAS
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
-from merak.engine.comm.local_steps import LocalSteps
-from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
 from merak.engine.state import EngineState
 from merak.engine.step.loss_scale import LossScale
 
@@ -85,30 +79,3 @@ class FiniteCheck:
         elif not self.is_overflow:
             self.num_failed += 1
         return not is_finite
-
-
-def connect_optimizer(
-    optimizer: torch.optim.Optimizer,
-    sync_model_params: Callable[[], None],
-    local_steps: LocalSteps | None = None,
-) -> None:
-    """Let an optimizer's step reach the model, and say what to do when it runs out of memory.
-
-    Args:
-        optimizer: of an engine's optimizer tensors.
-        sync_model_params: copies them into the model's parameters.
-        local_steps: the rounds of Local SGD that its steps make up; None for none.
-    """
-    step: Callable[..., Any] = type(optimizer).step
-
-    @wraps(step)
-    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
-            return step(self, *args, **kwargs)
-
-    # A method, as learning rate schedulers, which wrap it as well, expect it to be.
-    optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
-    if local_steps is not None:
-        optimizer.register_step_pre_hook(lambda *_: local_steps.start_step())
-        optimizer.register_step_post_hook(lambda *_: local_steps.end_step())
-    optimizer.register_step_post_hook(lambda *_: sync_model_params())

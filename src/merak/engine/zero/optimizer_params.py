@@ -147,6 +147,11 @@ class OptimizerParams:
             return None
         return shard_rows(parameter, dist.get_world_size(group), dist.get_rank(group))
 
+    def num_replicas(self, name: str) -> int:
+        """The number of replicas that share out a parameter's optimizer."""
+        group = self._groups.of(name)
+        return 1 if group is None else dist.get_world_size(group)
+
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""
         for item in self.items.values():

@@ -6,8 +6,9 @@ import math
 
 import torch
 
+from merak.engine.optimizer.connection import connect_optimizer
 from merak.engine.step.loss_scale import LossScale
-from merak.engine.step.optimizer_step import FiniteCheck, connect_optimizer
+from merak.engine.step.optimizer_step import FiniteCheck
 
 
 def test_overflows_at_a_scale_that_cannot_be_the_reason_are_counted() -> None:

@@ -1,0 +1,160 @@
+"""The connection of optimizers to the model, so that their steps reach it.
+
+An optimizer that a loop makes by itself is met at its first step, by torch's hook for all
+optimizers; it then steps what it means, this rank's tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from merak.core.errors import ArgumentsError
+from merak.core.rank0 import warn_on_rank0
+from merak.engine.comm.local_steps import LocalSteps
+from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
+from merak.engine.health.oom import OPTIMIZER_FIX, explain_oom
+from merak.engine.optimizer.judge import judge, refuse_closure
+from merak.engine.optimizer.own_tensors import (
+    Found,
+    Originals,
+    is_known,
+    tensors_by_id,
+    use_optimizer_tensors,
+)
+from merak.engine.state import EngineState
+
+logger = logging.getLogger(__name__)
+
+
+class OptimizerConnections:
+    """The optimizers that step an engine's tensors.
+
+    Args:
+        state: of the engine.
+    """
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._found: Found = {}
+        self.note_originals({})
+        self._connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._is_stepping = False
+        own = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (connections := own()) is not None:
+                connections._meet(optimizer)
+
+        self._hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, self._hook.remove)
+
+    def note_originals(self, originals: Originals) -> None:
+        """Note the parameters that the model had before it was laid out.
+
+        Those of today are noted with them, once: who reads them waits for those of other replicas.
+        """
+        state = self._state
+        self._found = tensors_by_id(state.model, state.optimizer_params, originals)
+
+    def close(self) -> None:
+        """Meet no further optimizers: another engine trains the model now."""
+        self._hook.remove()
+
+    def connect(self, optimizer: torch.optim.Optimizer | None, is_met: bool = False) -> None:
+        """Let an optimizer's steps reach the model; all ranks call it together.
+
+        Args:
+            optimizer: of this rank; None for none.
+            is_met: whether a loop has made it, perhaps of further tensors of its own.
+
+        Raises:
+            ScheduleError, ArgumentsError: it cannot step this rank's tensors, or would train
+                something else than in one process.
+        """
+        state = self._state
+        refuse_sparse_optimizer(optimizer, state.densified)
+        if optimizer is not None:
+            refuse_closure(optimizer)
+            use_optimizer_tensors(optimizer, self._found, takes_others=is_met)
+        judgement = judge(state, optimizer)
+        if judgement is not None:
+            if sentence := judgement.refusal():
+                raise ArgumentsError(sentence)
+            if judgement.needs_whole:
+                raise ArgumentsError(
+                    f"{judgement.name} steps shards otherwise than whole parameters (such as "
+                    f"{judgement.findings.cut}), and in this layout ({judgement.layout}) ranks "
+                    "step shards; use an elementwise optimizer, such as AdamW, or dp and pp alone "
+                    "(tp=1, zero=0)."
+                )
+            if remark := judgement.remark():
+                warn_on_rank0(logger, "%s.", remark)
+        if optimizer is not None:
+            self._connected.add(optimizer)
+            optimizer.register_step_pre_hook(lambda *_: self._note(True))
+            sync = state.optimizer_params.sync_model_params
+            connect_optimizer(optimizer, sync, state.local_steps)
+            optimizer.register_step_post_hook(lambda *_: self._note(False))
+
+    def warn_of_none(self) -> None:
+        """Warn where no optimizer has stepped, and the model's parameters are not what is stepped.
+
+        An update that a loop computes by hand would look for gradients in vain.
+        """
+        items = self._state.optimizer_params.items.values()
+        is_other = any(item.tensor is not item.parameter for item in items)
+        if not self._connected and (is_other or self._state.base.shards):
+            warn_on_rank0(
+                logger,
+                "no optimizer of torch has stepped this model since the last step; if you update "
+                "it by hand, take the gradients of engine.optimizer_params.named, this rank's "
+                "tensors, and call engine.optimizer_params.sync_model_params() then.",
+            )
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Connect an optimizer that a loop has made of this model's parameters, before it steps."""
+        if self._is_stepping or optimizer in self._connected:
+            return
+        given = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        if any(is_known(tensor, self._found) for tensor in given):
+            self.connect(optimizer, is_met=True)
+
+    def _note(self, is_stepping: bool) -> None:
+        """Note a step of a connected optimizer, inside which one of its own parts may step."""
+        self._is_stepping = is_stepping
+
+
+def connect_optimizer(
+    optimizer: torch.optim.Optimizer,
+    sync_model_params: Callable[[], None],
+    local_steps: LocalSteps | None = None,
+) -> None:
+    """Let an optimizer's step reach the model, and say what to do when it runs out of memory.
+
+    Args:
+        optimizer: of an engine's optimizer tensors.
+        sync_model_params: copies them into the model's parameters.
+        local_steps: the rounds of Local SGD that its steps make up; None for none.
+    """
+    step: Callable[..., Any] = type(optimizer).step
+
+    @wraps(step)
+    def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
+            return step(self, *args, **kwargs)
+
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # which counts the steps in its wrapper
+        # A method, as learning rate schedulers, which wrap it as well, expect it to be.
+        optimizer.step = MethodType(explained_step, optimizer)  # type: ignore[method-assign]
+    if local_steps is not None:
+        optimizer.register_step_pre_hook(lambda *_: local_steps.start_step())
+        optimizer.register_step_post_hook(lambda *_: local_steps.end_step())
+    optimizer.register_step_post_hook(lambda *_: sync_model_params())

@@ -1,0 +1,171 @@
+"""Which layouts an optimizer is right in, judged by what it does to small tensors.
+
+A stage's optimizer has the parameters of its own segments; under tensor parallelism and ZeRO it has
+shards of them. An update of each element by itself is right on both. One that takes norms, factors
+or blocks of a whole parameter is right on whole parameters alone, and one that looks across all
+parameters on no part of a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from merak.core.announce import announced
+from merak.core.errors import ArgumentsError
+from merak.core.health.status import phase
+from merak.engine.optimizer.small_tensors import JobTensor, small_tensors
+from merak.engine.optimizer.trial import Findings, run_trial
+from merak.engine.state import EngineState
+from merak.graph.weights.holders import full_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the ranks of a job know of their optimizers together.
+
+    Args:
+        name: of the class.
+        findings: of a trial on each rank that has an optimizer; the worst.
+        layout: degrees that cut parameters or share them out, for people to read.
+        is_cut: whether ranks have shards of parameters.
+    """
+
+    name: str
+    findings: Findings
+    layout: str
+    is_cut: bool
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether it is right where it gets whole parameters."""
+        return bool(self.findings.cut) and self.is_cut
+
+    def refusal(self) -> str | None:
+        """The sentence for an optimizer that would train something else; None for a right one."""
+        found = self.findings
+        where = f"in this layout ({self.layout}) each rank has a part of them"
+        if found.closure:
+            return closure_refusal(self.name)
+        if found.across:
+            return (
+                f"{self.name} looks across all parameters (it steps one alone otherwise than "
+                f"beside others), and {where}; use one that steps every parameter by itself, such "
+                "as AdamW, or replicas alone (dp)."
+            )
+        if found.unknown and self.is_cut:
+            return (
+                f"whether {self.name} steps shards of parameters as it steps whole ones cannot be "
+                f"judged, since {found.unknown}, and {where}; use dp or pp alone (tp=1, zero=0), "
+                "or another optimizer, such as AdamW."
+            )
+        return None
+
+    def remark(self) -> str | None:
+        """What is worth knowing of an optimizer that is allowed; None for nothing."""
+        if not self.findings.unknown:
+            return None
+        if self.findings.draws:
+            return f"{self.name} draws random numbers, which differ by layout"
+        return f"{self.name} could not be judged, since {self.findings.unknown}"
+
+
+_KNOWN: dict[object, Findings] = {}
+"""Findings of this process, by class, options and kinds of tensors."""
+
+
+def judge(state: EngineState, optimizer: torch.optim.Optimizer | None) -> Judgement | None:
+    """Judge the optimizers of all ranks, which call it together.
+
+    Args:
+        state: of this rank's engine.
+        optimizer: of this rank's tensors; None for a rank without any.
+
+    Returns:
+        The same on all ranks; None where each has every parameter whole.
+    """
+    mesh, params = state.mesh, state.optimizer_params
+    is_cut = params.is_sharded or mesh.shard_degree > 1
+    if not is_cut and mesh.pp == 1:
+        return None
+    with phase("judging the optimizer"):
+        own = None if optimizer is None else _findings(state, optimizer)
+        name = None if optimizer is None else type(optimizer).__name__
+        everyone = state.gather((name, own), "the judgement of the optimizer by")
+    found = [findings for _, findings in everyone if findings is not None]
+    worst = Findings(
+        any(one.across for one in found),
+        next((one.cut for one in found if one.cut), ""),
+        any(one.draws for one in found),
+        next((one.unknown for one in found if one.unknown), ""),
+        any(one.closure for one in found),
+    )
+    degrees = (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep), ("zero", state.zero))
+    layout = ", ".join(f"{n}={d}" for n, d in degrees if d > (n != "zero"))
+    named = next((n for n, _ in everyone if n is not None), "no optimizer")
+    return Judgement(named, worst, layout, is_cut)
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step computes the loss anew.
+
+    Raises:
+        ArgumentsError: its step must be given a closure.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ArgumentsError(closure_refusal(type(optimizer).__name__))
+
+
+def closure_refusal(name: str) -> str:
+    """The sentence for an optimizer whose step computes the loss anew.
+
+    Args:
+        name: of its class.
+    """
+    return (
+        f"{name} wants a closure that computes the loss anew in its step, and Merak has run "
+        "forward and backward by then; use one that steps by the gradients it finds, such as AdamW."
+    )
+
+
+def _findings(state: EngineState, optimizer: torch.optim.Optimizer) -> Findings:
+    tensors = _job_tensors(state, optimizer)
+    small = small_tensors(tensors, optimizer.param_groups)
+    if not small:
+        return Findings()
+    device = state.mesh.device
+    kinds = tuple((one.of, one.shape, _text(one.options)) for one in small)
+    key = (type(optimizer), _text(optimizer.defaults), kinds, str(device))
+    if key not in _KNOWN:
+        with announced(f"judging {type(optimizer).__name__} on small tensors"):
+            _KNOWN[key] = run_trial(optimizer, small, device)
+    return _KNOWN[key]
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return repr(sorted(options.items(), key=lambda item: item[0]))
+
+
+def _job_tensors(state: EngineState, optimizer: torch.optim.Optimizer) -> list[JobTensor]:
+    """What an optimizer of this rank's tensors steps."""
+    names = {id(item.tensor): name for name, item in state.optimizer_params.items.items()}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for tensor in group["params"]:
+            if (name := names.get(id(tensor))) is not None:
+                found.append(_job_tensor(state, name, number))
+    return found
+
+
+def _job_tensor(state: EngineState, name: str, group: int) -> JobTensor:
+    item, shard = state.optimizer_params.items[name], state.base.shards.get(name)
+    shape = full_shape(item.parameter, shard)
+    replicas = state.optimizer_params.num_replicas(name) if item.rows is not None else 1
+    if shard is None or shard.owner is not None:  # experts that one rank has whole
+        return JobTensor(group, shape, row_degree=replicas)
+    return JobTensor(group, shape, shard.dim, shard.num_shards, replicas)

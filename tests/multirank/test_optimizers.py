@@ -1,0 +1,201 @@
+"""Optimizers of any class, and wherever a script makes them, against one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import optimizers
+from tests.multirank.ranks import RankPool
+from tests.tiers import slow
+
+WIDTH, NUM_STEPS = 16, 3
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return made
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return ((x - y) ** 2).mean()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {n: torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for n in "xy"}
+
+
+def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameters in groups by their names."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if ("bias" in n) is is_bias], "lr": lr}
+        for is_bias, lr in ((True, 1e-3), (False, 1e-2))
+    ]
+
+
+def run_alone(make: Make, by_name: bool = False) -> dict[str, torch.Tensor]:
+    model = make_model()
+    optimizer = make(groups_of(model) if by_name else model.parameters())
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(**batch_of(step)).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def run_own(where: str, degrees: dict[str, int], zero: int) -> dict[str, torch.Tensor] | str:
+    """Train by an optimizer that a script makes by itself; the parameters, or the refusal."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")
+
+    def share(step: int) -> dict[str, torch.Tensor]:
+        return {n: t.chunk(mesh.dp)[mesh.dp_rank] for n, t in batch_of(step).items()}
+
+    model = make_model()
+    earlier = adam(model.parameters())
+    makers = {"factory": lambda _: adam(groups_of(model)), "earlier": lambda _: earlier}
+    parallel = merak.parallelize(
+        model, share(0), optimizer=makers.get(where), zero=zero if mesh.dp > 1 else 0
+    )
+    optimizer = None
+    if where == "before":
+        optimizer = earlier
+    elif where == "after":
+        optimizer = adam(model.parameters())
+    elif where == "engine":
+        optimizer = adam(parallel.engine.parameters.values())
+    if optimizer is not None:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for step in range(NUM_STEPS):
+        parallel.step(share(step))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    return parallel.gather_state_dict()
+
+
+def assert_equal(found: Any, expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+LAYOUTS = {
+    "tp": ({"tp": 2}, 0),
+    "zero1": ({"dp": 2}, 1),
+    "zero3": ({"dp": 2}, 3),
+    "pp": ({"pp": 2}, 0),
+    "dp": ({"dp": 2}, 0),
+}
+
+
+@pytest.mark.parametrize("where", ["before", "after", "engine", "factory", "earlier"])
+@pytest.mark.parametrize("layout", ["tp", "zero1", slow("zero3"), slow("pp"), slow("dp")])
+def test_an_optimizer_steps_what_it_means(pool: RankPool, layout: str, where: str) -> None:
+    found = pool.run(run_own, 2, where, *LAYOUTS[layout])
+    assert_equal(found[0], run_alone(adam, by_name=where == "factory"))
+
+
+def refusal_of(make: Make, degrees: dict[str, int], zero: int) -> str:
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")
+    batch = {n: t.chunk(mesh.dp)[mesh.dp_rank] for n, t in batch_of(0).items()}
+    with pytest.raises(merak.MerakError) as refused:
+        merak.parallelize(make_model(), batch, optimizer=make, zero=zero)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "message"),
+    [
+        (optimizers.Prodigy, "pp", r"Prodigy looks across all parameters .* \(pp=2\)"),
+        (optimizers.Prodigy, "tp", r"Prodigy looks across all parameters .* \(tp=2\)"),
+        (optimizers.StochasticRounding, "zero1", "it draws random numbers"),
+        (optimizers.Sam, "pp", "Sam wants a closure that computes the loss anew"),
+        (torch.optim.LBFGS, "dp", "LBFGS wants a closure that computes the loss anew"),
+    ],
+)
+def test_what_would_train_something_else_is_refused(
+    pool: RankPool, make: Make, layout: str, message: str
+) -> None:
+    import re
+
+    for rank in pool.run(refusal_of, 2, make, *LAYOUTS[layout]):
+        assert re.search(message, rank)
+
+
+def step_a_copy() -> str:
+    """A factory whose optimizer holds a copy of the model."""
+    import merak
+
+    merak.init(pp=1, device="cpu")
+    model = make_model()
+    other = copy.deepcopy(model)
+    with pytest.raises(merak.MerakError) as refused:
+        merak.parallelize(model, batch_of(0), optimizer=lambda _: adam(other.parameters()))
+    return str(refused.value)
+
+
+def test_an_optimizer_of_a_copy_is_refused(pool: RankPool) -> None:
+    assert "no parameter of the model as it was given" in pool.run(step_a_copy, 1)[0]
+
+
+def step_by_hand() -> list[str]:
+    """The warnings of a loop that changes parameters by hand."""
+    import merak
+
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    listener = Listener()
+    logging.getLogger("merak").addHandler(listener)
+    mesh = merak.init(dp=2, device="cpu")
+    batch = {n: t.chunk(2)[mesh.dp_rank] for n, t in batch_of(0).items()}
+    parallel = merak.parallelize(make_model(), batch, zero=1)
+    for _ in range(3):
+        parallel.step(batch)
+        for parameter in parallel.engine.parameters.values():
+            assert parameter.grad is None
+    logging.getLogger("merak").removeHandler(listener)
+    return heard
+
+
+def test_a_loop_that_steps_nothing_is_told_so(pool: RankPool) -> None:
+    heard = [text for text in pool.run(step_by_hand, 2)[0] if "no optimizer" in text]
+    assert len(heard) == 1 and "engine.optimizer_params.named" in heard[0]
