@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 
+from merak.core.files.private_files import write_own_file
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost import benchmark
 from merak.plan.cost.device import DeviceProfile
@@ -40,7 +41,7 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
     def once_a_run(device: torch.device) -> DeviceProfile:
         path = FOLDER / f"profile-of-the-run-{device.type}.json"
         if not path.exists():
-            benchmark._write_atomically(path, benchmark.to_json(measure(device)))
+            write_own_file(path, benchmark.to_json(measure(device)).encode())
         return benchmark.from_json(path.read_text(), str(path))
 
     replace(GraphSource, "__post_init__", in_the_folder)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +30,7 @@ from merak.arguments.rules import problems, raise_first
 from merak.arguments.single_process import configured_state, fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError, caused_by
+from merak.core.files.json_file import UnreadableFile, read_json
 from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
@@ -260,9 +259,9 @@ def _least(mesh: Mesh) -> Mesh:
 
 def _read_json(name: str, path: str, kind: type) -> Any:
     try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise ArgumentsError(f"{name}={path!r} cannot be read as JSON: {cause}.") from cause
+        loaded = read_json(path)
+    except UnreadableFile as cause:
+        raise ArgumentsError(f"{name}={path!r} {cause}; name a file of JSON.") from cause
     if not isinstance(loaded, kind):
         raise ArgumentsError(
             f"{name}={path!r} holds a {type(loaded).__name__}; it should hold a {kind.__name__}."

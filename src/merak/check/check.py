@@ -30,8 +30,8 @@ from merak.check.runs import (
     train_on_ranks,
 )
 from merak.core.errors import MerakError, PlanError, TraceError
+from merak.core.files.private_files import read_own_file
 from merak.core.health.quiet import hide_warnings
-from merak.core.private_files import read_own_file
 from merak.data import signature
 from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.context_parallel.apply import context_parallel

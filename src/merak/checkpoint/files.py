@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 
 import xxhash
 
 from merak.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from merak.core.errors import WeightsError
-from merak.core.private_files import give_usual_modes
+from merak.core.files.private_files import give_usual_modes
 
-_CHUNK_BYTES = 2**24
+_CHUNK_BYTES = 2**16
+"""Bytes read at once: a larger buffer would stay in the memory of every thread that saves."""
 
 
 def partial_folder(target: Path) -> Path:
@@ -28,9 +30,38 @@ def _replaced_folder(target: Path) -> Path:
 def start_partial(target: Path) -> Path:
     """Make the folder in which a checkpoint is written, empty."""
     folder = partial_folder(target)
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir(parents=True)
     return folder
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or the link or file in its place, as far as that is possible."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename what has a checkpoint's name and is none, so that one can be saved there.
+
+    Args:
+        folder: of the name; whatever it is.
+
+    Returns:
+        Where it is now: hidden, beside its place.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    aside = folder.with_name(f".{folder.name}.damaged")
+    for number in count(2):
+        if not os.path.lexists(aside):
+            break
+        aside = folder.with_name(f".{folder.name}.damaged-{number}")
+    folder.rename(aside)
+    return aside
 
 
 def sync(path: Path) -> None:
@@ -85,20 +116,20 @@ def commit(target: Path, manifest: Manifest) -> None:
     for place in {folder, *((folder / name).parent for name in manifest.files)}:
         sync(place)
     replaced = _replaced_folder(target)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
+    _remove(replaced)
+    if os.path.lexists(target):
         target.rename(replaced)
     folder.rename(target)
     sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
 
 
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint; cut off half-way, it is no checkpoint any more."""
     removed = folder.with_name(f".{folder.name}.removed")
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove(removed)
     folder.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    _remove(removed)
 
 
 def remove_partial(parent: Path) -> None:
@@ -109,11 +140,11 @@ def remove_partial(parent: Path) -> None:
     """
     for kind in ("partial", "removed"):
         for folder in parent.glob(f".checkpoint-*.{kind}"):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
     for folder in parent.glob(".checkpoint-*.old"):
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".old"))
         if target.exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         else:  # killed between two renames
             folder.rename(target)
 

@@ -25,9 +25,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from merak.checkpoint.values import dtype_of
 from merak.core.errors import WeightsError
+from merak.core.files.json_file import UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 FORMAT = "merak checkpoint"
+MOST_BYTES = 2**33
+"""Size of the largest manifest: it has a few hundred bytes for each box of thousands of ranks."""
+
 VERSION = 1
 """Version of the format; a reader refuses newer ones."""
 
@@ -130,13 +134,13 @@ def read_manifest(folder: Path) -> Manifest:
         WeightsError: there is none, it is damaged, or of a newer version.
     """
     try:
-        text = (folder / MANIFEST).read_bytes().decode()
-    except FileNotFoundError:
-        raise _no_checkpoint(folder, f"{MANIFEST}, which is written last, is missing") from None
-    except (OSError, UnicodeDecodeError) as cause:
-        raise _no_checkpoint(folder, f"{MANIFEST} cannot be read: {cause}") from cause
+        text = read_text(folder / MANIFEST, MOST_BYTES)
+        content = parse_json(text)
+    except UnreadableFile as cause:
+        is_missing = isinstance(cause.__cause__, FileNotFoundError)
+        why = ", which is written last, is missing" if is_missing else f" {cause}"
+        raise _no_checkpoint(folder, f"{MANIFEST}{why}") from cause
     try:
-        content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError("it is no manifest")
         _refuse_newer(folder, content)
@@ -146,7 +150,7 @@ def read_manifest(folder: Path) -> Manifest:
         return _parsed(content)
     except WeightsError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
+    except (ValueError, TypeError, KeyError, AttributeError) as cause:
         raise _no_checkpoint(folder, f"{MANIFEST} is damaged: {cause}") from cause
 
 

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from merak.checkpoint.description import describe_model
-from merak.checkpoint.files import commit, inner_files, partial_folder, record_file, start_partial
+from merak.checkpoint.files import (
+    commit,
+    inner_files,
+    partial_folder,
+    record_file,
+    set_aside,
+    start_partial,
+)
 from merak.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredFile, StoredTensor
 from merak.checkpoint.model_files import ModelFiles
 from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes, shard_of
@@ -65,6 +72,8 @@ class Contents:
             as they are, whole, are not stored a second time.
         write_files: writes further files into the folder that it is given, on rank 0.
         committed: called on rank 0, in the thread that saves, when the checkpoint is there.
+        owns_target: whether the target's name is the job's own, so that what is there and is no
+            checkpoint is set aside; else it is refused.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +81,7 @@ class Contents:
     model_files: ModelFiles | None = None
     write_files: Callable[[Path], None] | None = None
     committed: Callable[[], None] | None = None
+    owns_target: bool = False
 
 
 class CheckpointSaver:
@@ -142,7 +152,9 @@ class CheckpointSaver:
         name, writer = self._target.name, self._writer
         while not pending.done():
             with phase(f"writing parameters and optimizer of {name}"):
-                until(lambda: pending.done() or writer.waits)
+                until(lambda: pending.done() or writer.waits or writer.commits)
+            with phase(f"committing {name}"):
+                until(lambda: pending.done() or not writer.commits)
             with waiting_for_all(f"parameters and optimizer of {name} to be written by"):
                 until(lambda: pending.done() or not writer.waits)
         problem = pending.exception()
@@ -213,7 +225,7 @@ class CheckpointSaver:
                 weights.update({n: shard_of(tensors[n], None, 0) for n in files.needed()})
             values.update(held_values(state))
             if self._mesh.rank == 0:
-                _refuse_other_files(target)
+                _clear(target, contents.owns_target)
                 folder = start_partial(target)
                 if files is not None:
                     files.write_companions(folder)
@@ -304,11 +316,14 @@ def _save_alone(
     writer.finish(metadata, [writer.write_data(plan, planner).value()])
 
 
-def _refuse_other_files(target: Path) -> None:
+def _clear(target: Path, is_own: bool) -> None:
+    """Set what is in a target's place and is no checkpoint aside, or refuse it."""
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     if target.is_dir() and (MANIFEST in names or names <= {SENTINEL}):
         return
-    if target.exists():
+    if os.path.lexists(target) and is_own:
+        logger.warning("%s is no checkpoint; it is %s now.", target, set_aside(target))
+    elif os.path.lexists(target):
         raise WeightsError(
             f"{target} is there already and is no checkpoint; save to a folder of its own."
         )

@@ -74,6 +74,7 @@ class CheckpointWriter(StorageWriter):
 
     Attributes:
         waits: whether this rank waits for others, and does not write itself.
+        commits: whether it makes a checkpoint of what all ranks have written, while they wait.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class CheckpointWriter(StorageWriter):
         self._model_files = model_files
         self._group = group
         self.waits = False
+        self.commits = False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the boxes of a plan."""
@@ -132,7 +134,8 @@ class CheckpointWriter(StorageWriter):
             self.waits = False
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hand what all ranks have written to `complete`."""
+        """Hand what all ranks have written to `complete`, while the other ranks wait."""
+        self.waits, self.commits = False, True
         files: dict[str, StoredFile] = {}
         boxes: dict[str, list[StoredBox]] = {}
         for result in (one for of_rank in results for one in of_rank):

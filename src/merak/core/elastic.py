@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from merak.core.errors import MeshError, PlanError
+from merak.core.files.json_file import UnreadableFile, read_json
 
 AUTO_PLAN = "auto"
 """The plan that is searched when the model and its batches are known."""
@@ -156,6 +158,20 @@ PLAN_FORMAT = "merak-plan"
 
 PLAN_VERSION = 2
 
+_PLANNED = ("candidate", "price")
+"""Fields of a plan file that say what was planned; the others say for what."""
+
+
+def plan_checksum(content: Mapping[str, Any]) -> str:
+    """Checksum of what a plan was made for: model, devices, batch and options of the job.
+
+    Args:
+        content: of a plan file, with or without its checksum.
+    """
+    given = {name: own for name, own in content.items() if name not in (*_PLANNED, "checksum")}
+    text = json.dumps(given, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
 
 def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the JSON object of a plan file.
@@ -167,15 +183,10 @@ def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
         PlanError: it cannot be read, is no plan, or of a version that is not known.
     """
     try:
-        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
+        content = read_json(path)
+    except UnreadableFile as error:
         raise PlanError(
-            f"the plan {path} cannot be read: {error.strerror}; name a file that "
-            "`merak plan --output` has written."
-        ) from error
-    except ValueError as error:
-        raise PlanError(
-            f"the plan {path} is not JSON ({error}); plan again with `merak plan`."
+            f"the plan {path} {error}; name a file that `merak plan --output` has written."
         ) from error
     if not isinstance(content, dict) or content.get("format") != PLAN_FORMAT:
         raise PlanError(f"{path} is no plan; give a file that `merak plan --output` has written.")
@@ -183,6 +194,13 @@ def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlanError(
             f"the plan {path} has version {content.get('version')!r}, and this Merak reads version "
             f"{PLAN_VERSION}; plan again with `merak plan`."
+        )
+    # Files before there was one have none.
+    if content.get("checksum", expected := plan_checksum(content)) != expected:
+        raise PlanError(
+            f"the plan {path} is not for what it was made for: its checksum is "
+            f"{content['checksum']!r}, and that of its model, devices, batch and options is "
+            f"{expected!r}; plan again with `merak plan`."
         )
     return content
 

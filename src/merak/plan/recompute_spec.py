@@ -134,7 +134,7 @@ def _parse_text(text: str) -> RecomputeSpec:
         return RecomputeSpec(Mode.SELECTIVE)
     if "," in text:
         parts = [part.strip() for part in text.split(",")]
-        segments = tuple(int(part) if part.isdigit() else part for part in parts if part)
+        segments = tuple(int(part) if part.isdecimal() else part for part in parts if part)
         return RecomputeSpec(Mode.SEGMENTS, segments=segments)
     try:
         fraction = float(text)

@@ -9,23 +9,20 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from merak.core.errors import MerakError, RecordError
-from merak.record.run import (
-    JobRecord,
-    LogRecord,
-    MeasuredStep,
-    RankRecord,
-    Record,
-    RunRecord,
-    SegmentRecord,
-)
+from merak.core.errors import RecordError
+from merak.core.files.json_file import UnreadableFile, parse_json, read_json, read_text
+from merak.core.kinds import from_fields
+from merak.record.consistency import job_problems, log_problems, step_problems
+from merak.record.run import JobRecord, LogRecord, MeasuredStep, Record, RunRecord
 from merak.schedule.ir import Schedule, parse_action
 from merak.schedule.serialize import from_json, to_json
+from merak.schedule.validate.schedule import check
 
 FOLDER = "_merak"
 """Folder of the record in the folder of a run; what begins so is not uploaded with a model."""
@@ -34,8 +31,6 @@ VERSION = 1
 """Version of the record; a reader knows those up to its own."""
 
 JOB, LOGS, STEPS = "job.json", "logs.jsonl", "steps.json"
-
-_Data = TypeVar("_Data")
 
 
 class RecordWriter:
@@ -87,11 +82,11 @@ def read_run(run: str | os.PathLike[str]) -> RunRecord:
         what = "is a file, not the folder of a run" if folder.exists() else "is not there"
         raise RecordError(f"{folder} {what}; give the output_dir of a training run.")
     place = record_folder(folder)
-    if not (place / JOB).is_file():
+    if not (place / JOB).exists():
         raise RecordError(_without_record(folder))
     job = _read_job(place / JOB)
-    logs = _last_of_each(_read_logs(place / LOGS)) if (place / LOGS).is_file() else ()
-    steps = _read_steps(place / STEPS) if (place / STEPS).is_file() else ()
+    logs = _last_of_each(_read_logs(place / LOGS)) if (place / LOGS).exists() else ()
+    steps = _read_steps(place / STEPS) if (place / STEPS).exists() else ()
     return RunRecord(job, logs, steps)
 
 
@@ -102,7 +97,7 @@ def record_folder(run: str | os.PathLike[str]) -> Path:
         run: folder of the run.
     """
     inside = Path(run, FOLDER)
-    return inside if (inside / JOB).is_file() else Path(run)
+    return inside if (inside / JOB).exists() else Path(run)
 
 
 def _without_record(folder: Path) -> str:
@@ -166,21 +161,14 @@ def _step_fields(step: MeasuredStep, schedule: int) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        return _checked(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} cannot be read: {error}.") from error
+        return _checked(read_json(path, finite=False), str(path))
+    except UnreadableFile as error:
+        raise _damaged(f"{path} {error}") from error
 
 
-def _checked(text: str, where: str) -> dict[str, Any]:
-    try:
-        found: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise RecordError(
-            f"{where} is not JSON ({error}), so the record is damaged; train some more steps, "
-            "which write it anew."
-        ) from error
+def _checked(found: Any, where: str) -> dict[str, Any]:
     version = found.get("version") if isinstance(found, dict) else None
-    if not isinstance(version, int) or version < 1:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise RecordError(
             f"{where} has no version, so it is no record of a run; give the output_dir of a "
             "training run."
@@ -193,45 +181,62 @@ def _checked(text: str, where: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _made(kind: type[_Data], content: Mapping[str, Any], where: str) -> _Data:
-    """An object of a dataclass, from the fields that it has; JSON's lists become tuples."""
-    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+def _damaged(what: str) -> RecordError:
+    return RecordError(
+        f"{what}, so the record is damaged; train some more steps, which write it anew."
+    )
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Put what is wrong with a part of the record into one sentence."""
     try:
-        return kind(**{name: _frozen(own) for name, own in content.items() if name in known})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise RecordError(_damaged(where, error)) from error
-
-
-def _damaged(where: str, error: Exception) -> str:
-    return f"{where} is damaged ({error}); train some more steps, which write the record anew."
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+        yield
+    except RecordError:
+        raise
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        lacks = isinstance(error, KeyError)
+        why = f"{error.args[0]} is missing" if lacks else str(error).removesuffix(".")
+        raise _damaged(f"{where} is wrong ({why})") from error
 
 
 def _read_job(path: Path) -> JobRecord:
     content = _load(path)
-    try:
-        content["schedule"] = from_json(json.dumps(content["schedule"]), str(path))
-        segments = [_made(SegmentRecord, own, str(path)) for own in content["segments"]]
-        memory = [_made(RankRecord, own, str(path)) for own in content["memory"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(_damaged(str(path), error)) from error
-    return _made(JobRecord, {**content, "segments": segments, "memory": memory}, str(path))
+    with _reading(str(path)):
+        content["schedule"] = _schedule(content["schedule"])
+        job = from_fields(JobRecord, content)
+        _refuse(job_problems(job))
+    return job
+
+
+def _schedule(fields: object) -> Schedule:
+    schedule = from_json(json.dumps(fields), "its schedule")
+    check(schedule)
+    return schedule
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    for problem in problems:
+        raise ValueError(problem)
 
 
 def _read_logs(path: Path) -> Iterable[LogRecord]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    try:
+        lines = read_text(path).splitlines()
+    except UnreadableFile as error:
+        raise _damaged(f"{path} {error}") from error
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            content = _checked(line, where)
-        except RecordError:
+            content = parse_json(line, finite=False)
+        except UnreadableFile as error:
             if number == len(lines):  # which a job that was killed has not finished
                 return
-            raise
-        yield _made(LogRecord, content, where)
+            raise _damaged(f"{where} {error}") from error
+        with _reading(where):
+            log = from_fields(LogRecord, _checked(content, where))
+            _refuse(log_problems(log))
+            yield log
 
 
 def _last_of_each(logs: Iterable[LogRecord]) -> tuple[LogRecord, ...]:
@@ -246,23 +251,44 @@ def _last_of_each(logs: Iterable[LogRecord]) -> tuple[LogRecord, ...]:
 
 def _read_steps(path: Path) -> tuple[MeasuredStep, ...]:
     content = _load(path)
-    try:
-        schedules = [from_json(json.dumps(own), str(path)) for own in content["schedules"]]
-        return tuple(_read_step(own, schedules[own["schedule"]]) for own in content["steps"])
-    except (KeyError, IndexError, TypeError, MerakError) as error:
-        raise RecordError(_damaged(str(path), error)) from error
+    with _reading(str(path)):
+        schedules = [_schedule(own) for own in content["schedules"]]
+        return tuple(_read_step(own, schedules) for own in content["steps"])
 
 
-def _read_step(row: Mapping[str, Any], schedule: Schedule) -> MeasuredStep:
-    begin = float(row["begin_s"])
+@dataclass(frozen=True, slots=True)
+class _RankFields:
+    """Actions of a pp rank in `steps.json`, and their times in microseconds."""
+
+    actions: tuple[str, ...]
+    start_us: tuple[float, ...]
+    end_us: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepFields:
+    """A measured step in `steps.json`; see `_step_fields`."""
+
+    step: int
+    schedule: int
+    begin_s: float
+    spans_us: tuple[tuple[float, float], ...]
+    ranks: tuple[_RankFields, ...]
+
+
+def _read_step(fields: object, schedules: Sequence[Schedule]) -> MeasuredStep:
+    row = from_fields(_StepFields, fields, "a step")
+    schedule, begin = schedules[row.schedule], row.begin_s
     records: list[tuple[Record, ...]] = []
-    for own in row["ranks"]:
-        times = zip(own["actions"], own["start_us"], own["end_us"], strict=True)
+    for own in row.ranks:
+        times = zip(own.actions, own.start_us, own.end_us, strict=True)
         records.append(
             tuple(
                 (parse_action(text), begin + start / 1e6, begin + end / 1e6)
                 for text, start, end in times
             )
         )
-    spans = tuple((begin + first / 1e6, begin + last / 1e6) for first, last in row["spans_us"])
-    return MeasuredStep(int(row["step"]), schedule, tuple(records), spans)
+    spans = tuple((begin + first / 1e6, begin + last / 1e6) for first, last in row.spans_us)
+    step = MeasuredStep(row.step, schedule, tuple(records), spans)
+    _refuse(step_problems(step))
+    return step

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from merak.core.errors import ScheduleError
+from merak.core.files.json_file import UnreadableFile, parse_json, read_text
 from merak.schedule.ir import Action, Schedule, parse_action
 
 _Key = TypeVar("_Key")
@@ -92,9 +93,9 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         ScheduleError: with the field that is wrong.
     """
     try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ScheduleError(f"{where} is not JSON: {error}.") from error
+        fields = parse_json(text)
+    except UnreadableFile as error:
+        raise ScheduleError(f"{where} {error}; write one object.") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("actions"), list):
         raise ScheduleError(f"{where} needs an object with a list of actions per rank.")
     lines = [f"name: {fields.pop('name', 'schedule')}"]
@@ -117,13 +118,9 @@ def load(path: Path) -> Schedule:
         ScheduleError: the file cannot be read, or has an error.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(
-            f"The schedule file {path} cannot be read: {error.strerror}."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ScheduleError(f"The schedule file {path} holds no text: {error.reason}.") from error
+        text = read_text(path)
+    except UnreadableFile as error:
+        raise ScheduleError(f"The schedule file {path} {error}; name another.") from error
     return from_json(text, str(path)) if path.suffix == ".json" else from_text(text, str(path))
 
 

@@ -36,11 +36,21 @@ def check_output(trainer: Trainer, mesh: Mesh) -> None:
         ArgumentsError: ranks do not share it or cannot write it, or there is no room.
     """
     args = trainer.args
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    saves = saves_checkpoints(trainer)
     check_shared_folder(str(args.output_dir), mesh, saves=saves)
     if saves:
         least = least_checkpoint_bytes(trainer)
         check_space(str(args.output_dir), mesh, least, args.save_total_limit or 1)
+
+
+def saves_checkpoints(trainer: Trainer) -> bool:
+    """Whether this training saves checkpoints.
+
+    Args:
+        trainer: with its arguments.
+    """
+    strategy = trainer.args.save_strategy
+    return str(getattr(strategy, "value", strategy)) != "no"
 
 
 def least_checkpoint_bytes(trainer: Trainer) -> int:

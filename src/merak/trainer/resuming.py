@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from merak.checkpoint.files import set_aside
+from merak.checkpoint.formats.of_trainer import is_of_trainer
+from merak.checkpoint.formats.pickled import is_pickled
+from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.saved import check_valid, open_checkpoint
 from merak.core.errors import WeightsError
-from merak.core.rank0 import warn_on_rank0
+from merak.core.rank0 import is_rank0, warn_on_rank0
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +33,8 @@ def checkpoint_to_resume(
             where there is no checkpoint; None or False for none.
         output_dir: where the run saves.
         allow_pickled: whether checkpoints of the format before this one may be read.
-        reads_all: whether to compare the checksums of all files.
+        reads_all: whether the training itself begins: the checksums of all files are compared, and
+            folders without a manifest that were passed over are renamed.
 
     Raises:
         WeightsError: there is none, or none is valid.
@@ -79,7 +85,7 @@ def _number(checkpoint: Path) -> int:
 
 def _step(checkpoint: Path) -> int | None:
     digits = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(digits) if digits.isdigit() else None
+    return int(digits) if digits.isascii() and digits.isdecimal() else None  # not ², nor ٣
 
 
 def _newest_valid(found: list[Path], output_dir: Path, allow_pickled: bool, reads_all: bool) -> str:
@@ -91,8 +97,10 @@ def _newest_valid(found: list[Path], output_dir: Path, allow_pickled: bool, read
         except WeightsError as problem:
             problems.append(problem)
             continue
-        for passed_over in problems:
-            warn_on_rank0(logger, "%s Passed over for %s.", passed_over, checkpoint)
+        aside = _set_aside(found[: len(problems)]) if reads_all and is_rank0() else {}
+        for folder, passed_over in zip(found, problems):
+            moved = f" It is {aside[folder]} now." if folder in aside else ""
+            warn_on_rank0(logger, "%s Passed over for %s.%s", passed_over, checkpoint, moved)
         return str(checkpoint)
     if problems:
         raise problems[0]
@@ -100,6 +108,19 @@ def _newest_valid(found: list[Path], output_dir: Path, allow_pickled: bool, read
         f"No valid checkpoint found in output directory ({output_dir}): resume_from_checkpoint="
         "True, but it has no checkpoint-… folder; name one, or leave it out to start anew."
     )
+
+
+def _set_aside(passed_over: list[Path]) -> dict[Path, Path]:
+    """Rename folders without a manifest, in whose place no checkpoint could be saved; new names.
+
+    One that is damaged, or that another tool wrote, stays: a checkpoint of its step replaces it.
+    """
+    found = {}
+    for folder in passed_over:
+        if not (os.path.lexists(folder / MANIFEST) or is_pickled(folder) or is_of_trainer(folder)):
+            with suppress(OSError):  # in a folder that cannot be written, nothing will be saved
+                found[folder] = set_aside(folder)
+    return found
 
 
 def _check(checkpoint: Path, allow_pickled: bool, reads_all: bool) -> None:

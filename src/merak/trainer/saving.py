@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from merak.checkpoint.saver import CheckpointSaver, Contents
 from merak.checkpoint.state import check_model, load_state
 from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
+from merak.core.files.folder_owner import owning, this_job
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0, failing_together
@@ -44,7 +46,7 @@ from merak.engine import Engine
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
-from merak.trainer.before import check_output
+from merak.trainer.before import check_output, saves_checkpoints
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.unsupported import refuse_no_steps
 
@@ -111,6 +113,7 @@ class Saving(Pushing):
     lr_scheduler: Any
     compute_loss_func: Any
     _planned_files: ModelFiles | None = None
+    _check_owner: Callable[[], None] = staticmethod(lambda: None)  # on rank 0, while it trains
     _order: Order | None = None  # of the parameters in the optimizer's groups
 
     def train(
@@ -128,15 +131,34 @@ class Saving(Pushing):
         Raises:
             ArgumentsError: there is no step to train, or checkpoints cannot be saved.
             WeightsError: there is nothing to resume from, or it is damaged.
-            SavingError: a checkpoint could not be written.
+            SavingError: a checkpoint could not be written, or another job that runs saves its
+                checkpoints in the same `output_dir`.
             TrainingError: other ranks do not train.
         """
         call_the_roll("trainer.train")
         refuse_no_steps(self.args)
-        output_dir = str(self.args.output_dir)
-        if self.args.should_save:
-            remove_partial(Path(output_dir))
         check_output(self, self.mesh)
+        with self._owning():
+            return self._train(resume_from_checkpoint, *rest, **kwargs)
+
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Own the output folder where checkpoints are saved; a collective."""
+        folder = Path(str(self.args.output_dir))
+        with ExitStack() as stack:
+
+            def own() -> None:
+                self._check_owner = stack.enter_context(owning(folder, this_job()))
+                remove_partial(folder)
+
+            if saves_checkpoints(self):
+                decide_on_rank0(self.mesh, "the owner of output_dir", own)
+            yield
+
+    def _train(
+        self, resume_from_checkpoint: str | bool | None, *rest: Any, **kwargs: Any
+    ) -> TrainOutput:
+        output_dir = str(self.args.output_dir)
         request: object = resume_from_checkpoint
         if request is None and self.args.resume_from_checkpoint == AUTO:
             request = AUTO
@@ -216,8 +238,10 @@ class Saving(Pushing):
             model_files=self._plan_files(),
             write_files=self._write_files,
             committed=partial(self._remove_old, folder, self.state.best_model_checkpoint),
+            owns_target=True,
         )
         self._saver.wait()
+        decide_on_rank0(self.mesh, "the owner of output_dir", self._check_owner)
         with self.engine.whole_model():
             optimizer = None if self.args.save_only_model else self._inner_optimizer()
             self._saver.save(folder, rank_state(self.engine, self.model, optimizer), contents)

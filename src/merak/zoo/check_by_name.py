@@ -19,7 +19,7 @@ from torch import nn
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workspace, check_against
 from merak.core.errors import MerakError
-from merak.core.private_files import ForeignFile, own_folder
+from merak.core.files.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from merak.core.errors import MerakError, PackageError, did_you_mean
+from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.core.missing_packages import missing_package
 from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import inner_configs, merged
@@ -135,10 +135,10 @@ def parse_overrides(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        parsed = json.loads(text)
-    except ValueError as cause:
+        parsed = parse_json(text, finite=False)
+    except UnreadableFile as cause:
         raise CommandError(
-            f"--config {text!r} is not JSON ({cause}); give an object such as '{{\"n_layer\": 4}}'."
+            f"--config {text!r} {cause}; give an object such as '{{\"n_layer\": 4}}'."
         ) from cause
     if not isinstance(parsed, dict):
         raise CommandError(f"--config {text!r} is not a JSON object such as '{{\"n_layer\": 4}}'.")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from merak.core.files.json_file import UnreadableFile, read_json
 from merak.launch.errors import CommandError
 from merak.zoo.configs import field_names as names
 from merak.zoo.configs.fields import BY_LAYER, are_counts, inner_configs, is_count
@@ -24,9 +24,9 @@ def read_object(file: Path) -> dict[str, Any]:
         CommandError: the file is missing, or holds something else.
     """
     try:
-        parsed = json.loads(file.read_text(encoding="utf-8"), object_hook=_with_floats)
-    except (OSError, ValueError) as cause:
-        raise CommandError(f"{file} cannot be read as JSON: {cause}.") from cause
+        parsed = read_json(file, finite=False, convert=_with_floats)
+    except UnreadableFile as cause:
+        raise CommandError(f"{file} {cause}; give a config that save_pretrained wrote.") from cause
     if not isinstance(parsed, dict):
         raise CommandError(f"{file} holds a {type(parsed).__name__}, not a JSON object.")
     return parsed

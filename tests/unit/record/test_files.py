@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +125,73 @@ def test_a_damaged_record(tmp_path: Path, name: str, content: str, expected: str
     written(tmp_path, small_run())
     (tmp_path / "_merak" / name).write_text(content)
     assert expected in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("versions", "torch"), None, "versions.torch is None, not a text"),
+        (("degrees",), {"dp": 1}, "degrees.tp is no degree"),
+        (("degrees", "pp"), 3, "its schedule has 2 ranks, and pp is 3"),
+        (("degrees", "dp"), 10**30, "degrees.dp is no degree"),
+        (("microbatch",), [1, "2"], "microbatch[1] is '2', not a whole number"),
+        (("memory",), [], None),
+        (("memory", 1), {}, "memory[1].peak_bytes is missing"),
+        (("memory", 0, "peak_bytes"), 0, "a rank has no memory"),
+        (("segments", 0, "forward_s"), -1, "a figure is below 0"),
+        (("segments", 0, "forward_s"), float("nan"), "a figure is below 0"),
+        (("stages",), [[0, 1, 2], [3, 4, 4]], "its stages do not have every segment once"),
+        (("schedule", "actions", 0), ["F0"], "is invalid"),
+        (("schedule",), None, "needs an object with a list of actions"),
+        (("flops",), 10**400, "too large"),
+    ],
+)
+def test_a_job_that_cannot_be(
+    tmp_path: Path, path: tuple[str | int, ...], value: object, why: str | None
+) -> None:
+    written(tmp_path, small_run())
+    file = tmp_path / "_merak" / "job.json"
+    job = inner = json.loads(file.read_text())
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    file.write_text(json.dumps(job))
+    if why is None:
+        assert read_run(tmp_path).job.memory == ()
+    else:
+        assert why in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["job.json", "logs.jsonl", "steps.json"])
+def test_a_pipe_or_folder_in_a_files_place(tmp_path: Path, name: str) -> None:
+    written(tmp_path, small_run())
+    file = tmp_path / "_merak" / name
+    file.unlink()
+    os.mkfifo(file)
+    assert f"{file} cannot be read (it is no regular file), so the record" in refusal(tmp_path)
+    file.unlink()
+    file.mkdir()
+    assert f"{file} cannot be read (Is a directory), so the record" in refusal(tmp_path)
+
+
+def test_logs_and_steps_that_cannot_be(tmp_path: Path) -> None:
+    written(tmp_path, small_run())
+    logs, steps = (tmp_path / "_merak" / name for name in ("logs.jsonl", "steps.json"))
+    whole = logs.read_text()
+    logs.write_text(whole.replace('"step": 20', '"step": "20"'))
+    assert "logs.jsonl, line 2 is wrong (step is '20', not a whole number)" in refusal(tmp_path)
+    logs.write_text(whole.replace('"loss": ', '"loss": NaN, "other": '))
+    assert read_run(tmp_path).logs  # as a run that has failed has it
+    found = json.loads(steps.read_text())
+    for change, why in (
+        ({"schedule": 3}, "list index out of range"),
+        ({"ranks": found["steps"][0]["ranks"][:1]}, "a step has 1 ranks, and its schedule 2"),
+        ({"ranks": found["steps"][0]["ranks"][::-1]}, "other actions than its schedule"),
+        ({"spans_us": [[0, 1], [0, 1, 2]]}, "a step.spans_us[1] has 3 values, not 2"),
+        ({"begin_s": 1e300}, "a step has a time that is none"),
+    ):
+        steps.write_text(json.dumps({**found, "steps": [found["steps"][0] | change]}))
+        assert why in refusal(tmp_path)
 
 
 def test_steps_of_several_schedules(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_what_is_written_runs_again(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("", "Give a schedule's NAME: one of gpipe, 1f1b,"),
         ("1f1b --stages 4", "1f1b needs --stages P and --microbatches M."),
         ("nonesuch --stages 4 --microbatches 4", "There is no schedule 'nonesuch'; choose one of"),
-        ("none.txt", "The schedule file none.txt cannot be read: No such file or directory."),
+        ("none.txt", "The schedule file none.txt cannot be read (No such file or directory); name"),
         ("1f1b --stages 4 --microbatches 8 --memory-limit 3", "The least limit it fits is 4."),
         ("auto --stages 4 --microbatches 8 --memory-limit 0", "the least that one fits is 1."),
         ("auto --stages 0 --microbatches 8", "auto needs at least 1 stage; got 0."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,38 @@ def test_where_none_is_valid_nothing_begins_anew(tmp_path: Path) -> None:
     (make(tmp_path, 4) / "manifest.json").unlink()
     with pytest.raises(WeightsError, match="checkpoint-4 holds no valid checkpoint"):
         checkpoint_to_resume("auto", str(tmp_path))
+
+
+def test_one_without_a_manifest_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (3, 6, 9):
+        make(tmp_path, step)
+    for step in (6, 9):
+        (tmp_path / f"checkpoint-{step}" / "manifest.json").unlink()
+    found = checkpoint_to_resume("auto", str(tmp_path), reads_all=False)  # a check before a job
+    assert found == str(tmp_path / "checkpoint-3") and (tmp_path / "checkpoint-9").exists()
+    assert checkpoint_to_resume("auto", str(tmp_path)) == found
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"checkpoint-3", ".checkpoint-6.damaged", ".checkpoint-9.damaged"}
+    assert f"It is {tmp_path / '.checkpoint-9.damaged'} now." in caplog.text
+
+
+def test_a_pipe_in_the_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    (make(tmp_path, 6) / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "checkpoint-6" / "manifest.json")
+    assert checkpoint_to_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    make(tmp_path, 6)  # whose step another checkpoint of the run replaces
+    assert checkpoint_to_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-6")
+
+
+@pytest.mark.parametrize("digits", ["²", "٣", "३", "6²", "+6", " 6", "6_0", "", "-1", "1e3", "½"])
+def test_digits_that_no_trainer_writes(tmp_path: Path, digits: str) -> None:
+    make(tmp_path, 3)
+    (tmp_path / f"checkpoint-{digits}").mkdir()
+    assert checkpoint_to_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-3")
+    assert outdated(tmp_path / "checkpoint-3", None, 1) == []
 
 
 def test_no_steps() -> None:

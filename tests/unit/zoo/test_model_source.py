@@ -81,7 +81,7 @@ def test_files_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="does not say which model it is for; add"):
         resolve_model(str(tmp_path))
     file.write_text("{nope", encoding="utf-8")
-    with pytest.raises(CommandError, match=r"config\.json cannot be read as JSON"):
+    with pytest.raises(CommandError, match=r"config\.json is not JSON \(Expecting"):
         resolve_model(str(tmp_path))
     file.unlink()
     with pytest.raises(CommandError, match=r"has no config\.json; give a folder that save_pretra"):

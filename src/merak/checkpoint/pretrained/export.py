@@ -36,6 +36,7 @@ from merak.checkpoint.trainer_files import (
     TRAINING_ARGS_NAME,
 )
 from merak.core.errors import SavingError, WeightsError
+from merak.core.files.json_file import read_json
 from merak.core.tensor_meta import TensorMeta
 
 CONFIG = "config.json"
@@ -204,7 +205,7 @@ def _check_index(checkpoint: Path, names: list[str]) -> None:
     if INDEX not in names:
         return
     try:
-        index = json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))
+        index = read_json(checkpoint / INDEX)
         named = set(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         raise _damaged(checkpoint, f"{INDEX} cannot be read") from cause
@@ -258,7 +259,10 @@ def _write_again(
         (folder / INDEX).write_text(index, encoding="utf-8")
         written.add(INDEX)
     if dtype is not None and (checkpoint / CONFIG).is_file():
-        config = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+        try:
+            config = dict(read_json(checkpoint / CONFIG, finite=False))
+        except (ValueError, TypeError) as cause:
+            raise _damaged(checkpoint, f"{CONFIG} cannot be read") from cause
         config["dtype"] = str(dtype).removeprefix("torch.")
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")

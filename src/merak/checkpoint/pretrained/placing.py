@@ -13,7 +13,7 @@ from pathlib import Path
 
 from merak.checkpoint.files import sync
 from merak.checkpoint.pretrained.splitting import INDEX, is_weights
-from merak.core.private_files import give_usual_modes
+from merak.core.files.private_files import give_usual_modes
 
 
 def unfinished_folder(target: Path) -> Path:

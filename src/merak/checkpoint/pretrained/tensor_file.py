@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from merak.core.errors import WeightsError
+from merak.core.files.json_file import parse_json
 from merak.core.tensor_meta import TensorMeta
 
 DTYPES = {
@@ -175,7 +176,7 @@ def read_layout(path: Path) -> tuple[dict[str, TensorMeta], dict[str, int]]:
     begins: dict[str, int] = {}
     end = 0
     try:
-        header = json.loads(text)
+        header = parse_json(text.decode())
         header.pop("__metadata__", None)
         for key, entry in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
             meta = TensorMeta(tuple(int(n) for n in entry["shape"]), types[entry["dtype"]])
@@ -183,7 +184,7 @@ def read_layout(path: Path) -> tuple[dict[str, TensorMeta], dict[str, int]]:
             if begin != end or stop - begin != meta.num_bytes or min(meta.shape, default=0) < 0:
                 raise ValueError(f"{key} is not where it should be")
             metas[key], begins[key], end = meta, 8 + length + begin, stop
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as cause:
         raise DamagedFile(f"{path.name} has a header that cannot be read ({cause})") from cause
     if size != 8 + length + end:
         raise DamagedFile(f"{path.name} has {size:,} bytes of {8 + length + end:,}")

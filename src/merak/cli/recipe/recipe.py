@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from merak.cli.recipe.ready import READY, ready_text
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
 from merak.core.errors import PackageError, did_you_mean
+from merak.core.kinds import fits, kind_names
 from merak.launch.clusters.job import RECIPES
 from merak.launch.errors import CommandError
 
@@ -237,56 +237,15 @@ def _section_of(name: str) -> str | None:
 
 
 def _check_kind(keys: tuple[str, ...], value: object, hint: Any, origins: Origins) -> None:
-    if _fits(value, hint):
+    if fits(value, hint):
         return
     name = ".".join(keys)
     if value is None:
         raise origins.error(
             keys, f"{name} has no value; write one there, or give {name}=… on the command line."
         )
-    kinds = " or ".join(dict.fromkeys(_kind_names(hint)))
+    kinds = " or ".join(kind_names(hint))
     raise origins.error(keys, f"{name}={value!r} should be {kinds}.")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    kind = origin or hint
-    if kind is Any or not isinstance(kind, type):
-        return True
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int and isinstance(value, bool):
-        return False
-    if dataclasses.is_dataclass(kind):
-        return isinstance(value, Mapping)
-    return isinstance(value, kind)
-
-
-def _kind_names(hint: Any) -> list[str]:
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return [name for option in typing.get_args(hint) for name in _kind_names(option)]
-    if origin is Literal:
-        return [repr(choice) for choice in typing.get_args(hint)]
-    kind = origin or hint
-    return [_KINDS.get(kind, str(getattr(kind, "__name__", kind)))]
-
-
-_KINDS: Mapping[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    list: "a list",
-    dict: "named fields",
-    Mapping: "named fields",
-    type(None): "null",
-}
-"""What a field should be, by its type."""
 
 
 def _check_value(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 
@@ -20,6 +23,12 @@ LOOPBACK = "127.0.0.1"
 
 ANSWER_S = 5.0
 """Seconds within which the store answers a question."""
+
+SILENT_S = 60.0
+"""Seconds in which a store that listens has answered, however many ranks ask it."""
+
+LATE_S = 5.0
+"""Seconds that torch's own timeout of a connection may come late, which says more."""
 
 _opened: list[Store] = []
 _attempt: list[int] = []
@@ -61,8 +70,12 @@ def open_store(rank: int, timeout_s: float) -> Store:
             descriptor = listening.detach()
             store = TCPStore(host, port, None, True, timeout, False, master_listen_fd=descriptor)
         else:
-            store = TCPStore(
-                host, port, None, keeps, timeout, wait_for_workers=False, multi_tenant=True
+            store = _answering(
+                lambda: TCPStore(
+                    host, port, None, keeps, timeout, wait_for_workers=False, multi_tenant=True
+                ),
+                (host, port),
+                timeout_s,
             )
     except (dist.DistError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -76,6 +89,42 @@ def open_store(rank: int, timeout_s: float) -> Store:
     # Questions get another connection: the group's own waits long for ranks that are late.
     _opened[:] = [_quick(prefixed)]
     return prefixed
+
+
+def _answering(make: Callable[[], TCPStore], place: tuple[str, int], timeout_s: float) -> TCPStore:
+    """Make a store in a thread: torch waits without a limit where another server has the port.
+
+    Args:
+        make: makes it, and fails by itself where nobody listens for `timeout_s`.
+        place: host and port.
+        timeout_s: seconds that it may take.
+
+    Raises:
+        TimeoutError: something listens there, and does not answer as a store does.
+    """
+    made: Future[TCPStore] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="merak store").start()
+    silent_s = min(timeout_s, SILENT_S)
+    wait([made], silent_s)
+    if not made.done() and not _listens(place):
+        wait([made], timeout_s - silent_s)
+    wait([made], LATE_S)
+    if not made.done():
+        raise TimeoutError("another program listens there, which does not answer as a store does")
+    return made.result()
+
+
+def _listens(place: tuple[str, int]) -> bool:
+    with suppress(OSError), socket.create_connection(place, ANSWER_S):
+        return True
+    return False
 
 
 def join(timeout_s: float) -> None:

@@ -7,15 +7,14 @@ somebody else has planted runs nothing.
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
 
-from merak.core.private_files import private_folder, read_own_file
+from merak.core.files.private_files import private_folder, read_cached, write_own_file
 from merak.core.rank0 import warn_once
 from merak.graph.cache.fingerprint import file_hashes
 from merak.graph.cache.json_values import NotStorable
@@ -99,8 +98,9 @@ def warn_unusable(folder: Path, reason: str) -> None:
 
 def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
     """Entry of the cache, unless it is damaged or a source file of it has changed since."""
-    try:
-        held = ValueFile(read_own_file(path))
+
+    def parse(content: bytes) -> ModelGraph | None:
+        held = ValueFile(content)
         sources = held["sources"]
         if sources != file_hashes(sources):
             return None
@@ -108,12 +108,8 @@ def _read(path: Path, adopt: Adopt | None, level: int) -> ModelGraph | None:
         if adopt is not None:
             adopt(graph)
         return graph
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except Exception as error:  # whatever a damaged file may lead to
-        message = "The cached trace %s cannot be read (%s: %s); it is made anew."
-        logger.log(level, message, path, type(error).__name__, error)
-        return None
+
+    return read_cached(path, parse, "trace", partial(logger.log, level))
 
 
 def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
@@ -122,11 +118,4 @@ def _write(path: Path, graph: ModelGraph, sources: frozenset[str]) -> None:
     except NotStorable as error:
         logger.info("The trace is not stored: it holds a %s, which is no plain data.", error)
         return
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_own_file(path, content)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from merak.core.errors import PlanError
-from merak.core.private_files import private_folder
+from merak.core.files.private_files import read_cached, write_own_file
 from merak.core.random import own_random_state
 from merak.graph.cache.cache import warn_unusable
 from merak.plan.cost.device import DeviceProfile, from_json, to_json
@@ -40,7 +38,7 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
         Speeds with the number of threads that torch uses now.
 
     Raises:
-        PlanError: a device type other than "cpu" and "cuda", or a file that is no profile.
+        PlanError: a device type other than "cpu" and "cuda".
     """
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
@@ -54,7 +52,7 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
         return profile
     path = _path(cache_dir, device)
     try:
-        _write_atomically(path, to_json(profile))
+        write_own_file(path, to_json(profile).encode())
     except OSError as error:
         warn_unusable(cache_dir, error.strerror or str(error))
     else:
@@ -67,19 +65,15 @@ def measured_before(device: torch.device, cache_dir: Path | None) -> DeviceProfi
 
     Args:
         device: as of `measure`.
-        cache_dir: as of `measure`.
-
-    Raises:
-        PlanError: a file that is no profile.
+        cache_dir: as of `measure`. A file there that is damaged, or that others may have written,
+            is warned of and counts as none.
     """
     if cache_dir is None:
         return None
     path = _path(cache_dir, device)
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")  # which JSON then refuses
-    except OSError:
-        return None
-    return from_json(text, str(path))
+    return read_cached(
+        path, lambda content: from_json(content.decode(), path.name), "profile", logger.warning
+    )
 
 
 def _path(cache_dir: Path, device: torch.device) -> Path:
@@ -106,19 +100,6 @@ def device_name(device: torch.device) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically; the last writer wins."""
-    private_folder(path.parent)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        Path(draft).replace(path)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
 
 
 def _measure(device: torch.device) -> DeviceProfile:

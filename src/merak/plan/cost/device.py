@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
 from merak.core.errors import PlanError
+from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.plan.cost.calibration import Calibration
 from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS
 from merak.plan.cost.efficiency import Efficiency, efficiency_from
@@ -80,9 +80,9 @@ def from_json(text: str, where: str) -> DeviceProfile:
         PlanError: it is no JSON, a field is missing or unknown, or a rate is not above 0.
     """
     try:
-        fields: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{where} is not JSON ({error}); give a profile's file.") from error
+        fields = parse_json(text, finite=False)
+    except UnreadableFile as error:
+        raise PlanError(f"{where} {error}; give a profile's file.") from error
     wanted = set(_SAVED)
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise PlanError(f"{where} is no device profile; give one object with {sorted(wanted)}.")

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from merak.core.errors import PlanError
+from merak.core.files.json_file import UnreadableFile, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +51,14 @@ def load_times(path: Path, names: Sequence[str]) -> tuple[SegmentTimes, ...]:
             model's, or a time is not a finite number of 0 or more.
     """
     try:
-        content: Any = json.loads(path.read_text())
-        rows = content["segments"]
+        rows = read_json(path, finite=False)["segments"]
         times = tuple(
             SegmentTimes(row["name"], float(row["forward_s"]), float(row["backward_s"]))
             for row in rows
         )
-    except OSError as error:
-        raise PlanError(
-            f"{path} cannot be read ({error.strerror}); give a file of times."
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except UnreadableFile as error:
+        raise PlanError(f"{path} {error}; give a file of times.") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise PlanError(
             f"{path} holds no segment times ({type(error).__name__}: {error}); write an object "
             '{"segments": [{"name": …, "forward_s": …, "backward_s": …}, …]}.'

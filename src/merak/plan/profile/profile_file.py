@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from merak.core.errors import PlanError
+from merak.core.files.json_file import UnreadableFile, parse_json, read_json, read_text
 from merak.plan.cost.calibration import Curve, SegmentSeconds, curve_of
 from merak.plan.cost.device import from_json, to_json
 from merak.plan.profile.profile import (
@@ -73,8 +74,8 @@ def profile_text(profile: Profile) -> str:
 def is_profile(path: Path) -> bool:
     """Whether a file is a profile, of whatever version; a file that cannot be read is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path)
+    except UnreadableFile:
         return False
     return isinstance(content, dict) and KEY in content
 
@@ -90,10 +91,9 @@ def load_profile(path: Path) -> Profile:
             none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise PlanError(f"{path} cannot be read ({why}); name a profile.") from error
+        text = read_text(path)
+    except UnreadableFile as error:
+        raise PlanError(f"{path} {error}; name a profile.") from error
     return profile_from(text, str(path))
 
 
@@ -108,9 +108,9 @@ def profile_from(text: str, where: str) -> Profile:
         PlanError: it is no profile or of another version, or a figure is none.
     """
     try:
-        content: Any = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{where} is not JSON ({error}); name a profile.") from error
+        content = parse_json(text)
+    except UnreadableFile as error:
+        raise PlanError(f"{where} {error}; name a profile.") from error
     if not isinstance(content, dict) or KEY not in content:
         raise PlanError(f"{where} is no profile; name a file that `merak profile` has written.")
     if content[KEY] != VERSION:
@@ -122,7 +122,7 @@ def profile_from(text: str, where: str) -> Profile:
         return _profile(content, where)
     except PlanError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise PlanError(
             f"{where} is a damaged profile ({type(error).__name__}: {error}); run "
             "`merak profile` again."

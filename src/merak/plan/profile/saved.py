@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from merak.core.errors import PlanError
-from merak.core.private_files import private_folder
+from merak.core.files.private_files import read_cached, write_own_file
 from merak.plan.profile.profile import Profile
-from merak.plan.profile.profile_file import load_profile, save_profile
+from merak.plan.profile.profile_file import profile_from, profile_text
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +25,8 @@ def save_for_jobs(folder: Path, profile: Profile) -> None:
     """
     path = _path(folder, profile.machine.device, dict(profile.hosts))
     try:
-        private_folder(path.parent)
-        save_profile(path, profile)
-    except (OSError, PlanError) as error:
+        write_own_file(path, profile_text(profile).encode())
+    except OSError as error:
         logger.warning("the profile is not kept for other jobs: %s", error)
 
 
@@ -42,13 +39,18 @@ def find_saved(folder: Path, device: str, hosts: Mapping[str, int]) -> Profile |
         hosts: ranks of every host.
     """
     path = _path(folder, device, hosts)
-    if not path.is_file():
+    found = read_cached(
+        path,
+        lambda content: profile_from(content.decode(), path.name),
+        "profile",
+        logger.warning,
+    )
+    if found is not None and (found.machine.device, found.machine.torch) != (
+        device,
+        torch.__version__,
+    ):
         return None
-    with suppress(PlanError):  # a damaged file is measured anew
-        found = load_profile(path)
-        if found.machine.device == device and found.machine.torch == torch.__version__:
-            return found
-    return None
+    return found
 
 
 def _path(folder: Path, device: str, hosts: Mapping[str, int]) -> Path:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
-from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, read_plan_content
+from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, plan_checksum, read_plan_content
 from merak.core.errors import PlanError
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.price.candidate import Candidate
@@ -131,6 +131,7 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         "price": dict(plan.price),
         "model": dict(plan.model),
     }
+    content["checksum"] = plan_checksum(content)
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:

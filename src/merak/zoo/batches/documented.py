@@ -149,7 +149,7 @@ def _plain(word: str) -> str:
 
 
 def _factor(word: str, name: str, config: PreTrainedConfig, known: Known) -> int:
-    if word.isdigit():
+    if word.isdecimal():
         return int(word)
     if _BATCH.fullmatch(word):
         return 1

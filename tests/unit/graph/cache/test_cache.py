@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from merak.core import private_files as private
+from merak.core.files import private_files as private
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache import cache
 from merak.graph.cache.cache import cached
@@ -309,7 +309,7 @@ def test_a_write_that_fails_leaves_nothing(
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(cache.os, "replace", fail)
+    monkeypatch.setattr(private.os, "replace", fail)
     assert not is_known(tmp_path)
     assert not is_known(tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]

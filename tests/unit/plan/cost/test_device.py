@@ -1,11 +1,13 @@
 import json
 import math
+import os
 import threading
 
 import pytest
 import torch
 
 from merak.core.errors import PlanError
+from merak.core.files import private_files
 from merak.plan.cost import benchmark as profiles
 from merak.plan.cost.benchmark import measure
 from merak.plan.cost.data_sheets import ALIASES, LINKS
@@ -83,6 +85,31 @@ def test_the_machine_is_measured_once_and_read_afterwards(tmp_path):
     assert measure("cpu", tmp_path) == preset("l4")
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty", "deep", "pipe", "foreign", "bytes", "nan"])
+def test_a_damaged_or_foreign_file_is_measured_anew(tmp_path, monkeypatch, caplog, damage):
+    monkeypatch.setattr(profiles, "_measure", lambda device: preset("l4"))
+    measure("cpu", tmp_path)
+    (path,) = tmp_path.iterdir()
+    text = {"cut": path.read_text()[:40], "deep": "[" * 100_000, "bytes": "{}\udcff"}.get(
+        damage, ""
+    )
+    if damage == "nan":
+        text = path.read_text().replace(": ", ': NaN, "x": ', 1)
+    if damage == "pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif damage == "foreign":
+        path.chmod(0o666)
+    else:
+        path.write_text(text, errors="surrogateescape")
+    assert profiles.measured_before(torch.device("cpu"), tmp_path) is None
+    assert f"The cached profile {path} cannot be read (" in caplog.text
+    assert measure("cpu", tmp_path) == preset("l4")
+    caplog.clear()
+    assert profiles.measured_before(torch.device("cpu"), tmp_path) == preset("l4")
+    assert not caplog.records
+
+
 def test_other_numbers_of_threads_are_other_machines(tmp_path, monkeypatch):
     monkeypatch.setattr(profiles, "_measure", lambda device: preset("l4"))
     measure("cpu", tmp_path)
@@ -118,7 +145,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(profiles.Path, "replace", fail)
+    monkeypatch.setattr(private_files.os, "replace", fail)
     assert measure("cpu", tmp_path) == preset("l4")  # goes on without the file
     assert not list(tmp_path.iterdir())
 

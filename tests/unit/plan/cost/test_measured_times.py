@@ -22,11 +22,17 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"segments": [{"name": "embed"}]}', '{"segments": [3]}']
+    "text", ["[]", "{}", '{"segments": [{"name": "embed"}]}', '{"segments": [3]}']
 )
 def test_a_file_of_another_form_is_refused(tmp_path, text):
     (tmp_path / "times.json").write_text(text)
     with pytest.raises(PlanError, match=r"times.json holds no segment times .*; write an object"):
+        load_times(tmp_path / "times.json", NAMES)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "times.json").write_text("{")
+    with pytest.raises(PlanError, match=r"times.json is not JSON \(Expecting.*give a file"):
         load_times(tmp_path / "times.json", NAMES)
 
 

@@ -53,13 +53,37 @@ def changed(path, **fields):
     return path
 
 
+def without_checksum(path):
+    """The file as a Merak before there were checksums wrote it."""
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    "field", ["world_size", "global_batch", "model", "cluster", "sequence", "optimizer", "autocast"]
+)
+def test_a_plan_whose_job_was_changed_is_refused(path, field):
+    whole, known = path.read_text(), read_plan(path)
+    with pytest.raises(PlanError, match="is not for what it was made for"):
+        read_plan(changed(path, **{field: "other"}))
+    path.write_text(whole)
+    own = known.candidate.num_microbatches
+    changed(path, candidate=json.loads(whole)["candidate"] | {"schedule": "gpipe"})
+    assert read_plan(path).candidate.num_microbatches == own  # what was planned may be changed
+    assert read_plan(without_checksum(path)).model == known.model
+
+
 def test_files_that_are_no_plans_are_refused(path, tmp_path):
-    with pytest.raises(PlanError, match=r"cannot be read: No such file"):
+    with pytest.raises(PlanError, match=r"cannot be read \(No such file"):
         read_plan(tmp_path / "none.json")
     with pytest.raises(PlanError, match="has version 7, and this Merak reads version 2"):
         read_plan(changed(path, version=7))
-    with pytest.raises(PlanError, match="has an error"):
+    with pytest.raises(PlanError, match="is not for what it was made for: its checksum is"):
         read_plan(changed(path, version=2, world_size=9))
+    with pytest.raises(PlanError, match="has an error"):
+        read_plan(without_checksum(path))
     with pytest.raises(PlanError, match="has no degrees"):
         plan_degrees(changed(path, candidate={"dp": 2}))
     with pytest.raises(PlanError, match="is no plan"):

@@ -37,6 +37,8 @@ from merak.cli.recipe.data.objective import Objective
 from merak.cli.recipe.data.records import Records, Source, rows_of
 from merak.cli.recipe.data.tokenizer import load_tokenizer, train_tokenizer, with_template
 from merak.cli.recipe.schema import CHAT, TRAIN_TOKENIZER, DataRecipe
+from merak.core.files.json_file import read_json
+from merak.core.kinds import from_fields
 from merak.launch.errors import CommandError
 
 STREAMED_EVAL_SAMPLES = 256
@@ -135,7 +137,12 @@ def prepare(job: TokenJob) -> Corpus:
         for name in ("train", "held_out")
         if (ready / name).exists()
     }
-    counts = Counts(**json.loads((ready / "counts.json").read_text(encoding="utf-8")))
+    try:
+        counts = from_fields(Counts, read_json(ready / "counts.json"))
+    except ValueError as cause:
+        raise CommandError(
+            f"{ready} is damaged (counts.json {cause}); remove it, and it is made anew."
+        ) from cause
     limit = job.recipe.eval_samples
     held_out = parts.get("held_out")
     if held_out is not None and limit is not None:

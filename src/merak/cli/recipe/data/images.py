@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig, ViTImageProcessorPil
 
 from merak.cli.recipe.data.records import Source
 from merak.cli.recipe.schema import DataRecipe
+from merak.core.files.json_file import read_json
 from merak.launch.errors import CommandError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -196,9 +196,9 @@ def _normalisation(
     file = None if folder is None else folder / PREPROCESSOR
     if file is not None and file.is_file():
         try:
-            stored = json.loads(file.read_text(encoding="utf-8"))
+            stored = read_json(file, finite=False)
             return tuple(stored["image_mean"]), tuple(stored["image_std"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             pass  # a preprocessor of another kind
     if channels == 1:
         return (sum(MEAN) / 3,), (sum(STD) / 3,)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -70,6 +75,52 @@ def read_own_file(path: Path) -> bytes:
                 mode = stat.S_IMODE(found.st_mode)
                 raise ForeignFile(f"{path} may be written by other users (mode {mode:o})")
         return file.read()
+
+
+def read_cached(
+    path: Path, parse: Callable[[bytes], Value], what: str, log: Callable[..., None]
+) -> Value | None:
+    """Read a file of a cache, which may cost a warning, and never the job.
+
+    Args:
+        path: of the file.
+        parse: makes the value of its content, or raises an exception of whatever kind.
+        what: the file as a noun, such as "trace".
+        log: method of a logger that is told of a file that cannot be read.
+
+    Returns:
+        The value; None where there is no file, where others may have written it, or where it is
+        damaged.
+    """
+    try:
+        return parse(read_own_file(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except Exception as error:
+        name = type(error).__name__
+        log("The cached %s %s cannot be read (%s: %s); it is made anew.", what, path, name, error)
+        return None
+
+
+def write_own_file(path: Path, content: bytes) -> None:
+    """Write a file that `read_own_file` reads, whatever the umask; the last writer wins.
+
+    Args:
+        path: of the file, which appears whole or not at all. Its folder is made as by
+            `private_folder`.
+        content: of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, draft = tempfile.mkstemp(dir=private_folder(path.parent), prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
 
 
 def give_usual_modes(folder: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from merak.core import private_files as private
-from merak.core.private_files import (
+from merak.core.files import private_files as private
+from merak.core.files.private_files import (
     ForeignFile,
     give_usual_modes,
     own_folder,

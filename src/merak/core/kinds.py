@@ -1,0 +1,119 @@
+"""Values of files and their type hints: what fits, and objects made of JSON with types checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+Data = TypeVar("Data")
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a type, as far as that can be told without looking into containers.
+
+    A whole number is a number, true and false are none.
+
+    Args:
+        value: as a file has it.
+        hint: a type, a union, a literal, or a container's hint.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(fits(value, option) for option in typing.get_args(hint))
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    kind = origin or hint
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind is int and isinstance(value, bool):
+        return False
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, (Mapping, kind))
+    return isinstance(value, kind)
+
+
+def kind_names(hint: Any) -> list[str]:
+    """What a value of a type is called in messages, each of a union's once.
+
+    Args:
+        hint: as of `fits`.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        found = [name for option in typing.get_args(hint) for name in kind_names(option)]
+        return list(dict.fromkeys(found))
+    if origin is Literal:
+        return [repr(choice) for choice in typing.get_args(hint)]
+    kind = origin or hint
+    if dataclasses.is_dataclass(kind):
+        return ["named fields"]
+    return [_KINDS.get(kind, str(getattr(kind, "__name__", kind)))]
+
+
+_KINDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    tuple: "a list",
+    dict: "named fields",
+    Mapping: "named fields",
+    type(None): "null",
+}
+"""What a field should be, by its type."""
+
+
+def from_fields(kind: type[Data], value: object, name: str = "") -> Data:
+    """Make a dataclass of a JSON object, and check the types of all that is in it.
+
+    Args:
+        kind: the dataclass. Fields that it does not have are left; lists become tuples.
+        value: the object.
+        name: what it is called in messages; empty for the whole.
+
+    Raises:
+        ValueError: it is no object, lacks a field, or has one of another type.
+        OverflowError: a number is too large.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name or 'it'} is {_short(value)}, not named fields")
+    hints, found = typing.get_type_hints(kind), {}
+    for part in dataclasses.fields(kind):  # type: ignore[arg-type]
+        place = f"{name}.{part.name}" if name else part.name
+        if part.name in value:
+            found[part.name] = _converted(value[part.name], hints[part.name], place)
+        elif part.default is part.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{place} is missing")
+    return kind(**found)
+
+
+def _converted(value: Any, hint: Any, name: str) -> Any:
+    """A JSON value as a type hint has it: tuples for lists, dataclasses for objects."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union) and type(None) in inner:
+        rest = [own for own in inner if own is not type(None)]
+        return value if value is None or len(rest) > 1 else _converted(value, rest[0], name)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = inner[:1] * len(value) if inner[1:] == (...,) else inner
+        if len(kinds) != len(value):
+            raise ValueError(f"{name} has {len(value)} values, not {len(kinds)}")
+        pairs = enumerate(zip(value, kinds))
+        return tuple(_converted(own, kind, f"{name}[{index}]") for index, (own, kind) in pairs)
+    if fits(value, hint) and isinstance(value, dict) and inner:
+        return {key: _converted(own, inner[1], f"{name}.{key}") for key, own in value.items()}
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_fields(typing.cast("type[Any]", hint), value, name)
+    if not fits(value, hint):
+        raise ValueError(f"{name} is {_short(value)}, not {' or '.join(kind_names(hint))}")
+    return float(value) if hint is float else value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"

@@ -1,0 +1,54 @@
+"""The job's store at a port that another program holds."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from merak.core.errors import MeshError
+from merak.core.health import store
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        monkeypatch.setattr(store, "LATE_S", 0.5)
+        yield server
+    store.forget()
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_server_that_says_nothing_is_not_waited_for(
+    listening: socket.socket, accepts: bool
+) -> None:
+    held: list[socket.socket] = []
+
+    def accept() -> None:
+        while True:
+            try:
+                held.append(listening.accept()[0])
+            except OSError:
+                return
+
+    if accepts:
+        threading.Thread(target=accept, daemon=True).start()
+    begun = time.monotonic()
+    try:
+        with pytest.raises(MeshError, match=r"rank 1 on .* cannot reach the job's store at 127\.0"):
+            store.open_store(1, 1.0)
+    finally:
+        for connection in held:
+            connection.close()
+    assert time.monotonic() - begun < 100.0
+
+
+def test_rank_0_says_that_the_port_is_held(listening: socket.socket) -> None:
+    with pytest.raises(MeshError, match=r"cannot open the job's store at .*Address already in use"):
+        store.open_store(0, 1.0)
