@@ -33,7 +33,7 @@ from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
 from merak.data import drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine
-from merak.engine.build import build_with_forecast
+from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.own_loop import plan_loop
@@ -313,6 +313,7 @@ def parallelize(
     plan: str | None = None,
     cluster: str | None = None,
     run_record: str | os.PathLike[str] | None = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> ParallelModel:
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
@@ -336,8 +337,8 @@ def parallelize(
             has `example_batch` of every replica; of every rank where `merak.init` got no dp.
         cluster: the devices, for what is "auto", as of `MerakArguments`.
         run_record: folder in which calls of `figures` keep the record that `merak report` shows.
-        **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`, such as
-            `schedule`, `recompute` and `memory_budget`; and `seed`.
+        evaluates: lay out `evaluate` now, which else the first call does: it may be refused.
+        **options: fields of `merak.plan.options.ParallelOptions`, as of `MerakArguments`; `seed`.
 
     Returns:
         The parallel model, with `step` and `evaluate`.
@@ -351,8 +352,7 @@ def parallelize(
     columns, plain = split_non_tensors(example_batch)
     source = _source(model, loss_fn, plain, autocast)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
-    drop_layers(source, chosen)
-    built = _build(source, columns, chosen, plan, cluster, given.keys())
+    built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)
     scaler = LossScale() if autocast == torch.float16 else None
     if built.engine.updates_inside:
         _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
@@ -400,9 +400,11 @@ def _build(
     plan: str | None,
     cluster: str | None,
     named: Collection[str],
+    evaluates: bool,
 ) -> _Built:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
     mesh = current_mesh()
+    drop_layers(source, options)
     cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
         batch = samples_of(columns, signature(columns).columns)
@@ -412,6 +414,8 @@ def _build(
     options = choose_reductions(mesh, source.model, options, cluster, cache)
     _, process_bytes = memory_bytes(mesh.device)
     engine, forecast = build_with_forecast(source, sample, mesh, options)
+    if evaluates:
+        lay_out_evaluation(engine, sample, "leave evaluates=True out")
     if idle := engine.idle_pipeline("num_microbatches"):
         warn_on_rank0(logger, "%s", idle)
     return _Built(engine, options.num_microbatches, forecast, sample, process_bytes)

@@ -7,7 +7,7 @@ from functools import partial
 
 from merak.checkpoint.description import describe_model
 from merak.core.announce import announce, announced, is_announcing
-from merak.core.errors import ScheduleError
+from merak.core.errors import MerakError, ScheduleError, TraceError
 from merak.core.health.status import phase
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import Signature
@@ -101,6 +101,30 @@ def build_with_forecast(
     runs_whole = "" in source.opaque.modules
     mark_laid_out(source.model, engine.part, runs_whole=runs_whole)
     return engine, forecast
+
+
+def lay_out_evaluation(engine: Engine, signature: Signature, otherwise: str) -> tuple[str, ...]:
+    """Make what an evaluation of some shape runs, so that what cannot run is refused at once.
+
+    Args:
+        engine: of this rank.
+        signature: the columns of a batch.
+        otherwise: what a user can do who needs no evaluation, as a clause.
+
+    Returns:
+        Names of the model's outputs in evaluation, in its order.
+
+    Raises:
+        TraceError: the model cannot be evaluated.
+    """
+    try:
+        with announced("laying out the evaluation"):
+            return engine.outputs(signature)
+    except MerakError as error:
+        raise TraceError(
+            f"this job evaluates, and the model cannot run in evaluation: {str(error).rstrip('.')};"
+            f" or {otherwise}."
+        ) from error
 
 
 def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineOptions) -> Engine:

@@ -120,6 +120,33 @@ def gather_shared(
     return _with_adjoint(with_gradient(tensor, lambda g: g / copies), gather, back, layout)
 
 
+def gather_parts(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], whole: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    """All-gather of fused parts of which some are replicated, which share out their gradient.
+
+    Args:
+        tensor: the parts side by side: slices of those that are split, and all of the others.
+        dim: the dim along which they lie, counted from the front.
+        parts: their sizes in the whole tensor.
+        whole: which of them are the same on every rank of the axis.
+        axis: name of the mesh axis.
+
+    Returns:
+        The whole tensor, on every rank; backward keeps the rank's slices of the gradient, and
+        divides that of the replicated parts among the ranks.
+    """
+    degree = axis_degree(axis)
+    sizes = tuple(n if i in whole else n // degree for i, n in enumerate(parts))
+
+    def divided(gradient: torch.Tensor) -> torch.Tensor:
+        pieces = enumerate(gradient.split(sizes, dim))
+        return torch.cat([piece / degree if i in whole else piece for i, piece in pieces], dim)
+
+    gather, back = partial(_all_gather, whole=whole), partial(_local_slice, whole=whole)
+    return _with_adjoint(with_gradient(tensor, divided), gather, back, (dim, parts, axis))
+
+
 def own_share(
     tensor: torch.Tensor,
     dim: int,
@@ -375,7 +402,12 @@ def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def _all_gather(
-    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
+    tensor: torch.Tensor,
+    dim: int,
+    parts: tuple[int, ...],
+    axis: str,
+    copies: int = 1,
+    whole: tuple[int, ...] = (),
 ) -> torch.Tensor:
     degree = axis_degree(axis)
     if degree == 1:
@@ -384,7 +416,7 @@ def _all_gather(
     shards = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
     if group is not None:  # a mesh that is only pretended has none
         all_gather(shards, tensor.contiguous(), group=group)
-    return join(shards.chunk(degree), ParameterShard(dim, parts, degree, copies=copies))
+    return join(shards.chunk(degree), ParameterShard(dim, parts, degree, whole, copies=copies))
 
 
 def _reduce_scatter(
@@ -402,9 +434,14 @@ def _reduce_scatter(
 
 
 def _local_slice(
-    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
+    tensor: torch.Tensor,
+    dim: int,
+    parts: tuple[int, ...],
+    axis: str,
+    copies: int = 1,
+    whole: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    shard = ParameterShard(dim, parts, axis_degree(axis), copies=copies)
+    shard = ParameterShard(dim, parts, axis_degree(axis), whole, copies=copies)
     return take(tensor, shard, axis_rank(axis))
 
 

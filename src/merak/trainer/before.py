@@ -75,17 +75,15 @@ def least_checkpoint_bytes(trainer: Trainer) -> int:
     return weights
 
 
-def check_what_follows(trainer: Trainer) -> None:
-    """Refuse evaluations and checkpoints of this training that cannot succeed.
+def check_saving(trainer: Trainer) -> None:
+    """Refuse checkpoints of this training that cannot succeed.
 
     Args:
-        trainer: with its datasets and arguments; nothing has been traced yet.
+        trainer: with its model and arguments; nothing has been traced yet.
 
     Raises:
-        DataError: an evaluation dataset without samples, or whose batches the model cannot take.
         WeightsError: a model that cannot be saved.
     """
-    _check_evaluations(trainer)
     model: Any = trainer.model  # of any module, whatever transformers declares
     try:
         check_saves(model)
@@ -95,11 +93,20 @@ def check_what_follows(trainer: Trainer) -> None:
         warn_on_rank0(logger, "%s Until then the model can be trained, but not saved.", error)
 
 
-def _check_evaluations(trainer: Trainer) -> None:
+def first_evaluation_batches(trainer: Trainer) -> list[dict[str, Any]]:
+    """A batch of the first samples of each dataset that the job will evaluate.
+
+    Args:
+        trainer: with its datasets and arguments.
+
+    Raises:
+        DataError: an evaluation dataset without samples, or whose batches the model cannot take.
+    """
     args = trainer.args
-    if args.eval_strategy == "no" and not args.eval_on_start:
-        return
+    if args.eval_strategy == "no" and not (args.eval_on_start or args.do_eval):
+        return []
     named: Any = trainer.eval_dataset
+    found = []
     for dataset in named.values() if isinstance(named, dict) else [named]:
         if dataset is None:
             continue
@@ -107,3 +114,5 @@ def _check_evaluations(trainer: Trainer) -> None:
         loader = trainer.get_eval_dataloader(dataset)
         first = example_batch(loader, seed=args.seed, description="evaluation")
         check_batch(trainer, first, loader.dataset)
+        found.append(first)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +20,7 @@ from merak.data import BatchSignature, drop_non_tensors, example_batch, shard_lo
 from merak.data.digest import digest_columns, digests_of
 from merak.data.fetch import is_iterable
 from merak.engine import Engine
+from merak.engine.build import lay_out_evaluation
 from merak.graph.trace.outputs import LOSS, nested
 from merak.trainer.batch_exchange import Batch, BatchExchange, ExchangedBatches
 from merak.trainer.health.evaluated import FiniteLosses
@@ -225,11 +226,8 @@ class Evaluation:
         outputs = nested(self._current["outputs"])
         labels = self._current["labels"]
         has_loss = labels is not None or self._options.returns_loss
-        if has_loss and LOSS not in outputs:
-            raise DataError(
-                "the model returns no loss for the labels of an evaluation, only "
-                f"{', '.join(outputs)}; let it return one, or give label_names=[]."
-            )
+        if has_loss:
+            _check_loss(outputs)
         loss = outputs.pop(LOSS) if has_loss else None
         if only_loss:
             return loss, None, None
@@ -336,6 +334,52 @@ class Evaluation:
         signature = self._counter.with_tokens(found).columns
         order = self._engine.outputs(signature)
         return {name: outputs[name] for name in order if name in outputs}
+
+
+def _check_loss(outputs: Collection[str]) -> None:
+    """Check that a model makes a loss of the labels of an evaluation.
+
+    Raises:
+        DataError: it does not.
+    """
+    if LOSS not in outputs:
+        raise DataError(
+            "the model returns no loss for the labels of an evaluation, only "
+            f"{', '.join(outputs)}; let it return one, or give label_names=[]."
+        )
+
+
+def lay_out_evaluations(
+    trainer: Trainer,
+    engine: Engine,
+    counter: TokenCounter,
+    plain: Mapping[str, Any],
+    batches: Iterable[Mapping[str, Any]],
+) -> None:
+    """Trace, lay out and check what the evaluations of a training run, before its first step.
+
+    Args:
+        trainer: whose evaluations they are.
+        engine: this rank's engine.
+        counter: counts label tokens, where the loss takes them.
+        plain: arguments that are no tensors, which every batch has beside its columns.
+        batches: the first of each dataset. Further shapes are laid out when they come.
+
+    Raises:
+        DataError: an evaluation has labels, and the model makes no loss of them.
+        TraceError: the model cannot be evaluated.
+    """
+    known = set()
+    for batch in batches:
+        signature = counter.signature(drop_non_tensors(batch, plain)).columns
+        kind = tuple((name, meta.dtype, len(meta.shape)) for name, meta in signature)
+        if kind in known:
+            continue
+        known.add(kind)
+        otherwise = "train without eval_strategy and do_eval"
+        outputs = lay_out_evaluation(engine, signature, otherwise)
+        if gives_loss(trainer, [name for name, _ in signature], plain):
+            _check_loss(outputs)
 
 
 def num_samples(found: BatchSignature) -> int:

@@ -49,9 +49,14 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange
-from merak.trainer.before import check_what_follows
+from merak.trainer.before import check_saving, first_evaluation_batches
 from merak.trainer.columns import check_batch
-from merak.trainer.evaluation import Evaluation, evaluation_options, gives_loss
+from merak.trainer.evaluation import (
+    Evaluation,
+    evaluation_options,
+    gives_loss,
+    lay_out_evaluations,
+)
 from merak.trainer.generation import GeneratedBatches, with_whole_model
 from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
@@ -333,13 +338,16 @@ class MerakTrainer(Stepping, Logging, Trainer):
             return loader
         self._skipped.start()
         self._rollbacks.start()
+        evaluated = first_evaluation_batches(self)
         if self.engine is None:
-            check_what_follows(self)
+            check_saving(self)
         refuse_unequal_replicas(self.args, loader, self.mesh.dp)
         engine = self.build_engine(loader, self.train_dataset)
         spread = self.mesh.spread_experts
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside, spread)
         assert self._counter is not None
+        if not self._generates:
+            lay_out_evaluations(self, engine, self._counter, self._plain, evaluated)
         whole = example_batch(loader, seed=self.args.seed)
         batch, _ = split_non_tensors(whole)
         self.throughput = Throughput(self._counter.counts_tokens(batch))
@@ -423,6 +431,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     # ---- evaluation ----
 
+    @property
+    def _generates(self) -> bool:
+        """Whether evaluations generate, with the whole model on every rank."""
+        generates: bool = getattr(self.args, "predict_with_generate", False)
+        return isinstance(self, Seq2SeqTrainer) and generates
+
     def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
@@ -436,8 +450,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        generates = isinstance(self, Seq2SeqTrainer)
-        if generates and getattr(self.args, "predict_with_generate", False):
+        if self._generates:
             return self._generation_loop(dataloader, *rest)
         if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
             # Training is what the job is laid out for: at its shapes, with the labels of its loss.

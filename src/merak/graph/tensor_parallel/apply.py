@@ -10,13 +10,16 @@ Source: Megatron-LM (arXiv 1909.08053, section 3); Merak (IEEE TPDS), section 4.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy  # type: ignore[import-untyped]
+from torch import fx
 
 from merak.core.errors import ShardError
+from merak.core.rank0 import warn_once
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
@@ -33,6 +36,8 @@ from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.propagate import (
     capacities,
     decide_or_gather,
+    decide_or_gather_parts,
+    gather_operands,
     place_weights,
     propagate,
 )
@@ -49,6 +54,8 @@ from merak.graph.tensor_parallel.search.auto_shard import (
 from merak.graph.tensor_parallel.search.expert_weights import expert_weights
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequence
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +86,16 @@ class TensorParallel:
         degree = self.auto_sharder.degree
         if degree == 1 or not self.sequence:
             return model, self
-        plan = plan_sequence(model, self.split, degree)
+        try:
+            plan = plan_sequence(model, self.split, degree)
+        except ShardError as error:  # of an operator that the planned graph does not have
+            warn_once(
+                logger,
+                "sequence_parallel=True shards no values of a graph that is not the planned one, "
+                "such as an evaluation's: %s",
+                error,
+            )
+            return model, replace(self, sequence_plan=None)
         fitted = replace(model, values=plan.local_values(model, degree))
         return fitted, replace(self, sequence_plan=plan)
 
@@ -100,12 +116,13 @@ class TensorParallel:
         if degree == 1:
             return segment, {}
         split, graph = self.split(segment), segment.graph
+        shards = {name: _shard(p, degree) for name, p in split.weights.items()}
         if self.sequence_plan is None:
-            layout = propagate(graph, split.weights, degree, decide_or_gather, split.inside)
+            local = _rewrite_or_gather(graph, split, degree)
         else:
             layout = self.sequence_plan.segments[segment.index].propagated.propagation
-        shards = {name: _shard(p, degree) for name, p in split.weights.items()}
-        return replace(segment, graph=rewrite(graph, layout, degree)), shards
+            local = rewrite(graph, layout, degree)
+        return replace(segment, graph=local), shards
 
     def like(self, segment: Segment) -> Segment:
         """The first segment of which this one's rewriting differs in names alone.
@@ -121,7 +138,11 @@ class TensorParallel:
         """Sharding of one segment's weights, and the collectives it runs."""
         own = {n: self.weights[n] for n in segment.parameters if n in self.weights}
         task = SegmentTask(segment, own, frozenset(segment.parameters))
-        return self.auto_sharder(task)
+        try:
+            return self.auto_sharder(task)
+        except ShardError as error:  # of an operator that the planned graph does not have
+            logger.debug("segment %d gathers what is split: %s", segment.index, error)
+            return SegmentSharding(own, frozenset(), (), segment)
 
 
 def tensor_parallel(
@@ -254,6 +275,35 @@ def check_degree(
                 f"{name.rpartition('.')[0] or name}; the degrees that fit this model are "
                 f"{_listed(sympy.divisors(math.gcd(*found.values())))}."
             )
+
+
+def _rewrite_or_gather(graph: fx.Graph, split: SegmentSharding, degree: int) -> fx.Graph:
+    """Graph that every rank runs, whatever its operators can do with shards.
+
+    Weights are split as the planned graph has them. An evaluation returns more than a training step
+    and runs other code, which may work on whole values alone: these are gathered; where that does
+    not do, the segment's weights are.
+
+    Raises:
+        ShardError: an operator needs what one rank alone has.
+    """
+    errors = []
+    for rule in (decide_or_gather, decide_or_gather_parts, gather_operands):
+        inside = frozenset[fx.Node]() if rule is gather_operands else split.inside
+        try:
+            local = rewrite(graph, propagate(graph, split.weights, degree, rule, inside), degree)
+        except ShardError as error:
+            errors.append(error)
+            continue
+        if rule is gather_operands:
+            warn_once(
+                logger,
+                "Every rank runs a part of the model on whole weights, which it gathers, in a "
+                "graph that is not the planned one, such as an evaluation's: %s",
+                errors[0],
+            )
+        return local
+    raise errors[0]
 
 
 def _shard(placed: WeightPlacement, degree: int) -> ParameterShard:

@@ -152,15 +152,44 @@ def decide_or_gather(op: Operator) -> Decision:
         ShardError: it writes into an operand, of which a whole copy would be of no use; or reads
             one of which only some parts are split.
     """
+    return _decide_or_gather(op, PartlySharded)
+
+
+def decide_or_gather_parts(op: Operator) -> Decision:
+    """Decision as of `decide_or_gather`; what is split in some parts alone is gathered, too.
+
+    The search keeps to `decide_or_gather`. This is for what it has not seen: another shape of the
+    batch, or outputs of an evaluation.
+
+    Raises:
+        ShardError: it writes into an operand that is split.
+    """
+    return _decide_or_gather(op)
+
+
+def _decide_or_gather(op: Operator, *refused: type) -> Decision:
     try:
         return decide(op)
     except ShardError:
         # What is written into is there on every rank: only what is written can be gathered.
         if any(op.placements.get(n) != REPLICATE for n in mutated_arguments(op.node)) or any(
-            isinstance(op.raw(n), PartlySharded) for n in op.node.all_input_nodes
+            isinstance(op.raw(n), refused) for n in op.node.all_input_nodes
         ):
             raise
-        return Decision(REPLICATE, dict.fromkeys(op.sharded(), REPLICATE))
+        return gather_operands(op)
+
+
+def gather_operands(op: Operator) -> Decision:
+    """Decision for an operator that runs on whole values, on every rank.
+
+    Raises:
+        ShardError: an operand that one rank alone has.
+    """
+    placed = {n: op.raw(n) for n in op.node.all_input_nodes}
+    split = {n: p for n, p in placed.items() if isinstance(p, (Shard, PartlySharded))}
+    if any(isinstance(p, Shard) and p.owner is not None for p in split.values()):
+        raise op.error("needs a weight that one rank alone has")
+    return Decision(REPLICATE, dict.fromkeys(split, REPLICATE))
 
 
 def place_weights(

@@ -35,6 +35,7 @@ from merak.ops.collectives import (
     copy_shared_to,
     copy_to,
     gather_from,
+    gather_parts,
     gather_shared,
     gather_with_partial_grad,
     leave_partial_grad,
@@ -253,7 +254,11 @@ class Rewriter:
             return self.insert(slice_to, (whole, need.dim, need.parts, self.axis), node, need)
         if isinstance(placed, Partial):
             return self.insert(reduce_from, (self.env[node], self.axis), node, need)
-        assert isinstance(placed, Shard) and need == REPLICATE
+        assert isinstance(placed, (Shard, PartlySharded)) and need == REPLICATE
+        if isinstance(placed, PartlySharded):
+            whole_parts = tuple(sorted(placed.whole))
+            parts = (self.env[node], placed.dim, placed.parts, whole_parts, self.axis)
+            return self.insert(gather_parts, parts, node, need)
         args = (self.env[node], placed.dim, placed.parts, self.axis)
         return self.insert(gather_from, args, node, need)
 

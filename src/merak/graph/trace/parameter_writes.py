@@ -125,14 +125,24 @@ def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tenso
             raise write.refusal(f"what it writes depends on the buffer {buffer.meta['name']}")
     if any(torch.Tag.nondeterministic_seeded in _tags(node) for node in write.cone):
         raise write.refusal("what it writes depends on random numbers")
-    depending = _depending(write)
-    for node in depending - {*write.members, *write.writers}:
-        if any(user not in write.cone for user in node.users):
-            raise write.refusal(f"what it computes for that at {node.meta['source']} is read on")
+    read_on = _read_on(write)
     if write.given(Kind.COLUMN):
+        if read_on:
+            raise write.refusal(_is_read_on(read_on[0]))
         _check_lookups(write)
     else:
-        _check_idempotent(write, constants)
+        _check_idempotent(write, constants, read_on)
+
+
+def _read_on(write: _Write) -> list[fx.Node]:
+    """What is computed from the parameter for the writes, and read by others as well."""
+    own = {*write.members, *write.writers}
+    found = (node for node in write.cone if node in _depending(write) - own)
+    return [node for node in found if any(user not in write.cone for user in node.users)]
+
+
+def _is_read_on(node: fx.Node) -> str:
+    return f"what it computes for that at {node.meta['source']} is read on"
 
 
 def _tags(node: fx.Node) -> Sequence[torch.Tag]:
@@ -160,14 +170,25 @@ def _check_lookups(write: _Write) -> None:
             raise write.refusal(f"{why}, and {reader.meta['source']} reads more than these rows")
 
 
-def _check_idempotent(write: _Write, constants: Mapping[str, torch.Tensor]) -> None:
-    """Check that a write is idempotent, and that every reader sees its final value."""
+def _check_idempotent(
+    write: _Write, constants: Mapping[str, torch.Tensor], read_on: Sequence[fx.Node]
+) -> None:
+    """Check that a write is idempotent, and that every reader sees its final value.
+
+    Args:
+        write: the write.
+        constants: the tensors in the model's code, by name.
+        read_on: what is computed for it and read by others, who then get that of a second write.
+    """
     places = [write.order[writer] for writer in write.writers]
     seen = {sum(p < write.order[r] for p in places): r for r in write.readers()}
     for scale in _SCALES:
         given = _made_up(write, scale, constants)
-        values = _values(write, given)
-        again = _values(write, {**given, write.parameter: values[-1].clone()})
+        values, computed = _values(write, given)
+        again, then = _values(write, {**given, write.parameter: values[-1].clone()})
+        for node in read_on:
+            if not _are_equal(then[node], computed[node]):
+                raise write.refusal(_is_read_on(node))
         if not _are_equal(again[-1], values[-1]):
             raise write.refusal("writes something else every time")
         for count, reader in seen.items():
@@ -192,8 +213,10 @@ def _made_up(
 
 
 @torch.no_grad()
-def _values(write: _Write, given: Mapping[fx.Node, torch.Tensor]) -> list[torch.Tensor]:
-    """The parameter's values before the first write, and after each."""
+def _values(
+    write: _Write, given: Mapping[fx.Node, torch.Tensor]
+) -> tuple[list[torch.Tensor], Mapping[fx.Node, Any]]:
+    """The parameter's values before the first write and after each, and those of all operators."""
     env: dict[fx.Node, Any] = {node: value.clone() for node, value in given.items()}
     values = [env[write.parameter].clone()]
     for node in write.cone:
@@ -204,7 +227,7 @@ def _values(write: _Write, given: Mapping[fx.Node, torch.Tensor]) -> list[torch.
         env[node] = function(*fx.map_arg(node.args, env.get), **fx.map_arg(kwargs, env.get))
         if node in write.writers:
             values.append(env[write.parameter].clone())
-    return values
+    return values, env
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

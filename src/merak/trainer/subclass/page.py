@@ -74,6 +74,11 @@ IN_JOBS = {
         "called on every rank. What one asks for on some rank (to stop, save, evaluate or log: by "
         "the clock, or on the main process alone), all ranks do"
     ),
+    "evaluation during training": (
+        "traced and laid out before the first step, at the shape of each dataset's first batch, "
+        "where `eval_strategy`, `eval_on_start` or `do_eval` says that the job evaluates: what "
+        "cannot run is refused then"
+    ),
     "`Seq2SeqTrainer`, `predict_with_generate`": (
         "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
         "has a copy of the whole model, and the ranks share out the batches"

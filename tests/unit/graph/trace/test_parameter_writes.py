@@ -55,11 +55,23 @@ def clip(own: Any) -> None:
     own.a.weight.data.clamp_(-0.1, 0.1)
 
 
+def replace_rows(own: Any) -> None:
+    own.a.weight.data = torch.renorm(own.a.weight.data, 2, 0, 1.0)
+
+
+def read_normed(own: Any) -> None:
+    weight = nn.functional.normalize(own.a.weight, dim=1)
+    own.a.weight.data = weight
+    own.x = own.x @ weight
+
+
 def traced(model: nn.Module) -> ModelGraph:
     return build_graph(GraphSource(model), COLUMNS, training=True)
 
 
-@pytest.mark.parametrize("write", [norm_rows, norm_data, limit_rows, clip])
+@pytest.mark.parametrize(
+    "write", [norm_rows, norm_data, limit_rows, clip, replace_rows, read_normed]
+)
 def test_what_is_written_is_what_eager_code_writes(write: Callable[[Any], Any]) -> None:
     model = Writes(write)
     graph = unpack_model(pack_model(traced(model)))
@@ -115,6 +127,20 @@ def told(own: Any) -> None:
     mean = own.a.weight.data.mean()
     own.a.weight.data.sub_(mean)
     own.count += mean
+
+
+def grow(own: Any) -> None:
+    own.a.weight.data = torch.zeros(6, 7)
+
+
+def grow_data(own: Any) -> None:
+    own.a.weight.data = own.a.weight.data.double()
+
+
+@pytest.mark.parametrize("write", [grow, grow_data])
+def test_data_of_another_kind(write: Callable[[Any], Any]) -> None:
+    with pytest.raises(TraceError, match=r"assigns to the `\.data` of a tensor"):
+        traced(Writes(write))
 
 
 @pytest.mark.parametrize(

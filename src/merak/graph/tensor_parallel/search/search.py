@@ -156,7 +156,8 @@ class Search:
         """
         best = self.judge(self.fixed)
         if best is None:
-            propagate(self.graph, self.fixed, self.degree)  # raises, and says where
+            layout = propagate(self.graph, self.fixed, self.degree)
+            transfers(self.graph, layout)  # one of them raises, and says where
         assert best is not None
         best = self._enter_earlier(best)
         seeds = sorted(self.free - frozenset(followers))

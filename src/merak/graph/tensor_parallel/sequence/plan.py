@@ -220,7 +220,8 @@ class _Judge:
             if self.runs(candidate):
                 return candidate
         last = self(SequenceChoice(inside, {}, entering))
-        assert last is not None, "what runs unsharded runs where shards are gathered at once"
+        if last is None:
+            raise ShardError(f"segment {self.segment.index} runs on whole values alone.")
         return last
 
     def __call__(self, choice: SequenceChoice) -> SegmentSequencePlan | None:
