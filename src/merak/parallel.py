@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from merak.arguments import default_trace_cache
+from merak.checkpoint.pretrained.whole_tensors import WholeTensors
 from merak.checkpoint.saved import check_valid
 from merak.checkpoint.saver import Contents, save_state
-from merak.checkpoint.state import load_state
+from merak.checkpoint.state import MODEL, load_state
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
     ArgumentsError,
@@ -223,6 +224,9 @@ class ParallelModel:
     ) -> None:
         """Save parameters, optimizer, loss scale and step; all ranks call it together.
 
+        Until the next step, `state_dict()` and `save_pretrained()` of the model read the whole
+        weights from there, on any rank alone.
+
         Args:
             folder: of this checkpoint alone, seen by all ranks; it appears, or is replaced, when
                 all of it is on disk.
@@ -237,6 +241,7 @@ class ParallelModel:
         with self.engine.whole_model():
             state = rank_state(self.engine, self.model, self.optimizer)
             save_state(folder, state, Contents(values=own))
+        self._read_from(Path(folder))
 
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Load a checkpoint of `save_checkpoint`, in any layout; all ranks call it together.
@@ -250,6 +255,7 @@ class ParallelModel:
         check_valid(Path(folder))
         with self.engine.whole_model():
             found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
+        self._read_from(Path(folder))
         if "num_steps" not in found:
             raise WeightsError(
                 f"{os.fspath(folder)} was not saved by save_checkpoint; resume it with the trainer "
@@ -260,6 +266,11 @@ class ParallelModel:
             self.scaler.load_state_dict(found["loss_scale"])
         own: Mapping[str, Any] = found["of_the_loop"]
         return own
+
+    def _read_from(self, folder: Path) -> None:
+        """Let methods of the model that need all of its weights read a checkpoint."""
+        folder = folder.absolute()
+        self.engine.last_weights.keep(folder, WholeTensors(folder, MODEL))
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict on rank 0, on the CPU; all ranks call it together.

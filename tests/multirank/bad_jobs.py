@@ -46,6 +46,12 @@ def callback() -> None:
 
 
 def saves_alone() -> None:
+    trainer = train(saves=False)
+    if trainer.is_world_process_zero():
+        trainer.save_model()
+
+
+def saves_alone_from_disk() -> None:
     trainer = train()
     if trainer.is_world_process_zero():
         trainer.save_model()
@@ -135,6 +141,7 @@ def train(
     samples: Samples | None = None,
     learning_rate: float = 1e-3,
     hang_limit_s: float = 600.0,
+    saves: bool = True,
     **kwargs: Any,
 ) -> Any:
     import transformers
@@ -150,6 +157,8 @@ def train(
         learning_rate=learning_rate,
         max_steps=8,
         save_steps=8,
+        save_strategy="steps" if saves else "no",
+        save_last_weights=saves,
         report_to=[],
         disable_tqdm=True,
         hang_limit_s=hang_limit_s,

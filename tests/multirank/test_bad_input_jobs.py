@@ -96,6 +96,13 @@ def test_a_model_saved_on_one_rank_alone_is_said(tmp_path: Path) -> None:
     assert "Traceback" not in ended.said
 
 
+@pytest.mark.slow
+def test_a_model_saved_on_one_rank_alone_is_read_from_disk(tmp_path: Path) -> None:
+    ended = run("saves_alone_from_disk", tmp_path)
+    assert ended.code == 0, ended.said
+    assert (tmp_path / "output" / "model.safetensors").is_file()
+
+
 def test_a_killed_rank_ends_the_others(tmp_path: Path) -> None:
     ended = run("killed", tmp_path)
     assert ended.code != 0

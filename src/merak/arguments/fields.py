@@ -187,6 +187,13 @@ class TrainingFields(TrainingArguments):
         "Whether training goes on while a checkpoint is written: the ranks copy what "
         "they save into host memory, which takes that memory, and write it in the background.",
     )
+    save_last_weights: bool = own(
+        True,
+        "Whether train() leaves the last weights in the folder last-weights of output_dir, where "
+        "each rank has a part of them and no checkpoint of the last step is there. state_dict() "
+        "and save_pretrained() of the model read them from there, on any rank alone; without, "
+        "they are refused.",
+    )
     allow_pickled_checkpoint: bool = own(
         False,
         "Whether to resume from checkpoints of earlier versions of Merak, whose index "

@@ -199,3 +199,25 @@ def check_space(folder: str, mesh: Mesh, least_bytes: int, num_kept: int) -> Non
             )  # fmt: skip
 
     decide_on_rank0(mesh, "the space in the output folder", check)
+
+
+def warn_of_space(folder: str, mesh: Mesh, num_bytes: int) -> None:
+    """Warn where the last weights of a training find no room; a collective.
+
+    Args:
+        folder: this rank's, which exists on rank 0.
+        mesh: of the job.
+        num_bytes: of the weights.
+    """
+
+    def check() -> None:
+        free = shutil.disk_usage(folder).free
+        if free < num_bytes:
+            logger.warning(
+                "output_dir=%r has %s free, but the last weights, which train() leaves there, take "
+                "%s; make room before it ends, name another folder, or set save_last_weights=False "
+                "(state_dict() and save_pretrained() of the model are refused then).",
+                folder, size(free), size(num_bytes),
+            )  # fmt: skip
+
+    decide_on_rank0(mesh, "the space in the output folder", check)

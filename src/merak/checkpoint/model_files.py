@@ -6,7 +6,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -33,12 +33,16 @@ from merak.checkpoint.pretrained.tensor_file import FileLayout, TensorFile, chec
 from merak.checkpoint.writing import why_not_written
 from merak.core.errors import SavingError
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.weights.holders import TensorHolders, first_names, named_tensors
 from merak.graph.weights.rank_agreement import is_distributed
 
 LARGEST_FILE_BYTES = 5 * 10**9
 SMALLEST_FILE_BYTES = 10**9
 """Bounds of a file's size: with many ranks files are smaller, so that all ranks write."""
+
+OTHERS = "rank-00000.safetensors"
+"""File of what a model's files do not hold as it is; further ones are numbered."""
 
 _NEARLY_MOST = 0.9
 """The fraction of the most bytes of a file that a rank must hold to be its writer."""
@@ -158,7 +162,7 @@ class ModelFiles:
         """
         if isinstance(self.model, PreTrainedModel):
             aside = folder / ".companions"  # in `folder` it would remove files of weights
-            with _without_bars():  # of weights, of which there are none here
+            with without_bars():  # of weights, of which there are none here
                 self.model.save_pretrained(aside, state_dict={})
             (aside / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
             for path in aside.iterdir():
@@ -208,16 +212,62 @@ def plan_model_files(
     state = meta_state(model, holdings)
     firsts = first_names(named_tensors(model))
     names = {key: firsts[key] for key in state}
-    parameters = {firsts[name] for name, _ in model.named_parameters(remove_duplicate=False)}
-    held = {name: Held(holdings[name], name in parameters) for name in sorted(names.values())}
+    held = _held(model, holdings, names.values())
     ranks = sorted(set(range(mesh.world_size) if writers is None else writers))
     if has_adapters(model):
         needed = adapter_keys(model, state)
         steps = [_step(held, names, ranks[0], "", (key,), (key,)) for key in needed]
         return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None, state)
     tensors = file_tensors(model, state)
+    return _planned(model, mesh, held, names, tensors, ranks, max_shard_size, SAFE_WEIGHTS_NAME)
+
+
+def plan_other_files(
+    files: ModelFiles, holdings: Mapping[str, TensorHolders], writers: Collection[int]
+) -> ModelFiles:
+    """Plan the files of those tensors of a state dict that the model's files do not hold as it is.
+
+    Args:
+        files: of the model.
+        holdings: the holders of its tensors, as of `plan_model_files`.
+        writers: the ranks that can write into the folder.
+    """
+    names = {name: name for name in sorted(holdings) if name not in files.stored}
+    held = _held(files.model, holdings, names)
+    tensors = {
+        name: FileTensor(TensorMeta(one.holders.shape, one.holders.dtype), (name,), False)
+        for name, one in held.items()
+    }
+    ranks = sorted(writers)
+    planned = _planned(files.model, files.mesh, held, names, tensors, ranks, None, OTHERS)
+    return replace(planned, index=None)
+
+
+def _held(
+    model: nn.Module, holdings: Mapping[str, TensorHolders], names: Iterable[str]
+) -> dict[str, Held]:
+    """The holders of some tensors by first name, and whether all replicas hold the same."""
+    firsts = first_names(named_tensors(model))
+    parameters = {firsts[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: Held(holdings[name], name in parameters) for name in sorted(names)}
+
+
+def _planned(  # what is known of a folder, one after another
+    model: nn.Module,
+    mesh: Mesh,
+    held: Mapping[str, Held],
+    names: Mapping[str, str],
+    tensors: Mapping[str, FileTensor],
+    ranks: list[int],
+    max_shard_size: int | str | None,
+    name: str,
+) -> ModelFiles:
+    """Plan the files of some tensors, which are named after a first one."""
+    if not tensors:
+        return ModelFiles(model, mesh, held, names, {}, {}, {}, (), None)
     metas = {key: tensor.meta for key, tensor in tensors.items()}
-    files, index = split_files(metas, max_shard_size or _largest_file(tensors, len(ranks)))
+    largest = max_shard_size or _largest_file(tensors, len(ranks))
+    files, index = split_files(metas, largest, name)
     for_files = {
         file: [names[source] for key in keys for source in tensors[key].sources]
         for file, keys in files.items()
@@ -400,7 +450,7 @@ def _agree(
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def without_bars() -> Iterator[None]:
     """Inside, transformers shows no progress bars."""
     if not bars.is_progress_bar_enabled():
         yield

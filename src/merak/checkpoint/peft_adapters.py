@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.utils.import_utils import is_peft_available
+
+from merak.graph.weights.holders import named_tensors
+from merak.graph.weights.laid_out import like
+
+_PROMPTS = "prompt_encoder"
+"""Modules of peft's that compute prompts, by adapter."""
 
 CARD = "README.md"
 """Model card, which peft updates where there is one."""
@@ -36,10 +43,32 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
     adapted: Any = model
     names = {id(tensor): name for name, tensor in state.items()}
     needed = {name for name, p in model.named_parameters() if p.requires_grad and name in state}
-    for adapter in adapted.peft_config:
+    for adapter, config in adapted.peft_config.items():
+        if config.is_prompt_learning:  # of which peft saves what the encoder computes
+            needed |= {name for name in state if name.startswith(f"{_PROMPTS}.{adapter}.")}
+            continue
         chosen = get_peft_model_state_dict(adapted, state_dict=dict(state), adapter_name=adapter)
         needed |= {names[id(tensor)] for tensor in chosen.values() if id(tensor) in names}
     return sorted(needed)
+
+
+def _with_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model with encoders of prompts that have the values of a state dict."""
+    adapted: Any = model
+    encoders = getattr(adapted, _PROMPTS, None)
+    if not isinstance(encoders, nn.Module):
+        return model
+    values = {
+        id(own): like(own, state[f"{_PROMPTS}.{name}"])
+        for name, own in named_tensors(encoders).items()
+        if f"{_PROMPTS}.{name}" in state
+    }
+    shown = copy.copy(model)  # the model itself may be training
+    vars(shown)["_modules"] = {
+        **model._modules,
+        _PROMPTS: copy.deepcopy(encoders, {**values}),
+    }
+    return shown
 
 
 def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -52,7 +81,8 @@ def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: 
     """
     adapted: Any = model
     # Its class's method: that of a model that is laid out refuses, also while training goes on.
-    type(adapted).save_pretrained(adapted, folder, state_dict=dict(state))
+    shown: Any = _with_prompts(model, state)
+    type(adapted).save_pretrained(shown, folder, state_dict=dict(state))
 
 
 def copy_card(source: Path, folder: Path) -> None:

@@ -8,10 +8,14 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from merak.checkpoint.model_files import ModelFiles, attempt, plan_model_files
+from merak.checkpoint.model_files import ModelFiles, attempt, plan_model_files, without_bars
 from merak.checkpoint.peft_adapters import copy_card, has_adapters
 from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
@@ -71,7 +75,7 @@ def _save(
     tensors = rank_view(model, owned, shards, mesh).tensors
     unfinished = unfinished_folder(target)
     try:
-        writers = _ranks_that_see(target, unfinished, mesh, what)
+        writers = ranks_that_see(target, unfinished, mesh, what)
         plan = plan_model_files(model, holdings, mesh, max_shard_size, writers)
         plan.write(tensors, unfinished, wait=waiting, target=target)
         on_rank0(partial(_finish, plan, unfinished, target), target, mesh, what)
@@ -80,8 +84,56 @@ def _save(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _ranks_that_see(target: Path, unfinished: Path, mesh: Mesh, what: str) -> list[int]:
-    """Make the hidden folder on rank 0; returns the ranks that see it, perhaps on other hosts."""
+def save_whole(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write a model with all of its weights, as `save_pretrained` does, from one process.
+
+    Args:
+        model: whole, on the CPU.
+        folder: where to write; it appears, or its files are replaced, when all is written.
+
+    Raises:
+        SavingError: it could not be written.
+        WeightsError: the model cannot be written.
+    """
+    check_saves(model)
+    target = Path(folder)
+    unfinished = unfinished_folder(target)
+    saves: Any = model
+
+    def write() -> None:
+        start_folder(target, unfinished)
+        copy_card(target, unfinished)
+        if isinstance(model, PreTrainedModel) or has_adapters(model):
+            with without_bars():
+                saves.save_pretrained(unfinished)
+        else:
+            apart = {key: value.clone() for key, value in model.state_dict().items()}
+            save_file(apart, unfinished / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        place_folder(unfinished, target)
+
+    try:
+        failure = attempt(write, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if failure is not None:
+        raise SavingError(f"The model could not be saved in {target}: {failure}.")
+
+
+def ranks_that_see(target: Path, unfinished: Path, mesh: Mesh, what: str) -> list[int]:
+    """Make the hidden folder of a target on rank 0; collective.
+
+    Args:
+        target: the folder that is to appear.
+        unfinished: the hidden folder.
+        mesh: the grid of ranks.
+        what: is saved, as a noun.
+
+    Returns:
+        The ranks that see it, perhaps on other hosts.
+
+    Raises:
+        SavingError: it cannot be made.
+    """
     mark = f"seen-{secrets.token_hex(8)}"
 
     def start() -> None:

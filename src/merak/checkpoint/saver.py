@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +27,8 @@ from merak.checkpoint.files import (
     start_partial,
 )
 from merak.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredFile, StoredTensor
-from merak.checkpoint.model_files import ModelFiles
+from merak.checkpoint.model_files import ModelFiles, plan_model_files, plan_other_files
+from merak.checkpoint.save_pretrained import on_rank0, ranks_that_see
 from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes, shard_of
 from merak.checkpoint.staging import ShardStager
 from merak.checkpoint.state import (
@@ -43,9 +44,10 @@ from merak.checkpoint.values import dtype_name, pack_value
 from merak.checkpoint.writing import failure_of, together
 from merak.core.errors import SavingError, WeightsError
 from merak.core.health.failure import is_lost_connection
-from merak.core.health.status import phase, waiting_for_all
+from merak.core.health.status import during, phase, waiting, waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
+from merak.graph.weights.holders import find_holders
 from merak.graph.weights.rank_agreement import gather_objects, is_distributed
 
 logger = logging.getLogger(__name__)
@@ -239,14 +241,10 @@ class CheckpointSaver:
         if hashes != self._assigned_for:
             self._assigned = assign_boxes(gather_objects(sizes))[self._mesh.rank]
             self._assigned_for = hashes
-        others = {name: pack_value(one, name) for name, one in contents.values.items()}
-        manifest = Manifest(
-            tensors={},
-            values=merged_values([of_rank for _, of_rank in found]) | others,
-            model=state.description or describe_model(state.model),
-            layout=contents.layout,
-            versions={name: version(package) for name, package in PACKAGES.items()},
-        )
+        described = state.description or describe_model(state.model)
+        manifest = _manifest(contents, {}, {}, described)
+        of_ranks = merged_values([of_rank for _, of_rank in found])
+        manifest = replace(manifest, values={**of_ranks, **manifest.values})
         return {BOXES: only_boxes(shards, self._assigned), WEIGHTS: weights}, manifest
 
     def _begin(self, writer: CheckpointWriter, kinds: dict[str, Shards]) -> Future[Any]:
@@ -295,6 +293,72 @@ def save_state(
         saver.save(Path(target), state, contents)
     finally:
         saver.close()
+
+
+@during("saving the last weights")
+def save_weights(target: Path, state: RankState, contents: Contents) -> None:
+    """Save a checkpoint of the model alone, also where not all ranks see its folder; collective.
+
+    Every file is written by a rank that sees the folder which rank 0 makes.
+
+    Args:
+        target: the checkpoint's folder, seen by rank 0.
+        state: of this rank, without an optimizer.
+        contents: what it holds besides, but for `model_files`.
+
+    Raises:
+        WeightsError: it could not be written, or the folder holds other files.
+    """
+    model, mesh, folder = state.model, state.mesh, partial_folder(target)
+    on_rank0(partial(_clear, target, True), target, mesh, "model")
+    holdings = find_holders(model, state.owned, state.shards, mesh)
+    recorded: dict[str, StoredFile] = {}
+    try:
+        writers = ranks_that_see(target, folder, mesh, "model")
+        files = plan_model_files(model, holdings, mesh, writers=writers)
+        others = plan_other_files(files, holdings, writers)
+        tensors = state.view().tensors
+        for planned in (files, others):
+            written = planned.write(tensors, folder, wait=waiting, target=target)
+            record = partial(_record, folder, written, recorded)
+            together(record, target)
+        everyone = gather_objects(recorded)
+
+        def finish() -> None:
+            files.write_companions(folder)
+            if contents.write_files is not None:
+                contents.write_files(folder)
+            every = {name: one for found in everyone for name, one in found.items()}
+            _record(folder, sorted(set(inner_files(folder)) - every.keys()), every)
+            described = state.description or describe_model(model)
+            stored = _whole_tensors(files) | _whole_tensors(others)
+            manifest = _manifest(contents, stored, every, described)
+            commit(target, manifest)
+
+        on_rank0(finish, target, mesh, "model")
+    finally:
+        if mesh.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _record(folder: Path, names: Iterable[str], recorded: dict[str, StoredFile]) -> None:
+    recorded.update({name: record_file(folder / name) for name in names})
+
+
+def _manifest(
+    contents: Contents,
+    tensors: Mapping[str, StoredTensor],
+    files: Mapping[str, StoredFile],
+    described: Mapping[str, Any],
+) -> Manifest:
+    return Manifest(
+        tensors=tensors,
+        values={name: pack_value(one, name) for name, one in contents.values.items()},
+        files=files,
+        model=described,
+        layout=contents.layout,
+        versions={name: version(package) for name, package in PACKAGES.items()},
+    )
 
 
 def _whole_tensors(files: ModelFiles) -> dict[str, StoredTensor]:

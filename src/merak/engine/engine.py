@@ -39,7 +39,7 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
 from merak.graph.weights.gather_weights import gather_state_dict, whole_copy
-from merak.graph.weights.laid_out import Part, is_in_parts, methods_allowed
+from merak.graph.weights.laid_out import LastWeights, Part, is_in_parts, methods_allowed
 from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
@@ -62,6 +62,7 @@ class Engine:
         # Refuses hooks on gradients that a script has registered meanwhile and that would not run.
         self.check_hooks: Callable[[], None] = lambda: None
         self.optimizers = OptimizerConnections(state)
+        self.last_weights = LastWeights()
         self._state = state
         self._buffers_before: TensorDict = {}
         self._is_retired = False
@@ -90,7 +91,8 @@ class Engine:
     def part(self) -> Part:
         """The part of the model that this rank has."""
         is_sharded = self._state.fsdp is not None
-        return Part(self.held(), self.shards, self.mesh, is_sharded, weakref.ref(self))
+        engine, last = weakref.ref(self), self.last_weights
+        return Part(self.held(), self.shards, self.mesh, is_sharded, engine, last)
 
     def retire(self) -> None:
         """Train this model no more: another engine is about to."""
@@ -221,6 +223,7 @@ class Engine:
             TrainingError: another engine has been given the model.
         """
         self._refuse_retired()
+        self.last_weights.forget("it has been trained since weights were last saved")
         state = self._state
         state.program_for.refresh()
         if state.layer_dropping is not None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from merak.arguments.folders import check_shared_folder, check_space
+from merak.arguments.folders import check_shared_folder, check_space, warn_of_space
 from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import TensorMeta
 from merak.data import check_not_empty, example_batch
+from merak.graph.weights.holders import named_tensors
 from merak.plan.cost.optimizer_memory import measure_step
 from merak.trainer.columns import check_batch
 from merak.trainer.optimizer_like import similar_optimizer
@@ -35,12 +36,26 @@ def check_output(trainer: Trainer, mesh: Mesh) -> None:
     Raises:
         ArgumentsError: ranks do not share it or cannot write it, or there is no room.
     """
-    args = trainer.args
+    args: Any = trainer.args  # of Merak, whatever transformers declares
     saves = saves_checkpoints(trainer)
     check_shared_folder(str(args.output_dir), mesh, saves=saves)
     if saves:
         least = least_checkpoint_bytes(trainer)
         check_space(str(args.output_dir), mesh, least, args.save_total_limit or 1)
+
+    is_in_parts = mesh.world_size > mesh.dp or (args.zero == 3 and mesh.dp > 1)
+    if args.save_last_weights and is_in_parts:
+        warn_of_space(str(args.output_dir), mesh, _weight_bytes(trainer))
+
+
+def _weight_bytes(trainer: Trainer) -> int:
+    """Bytes of the whole model's state dict."""
+    model: Any = trainer.model
+    if model is None:
+        return 0
+    named = named_tensors(model)
+    found = {id(t): t.numel() * t.element_size() for t in named.values()}
+    return sum(found.values())
 
 
 def saves_checkpoints(trainer: Trainer) -> bool:

@@ -8,10 +8,13 @@ keep.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,21 +34,25 @@ from transformers.trainer_utils import (
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.formats.of_trainer import Order
+from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
-from merak.checkpoint.save_pretrained import on_rank0, save_pretrained
+from merak.checkpoint.pretrained.whole_tensors import WholeTensors
+from merak.checkpoint.save_pretrained import on_rank0, save_pretrained, save_whole
 from merak.checkpoint.saved import open_checkpoint
-from merak.checkpoint.saver import CheckpointSaver, Contents
-from merak.checkpoint.state import check_model, load_state
+from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
+from merak.checkpoint.state import MODEL, check_model, load_state
+from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, WeightsError
 from merak.core.files.folder_owner import owning, this_job
-from merak.core.health.roll_call import call_the_roll
+from merak.core.health.roll_call import call_the_roll, tell_others, wait_for_rank0
 from merak.core.mesh import Mesh
-from merak.core.rank0 import decide_on_rank0, failing_together
+from merak.core.rank0 import decide_on_rank0, failing_together, warn_on_rank0
 from merak.engine import Engine
 from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
+from merak.graph.weights.laid_out import ReadTensors, is_in_parts
 from merak.trainer.before import check_output, saves_checkpoints
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.unsupported import refuse_no_steps
@@ -53,6 +60,9 @@ from merak.trainer.unsupported import refuse_no_steps
 logger = logging.getLogger(__name__)
 
 _PUSH = "push to the hub"
+
+LAST_WEIGHTS = "last-weights"
+"""Folder of the last weights in a job's output folder."""
 
 ARGUMENTS_FILE = "training_args.json"
 """Arguments of a job beside its model, for people."""
@@ -66,6 +76,13 @@ class Pushing(Trainer):
 
     mesh: Mesh
     hub_model_id: Any
+
+    engine: Engine | None
+
+    @property
+    def _were_left(self) -> bool:
+        """Whether the model's weights are on disk, for each rank to read alone."""
+        return self.engine is not None and self.engine.last_weights.were_left
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Make the repository on the hub, which all ranks then know.
@@ -92,7 +109,7 @@ class Pushing(Trainer):
         Returns:
             As of transformers; None on other ranks.
         """
-        with failing_together(self.mesh, _PUSH):
+        with nullcontext() if self._were_left else failing_together(self.mesh, _PUSH):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -105,13 +122,13 @@ class Saving(Pushing):
 
     args: MerakArguments
     mesh: Mesh
-    engine: Engine | None
     scaler: LossScale | None
     # transformers types these as perhaps None; they are there when the methods below run.
     model: Any
     optimizer: Any
     lr_scheduler: Any
     compute_loss_func: Any
+    hp_search_backend: Any
     _planned_files: ModelFiles | None = None
     _check_owner: Callable[[], None] = staticmethod(lambda: None)  # on rank 0, while it trains
     _order: Order | None = None  # of the parameters in the optimizer's groups
@@ -174,12 +191,20 @@ class Saving(Pushing):
         return trained
 
     @cached_property
+    def _num_saves(self) -> Counter[str]:
+        """How often this rank has waited for rank 0 to save a folder."""
+        return Counter()
+
+    @cached_property
     def _saver(self) -> CheckpointSaver:
         """Saver of this job's checkpoints."""
         return CheckpointSaver(self.mesh, self.args.async_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder that `from_pretrained` reads; all ranks call it, and wait for the last.
+
+        Once `train` has left the last weights on disk, rank 0 writes the folder from these, whether
+        or not others call it; those that do wait for it.
 
         Args:
             output_dir: the folder; `args.output_dir` by default.
@@ -190,6 +215,11 @@ class Saving(Pushing):
         """
         folder = output_dir if output_dir is not None else self.args.output_dir
         assert folder is not None
+        if self._were_left:
+            self._save_left(folder)
+            if self.args.push_to_hub and not _internal_call:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            return
         call_the_roll("trainer.save_model")
         if self.engine is None:
             step = partial(super().save_model, folder, _internal_call=True)
@@ -209,11 +239,89 @@ class Saving(Pushing):
         Returns:
             Parameters and persistent buffers by name; nothing on other ranks.
         """
+        if self._were_left:
+            left: dict[str, torch.Tensor] = self.model.state_dict() if self.mesh.rank == 0 else {}
+            return left
         call_the_roll("trainer.gather_state_dict")
         if self.engine is None:
             state: dict[str, torch.Tensor] = self.model.state_dict()
             return state if self.mesh.rank == 0 else {}
         return self.engine.gather_state_dict()
+
+    def _save_left(self, folder: str) -> None:
+        """Save the last weights, which are on disk, in another folder, on rank 0."""
+        assert self.engine is not None
+        action = f"{folder} to be saved"
+        if self.mesh.rank != 0:
+            self._num_saves[action] += 1
+            wait_for_rank0(action, self._num_saves[action])
+            return
+        part = self.engine.part
+        save_whole(part.last.whole_copy(self.model, part), folder)
+        with writing_into(folder):
+            self._save_companions(folder)
+        tell_others(action)
+
+    def _leave_last_weights(self) -> None:
+        """Leave the last weights on disk, for any rank to read; all ranks come here together."""
+        engine = self.engine
+        if engine is None or not is_in_parts(engine.part) or self.hp_search_backend is not None:
+            return
+        last = engine.last_weights
+        self._saver.wait()
+        folder = self._agree_on_left(last.folder)
+        if folder is None and self.args.save_last_weights:
+            folder = self._write_last_weights(engine)
+        elif folder is None:
+            last.forget("save_last_weights=False, and no checkpoint of the last step is there")
+        if folder is None:
+            return
+        self._offer(*folder)
+        announce(
+            "the weights of step %d are in %s on %s, where state_dict() and save_pretrained() of "
+            "the model read them", self.state.global_step, folder[0], socket.gethostname(),
+        )  # fmt: skip
+
+    def _write_last_weights(self, engine: Engine) -> tuple[Path, str] | None:
+        """Write the last weights; None if they cannot be, which is warned of."""
+        folder = Path(str(self.args.output_dir)).absolute() / LAST_WEIGHTS
+        contents = Contents(
+            values={"global_step": self.state.global_step},
+            layout=_degrees(self.mesh),
+            write_files=lambda written: self._save_companions(str(written)),
+        )
+        try:
+            with engine.whole_model():
+                save_weights(folder, rank_state(engine, self.model, None), contents)
+        except WeightsError as error:
+            engine.last_weights.forget(f"they could not be written ({error})".rstrip("."))
+            warn_on_rank0(
+                logger,
+                "The last weights could not be left on disk, so state_dict() and save_pretrained() "
+                "of the model are refused; trainer.save_model(folder) on all ranks saves it. %s",
+                error,
+            )
+            return None
+        return self._agree_on_left(folder)
+
+    def _agree_on_left(self, folder: Path | None) -> tuple[Path, str] | None:
+        """Rank 0's folder with the model's weights and the hash of its manifest; collective."""
+
+        def find() -> tuple[Path, str] | None:
+            if folder is None or not (folder / MANIFEST).is_file():
+                return None
+            return folder.absolute(), _hash(folder / MANIFEST)
+
+        return decide_on_rank0(self.mesh, "the folder of the last weights", find)
+
+    def _offer(self, folder: Path, manifest: str | None = None) -> None:
+        """Let methods of the model read its weights from a checkpoint, if this rank sees it."""
+        assert self.engine is not None
+        read: ReadTensors | str = f"they are in {folder} on rank 0's host, not on this one"
+        with suppress(WeightsError, OSError):
+            if manifest is None or _hash(folder / MANIFEST) == manifest:
+                read = WholeTensors(folder, MODEL)
+        self.engine.last_weights.keep(folder, read)
 
     def _save_companions(self, folder: str) -> None:
         """Save the tokenizer and the arguments beside the model, as transformers does."""
@@ -245,11 +353,12 @@ class Saving(Pushing):
         with self.engine.whole_model():
             optimizer = None if self.args.save_only_model else self._inner_optimizer()
             self._saver.save(folder, rank_state(self.engine, self.model, optimizer), contents)
+        self.engine.last_weights.note(folder)
+        if self.args.push_to_hub or self._needs_it_on_save:
+            self._saver.wait()
+            self._offer(folder)
         if self.args.push_to_hub:
-            self._saver.wait()
             self._push_from_checkpoint(str(folder))
-        elif self._needs_it_on_save:
-            self._saver.wait()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """End the training as transformers does, which looks at the checkpoints in the folder."""
@@ -336,7 +445,9 @@ class Saving(Pushing):
         with self.engine.whole_model():
             state = rank_state(self.engine, self.model, optimizer)
             state = replace(state, order=self._order)
-            return load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
+            values = load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
+        self.engine.last_weights.note(Path(checkpoint))
+        return values
 
     def _inner_optimizer(self) -> Any:
         """The optimizer itself, inside accelerate's wrapper."""
@@ -347,6 +458,10 @@ class Saving(Pushing):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load nothing: random state is keyed by step and sample."""
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _degrees(mesh: Mesh) -> dict[str, int]:

@@ -145,7 +145,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         # Its hooks are of modules, which a traced model does not run; `locate_nan` is in its place.
         others: Any = [o for o in self.args.debug if o != DebugOption.UNDERFLOW_OVERFLOW]
         self.args.debug = others
-        self.callback_handler = AgreedCallbacks(self, self.board)
+        self.callback_handler = AgreedCallbacks(self, self.board, self._leave_last_weights)
         self._show_progress()
         if self._overrides_loader:  # the loop asks the object, whose rank reads its share
             self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]

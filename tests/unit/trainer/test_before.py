@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from merak.arguments import folders
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
-from merak.trainer.before import least_checkpoint_bytes
+from merak.trainer.before import check_output, least_checkpoint_bytes
 
 ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
 
@@ -57,3 +57,20 @@ def test_a_disk_without_room_is_refused_and_a_small_one_warned_of(
         assert caplog.text == ""
         folders.check_space(str(tmp_path), ALONE, 2000, 2)
     assert "before the oldest of 2 is deleted: make room, or lower save_total_limit." in caplog.text
+
+
+def test_last_weights_without_room_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=800))
+    in_parts = SimpleNamespace(rank=0, dp=1, world_size=2, device_mesh=None, hosts=())
+    made: Any = trainer(tmp_path, save_strategy="no")
+    made.args.save_last_weights, made.args.zero = True, 0
+    check_output(made, in_parts)  # type: ignore[arg-type]
+    assert "has 800 B free, but the last weights" in caplog.text  # 220 numbers of 4 bytes
+    assert "or set save_last_weights=False" in caplog.text
+    caplog.clear()
+    made.args.save_last_weights = False
+    check_output(made, in_parts)  # type: ignore[arg-type]
+    check_output(made, ALONE)
+    assert caplog.text == ""

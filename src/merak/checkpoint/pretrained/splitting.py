@@ -27,20 +27,21 @@ def is_weights(name: str) -> bool:
 
 
 def split_files(
-    tensors: Mapping[str, TensorMeta], max_shard_size: int | str
+    tensors: Mapping[str, TensorMeta], max_shard_size: int | str, name: str = SAFE_WEIGHTS_NAME
 ) -> tuple[dict[str, tuple[str, ...]], str | None]:
     """Split tensors over files, as transformers does.
 
     Args:
         tensors: shape and type of each by key.
         max_shard_size: the most that one file holds, in bytes or as "5GB".
+        name: of the file where there is one.
 
     Returns:
         Keys of each file, and the text of the index where there are several files.
     """
     split = split_torch_state_dict_into_shards(
         {k: torch.empty(m.shape, dtype=m.dtype, device="meta") for k, m in tensors.items()},
-        filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
+        filename_pattern=name.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_shard_size,
     )
     files = {file: tuple(keys) for file, keys in split.filename_to_tensors.items()}

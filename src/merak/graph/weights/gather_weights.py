@@ -15,7 +15,7 @@ from merak.core.errors import WeightsError
 from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import join
 from merak.graph.weights.holders import find_holders, first_names, named_tensors, shard_shape
-from merak.graph.weights.laid_out import Part, part_of, remove_refusals
+from merak.graph.weights.laid_out import Part, like, part_of, remove_refusals
 from merak.graph.weights.rank_agreement import transfer_device
 
 
@@ -50,7 +50,7 @@ def whole_copy(model: nn.Module, part: Part, device: torch.device) -> nn.Module:
     named = named_tensors(model)
     new: dict[int, Any] = {}  # a tensor's id → what the copy has in its place, also where tied
     for name, value in _whole_tensors(model, part):
-        new[id(named[name])] = _like(named[name], value.to(device))
+        new[id(named[name])] = like(named[name], value.to(device))
     return copy.deepcopy(model, new).to(device)
 
 
@@ -81,18 +81,12 @@ def make_whole(model: nn.Module) -> None:
     if engine is not None:
         engine.retire()
     remove_refusals(model)
-    made = {name: _like(named[name], value) for name, value in values.items()}
+    made = {name: like(named[name], value) for name, value in values.items()}
     for name, first in firsts.items():
         path, _, attribute = name.rpartition(".")
         module: Any = model.get_submodule(path)
         slots = module._parameters if isinstance(made[first], nn.Parameter) else module._buffers
         slots[attribute] = made[first]
-
-
-def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    if isinstance(old, nn.Parameter):
-        return nn.Parameter(value, requires_grad=old.requires_grad)
-    return value
 
 
 def _whole_tensors(model: nn.Module, part: Part) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ training loop on some ranks only. The loop of the others would go on, and wait f
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -41,11 +41,15 @@ class AgreedCallbacks(CallbackHandler):
     Args:
         trainer: whose callbacks they are.
         board: of the job, whose layout loggers write to a run's config when training begins.
+        leave_weights: called by all ranks when training ends, before callbacks that may save.
     """
 
-    def __init__(self, trainer: Trainer, board: JobBoard) -> None:
+    def __init__(
+        self, trainer: Trainer, board: JobBoard, leave_weights: Callable[[], None]
+    ) -> None:
         vars(self).update(vars(trainer.callback_handler))
         self._board = board
+        self._leave_weights = leave_weights
         self._is_own = not type(trainer).__module__.startswith("merak.")
         self._events: frozenset[str] = frozenset()
         self._group: dist.ProcessGroup | None = None
@@ -66,6 +70,8 @@ class AgreedCallbacks(CallbackHandler):
         begins = event == "on_train_begin"
         if begins:
             refuse_model_uploads(self.model, self.callbacks)
+        if event == "on_train_end":
+            self._leave_weights()
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
         with layout, reporting_parts(self.model):

@@ -61,12 +61,16 @@ IN_JOBS = {
         "with `master_weights`, parameters have none, and such a callback is refused"
     ),
     "the trainer's `model`": (
-        "has this rank's parameters alone; `state_dict`, `save_pretrained`, `generate` and calls "
-        "say what to use instead. Its `gather_state_dict()` gives rank 0 the whole state dict. A "
-        "callback that walks its parameters is told that it sees a part"
+        "has this rank's parameters alone. Once `train()` has ended, `state_dict`, "
+        "`save_pretrained` and `torch.save` of it [read the whole weights from disk]"
+        "(how-to/too-big.md#use-the-model-after-training), on any rank; before, as `generate` and "
+        "calls always, they say what to use instead. The trainer's `gather_state_dict()` gives "
+        "rank 0 the whole state dict. A callback that walks its parameters is told that it sees a "
+        "part"
     ),
     "`save_model`, checkpoints": (
-        "called on every rank, which save together; files are those of transformers"
+        "called on every rank, which save together; files are those of transformers. After "
+        "`train()`, rank 0 may call `save_model` alone"
     ),
     "`is_world_process_zero()`, `is_local_process_zero()`": "true on rank 0 of the job alone",
     "accelerate's `is_main_process`": "likewise",

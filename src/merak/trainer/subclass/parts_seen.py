@@ -23,7 +23,7 @@ from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
-from merak.graph.weights.laid_out import Part, part_of
+from merak.graph.weights.laid_out import Part, StandIn, part_of
 from merak.trainer.subclass.overrides import codes_of
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ _INSTEAD = (
     "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
     "norm of all gradients"
 )
+
+
+class _Reported(partial[Any], StandIn):
+    """Method of a model whose calls are reported."""
 
 
 @contextmanager
@@ -54,8 +58,8 @@ def reporting_parts(model: object) -> Iterator[None]:
         yield
         return
     own = vars(model)
-    own.update({name: partial(_walk, model, part, getattr(model, name)) for name in _WALKS})
-    own["__deepcopy__"] = partial(_copy, model, part)
+    own.update({name: _Reported(_walk, model, part, getattr(model, name)) for name in _WALKS})
+    own["__deepcopy__"] = _Reported(_copy, model, part)
     try:
         yield
     except AttributeError as error:
