@@ -128,7 +128,8 @@ def check_expert_degree(ep: object, degrees: Degrees) -> int:
 
 def _divisors(number: int) -> str:
     """The divisors of a number, as a list in words."""
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
 
 
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
@@ -145,8 +146,8 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
     """
     found = [
         Degrees(num_ranks // (tp * pp * wanted.cp), tp, pp, wanted.cp)
-        for tp in range(1, wanted.tp + 1)
-        for pp in range(1, wanted.pp + 1)
+        for tp in range(1, min(wanted.tp, num_ranks) + 1)
+        for pp in range(1, min(wanted.pp, num_ranks) + 1)
         if wanted.tp % tp == 0 and num_ranks % (tp * pp * wanted.cp) == 0
     ]
     fitting = [degrees for degrees in found if degrees.dp <= wanted.dp]

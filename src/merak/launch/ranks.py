@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -22,22 +23,28 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from merak.core.doctor.finding import System
+from merak.core.doctor.memory import read_memory
 from merak.core.errors import MerakError, TrainingError
-from merak.core.health.failure import is_lost_connection, starting, why_lost
+from merak.core.health.failure import in_words, is_lost_connection, starting, why_lost
 from merak.core.health.heartbeat import GLOO
 from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
 from merak.core.health.preemption import TERMINATED
 from merak.core.health.status import at_first_step
 from merak.core.health.stderr import write_line
 from merak.core.health.store import LOOPBACK, loopback_interface
+from merak.core.units import size
 from merak.launch import rendezvous
-from merak.launch.errors import RunError, StartError, TerminatedError
+from merak.launch.errors import CommandError, RunError, StartError, TerminatedError
 from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, start_method
 
 Result = TypeVar("Result")
 
 STEPPED = "stepped"
 """File that a rank makes in the folder of a run when it has run a step."""
+
+RANK_BYTES = 2**26
+"""Memory that a process of torch takes at least, beside what it shares with others."""
 
 TORCH_SPAWN = "multiprocessing.spawn"
 
@@ -89,11 +96,13 @@ def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Resu
         What rank 0 returned.
 
     Raises:
+        CommandError: this machine has no room for so many.
         MerakError: a rank found its input bad; the first one's sentence.
         RunError: training could not go on, or a rank failed otherwise: the first one's sentence,
             traceback or signal. It is a `StartError` where no rank had run a step.
         TerminatedError: SIGTERM has ended the ranks.
     """
+    check_room(num_ranks)
     with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
         os.environ.setdefault(THREADS, num_threads(num_ranks))
         try:
@@ -108,6 +117,26 @@ def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Resu
             raise KeyboardInterrupt from error
     result: Result = results[0]
     return result
+
+
+def check_room(num_ranks: int, system: System | None = None) -> None:
+    """Refuse more ranks than the memory of this machine has processes of torch.
+
+    Args:
+        num_ranks: to be started here.
+        system: whose memory it is; by default this machine's.
+
+    Raises:
+        CommandError: there are more.
+    """
+    memory = read_memory(system or System())
+    whole = memory.host_bytes if memory.limit_bytes is None else memory.limit_bytes
+    if whole and num_ranks * RANK_BYTES > whole:
+        raise CommandError(
+            f"{num_ranks:,} ranks do not find room on this machine, whose {size(whole)} of memory "
+            f"are enough for {whole // RANK_BYTES:,} at most; lower the degrees, or start ranks on "
+            "several machines with torchrun."
+        )
 
 
 def _launch_config(num_ranks: int, max_restarts: int) -> LaunchConfig:
@@ -145,7 +174,10 @@ def _rank(work: Work[Result], folder: Path) -> Result:
             os._exit(INTERRUPTED)  # the command says so
         if isinstance(error, SystemExit) and error.code == TERMINATED:
             os._exit(TERMINATED)  # likewise
-        if is_lost_connection(error):
+        told = in_words(error)
+        if told is not error:
+            reported = f"rank {os.environ['RANK']} on {socket.gethostname()}: {told}"
+        elif is_lost_connection(error):
             reported = why_lost(
                 error
             )  # meanwhile the launcher stops this rank if it knows the cause

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merak.core.elastic import Degrees, smaller_degrees
+from merak.core.elastic import Degrees, check_expert_degree, smaller_degrees
+from merak.core.errors import MeshError
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,11 @@ def test_smaller_degrees_use_all_ranks_and_grow_nowhere(wanted: Degrees, num_ran
         assert chosen.dp * chosen.tp * chosen.pp * chosen.cp == num_ranks
         assert all(new <= old for new, old in zip(chosen, wanted))
         assert wanted.tp % chosen.tp == 0
+
+
+def test_degrees_that_nobody_has_take_no_time() -> None:
+    """Each is looked at without counting up to it."""
+    huge = 10**12
+    assert smaller_degrees(Degrees(1, huge, huge), 2) == Degrees(1, 2, 1)
+    with pytest.raises(MeshError, match=r"use ep=1, 2, 4, 5, 8, 10, .*, 1000000000000, or tp=3"):
+        check_expert_degree(3, Degrees(huge, 1, 1))

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import merak
+from merak.core.doctor.finding import System
 from merak.core.errors import MerakError, ShardError, TrainingError
 from merak.core.health.preemption import TERMINATED
 from merak.launch import ranks
-from merak.launch.errors import RunError, TerminatedError
+from merak.launch.errors import CommandError, RunError, TerminatedError
 from merak.launch.forkserver import FROM_NOTHING
 from merak.launch.ranks import Work, run_ranks
 
@@ -36,6 +37,20 @@ def add_ranks(offset: int) -> int:
     dist.all_reduce(total)
     dist.destroy_process_group()
     return int(total) * 10 + int(os.environ["RANK"])
+
+
+def test_more_ranks_than_the_memory_has_room_for_are_not_started(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 16777216 kB\n")
+    host = System(root=tmp_path)
+    ranks.check_room(256, host)
+    refused = pytest.raises(
+        CommandError, match=r"^257 ranks do not .* 17\.2 GB .* for 256 at most; lo"
+    )
+    with refused:
+        ranks.check_room(257, host)
+    with pytest.raises(CommandError, match=r"^1,000,000,000 ranks do not find room on this"):
+        run_ranks(Work(add_ranks, (1,)), 10**9)
 
 
 def fail_on_rank_1(how: str) -> None:

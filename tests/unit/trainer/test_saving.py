@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 import merak
 from merak.checkpoint.saver import SENTINEL
 from merak.core import mesh
+from merak.core.errors import SavingError
+from merak.core.files.folder_owner import FILE, Owner, Pace, owning
+from merak.trainer import saving
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +93,71 @@ def test_a_file_that_a_subclass_adds_is_there(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         assert (tmp_path / f"checkpoint-{step}" / "extra.txt").read_text() == "here"
         assert (tmp_path / f"checkpoint-{step}" / "manifest.json").is_file()
+
+
+class Looking(TrainerCallback):
+    """Looks at the file of the folder's owner after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[Owner] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        text = (Path(args.output_dir) / FILE).read_text()
+        self.found.append(Owner(**json.loads(text)))
+
+
+def test_a_job_owns_its_folder_while_it_trains(tmp_path: Path) -> None:
+    looking, run = Looking(), trainer(tmp_path)
+    run.add_callback(looking)
+    run.train()
+    assert looking.found == [Owner("", socket.gethostname(), os.getpid())] * 3
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_folder_of_a_job_that_runs_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial_of_it = tmp_path / ".checkpoint-2.partial"
+    monkeypatch.setattr(
+        saving, "owning", partial(owning, pace=Pace(touch_s=0.1, alive_s=600.0, poll_s=0.1))
+    )
+    with owning(tmp_path, Owner("other"), Pace(touch_s=0.1)):
+        partial_of_it.mkdir()
+        with pytest.raises(SavingError, match="belongs to another job that is running"):
+            trainer(tmp_path).train()
+        assert partial_of_it.is_dir()
+        trainer(tmp_path, save_strategy="no").train()  # which writes no checkpoint
+        assert partial_of_it.is_dir()
+    trainer(tmp_path).train()
+    assert not partial_of_it.exists() and (tmp_path / "checkpoint-3").is_dir()
+
+
+class Overtaken(TrainerCallback):
+    """Another job takes the folder after the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 1:
+            (Path(args.output_dir) / FILE).write_text('{"run": "other"}')
+
+
+def test_nothing_is_saved_in_a_folder_that_another_job_has_taken(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.add_callback(Overtaken())
+    with pytest.raises(SavingError, match=r"was taken by another job \(run id other\) while"):
+        run.train()
+    assert (tmp_path / "checkpoint-1").is_dir() and not (tmp_path / "checkpoint-2").exists()
+    assert (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_is_in_the_place_of_a_checkpoint_is_set_aside(tmp_path: Path, is_file: bool) -> None:
+    if is_file:
+        (tmp_path / "checkpoint-2").write_text("mine")
+    else:
+        (tmp_path / "checkpoint-2" / "mine").mkdir(parents=True)
+    trainer(tmp_path).train()
+    assert (tmp_path / "checkpoint-2" / "manifest.json").is_file()
+    assert (tmp_path / ".checkpoint-2.damaged").exists()
 
 
 class Preempted(TrainerCallback):

@@ -23,6 +23,7 @@ from merak.core.elastic import AUTO_PLAN
 from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
+from merak.launch.ranks import check_room
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
 from merak.zoo.model_source import check_inner_fields
@@ -66,6 +67,7 @@ def _check(job: Job) -> None:
             f"{torch.cuda.device_count()}; lower them, or start ranks on several nodes with "
             "torchrun."
         )
+    check_room(ranks)
     source = model_of(recipe)
     check_inner_fields(source.config, recipe.model.config)
     _, args = draft_of(recipe, device, ranks)

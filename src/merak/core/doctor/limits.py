@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from traceback import walk_tb
 
 from merak.core.doctor import cgroup
 from merak.core.doctor.finding import Judgement, System, fine, problem, warning
@@ -28,6 +30,11 @@ LOW_SHARED_BYTES = 64 * 2**20
 
 FEWEST_SHARED_BYTES = 16 * 2**20
 """Free shared memory below which not even NCCL's own buffers fit."""
+
+
+MORE_FILES = "run `ulimit -n 65536` before the job (in Docker, --ulimit nofile=65536:65536)"
+MORE_PROCESSES = "run `ulimit -u 65536` before the job (in Docker, --pids-limit -1)"
+MORE_SHARED = "start the container with more (docker run --shm-size=8g, or --ipc=host)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +112,7 @@ def read_shared_memory(system: System) -> SharedMemory:
 def check_open_files(limits: Limits) -> Iterator[Judgement]:
     """Check the limit on open files and sockets."""
     most, needed = limits.open_files, FILES + FILES_A_RANK * limits.num_ranks
-    fix = "run `ulimit -n 65536` before the job (in Docker, --ulimit nofile=65536:65536)"
+    fix = MORE_FILES
     if most is None or most >= needed:
         yield fine("unlimited" if most is None else f"{most:,} open files")
     elif most < FEWEST_FILES:
@@ -135,7 +142,7 @@ def check_locked_memory(limits: Limits) -> Iterator[Judgement]:
 def check_processes(limits: Limits) -> Iterator[Judgement]:
     """Check the limits on processes and threads, and on the address space of one."""
     most = limits.processes
-    fix = "run `ulimit -u 65536` before the job (in Docker, --pids-limit -1)"
+    fix = MORE_PROCESSES
     if most is not None and most < FEWEST_PROCESSES:
         yield problem(f"{most:,} processes and threads are too few for one rank", fix)
     elif most is not None and most < PROCESSES:
@@ -156,7 +163,7 @@ def check_processes(limits: Limits) -> Iterator[Judgement]:
 
 def check_shared_memory(shared: SharedMemory) -> Iterator[Judgement]:
     """Check the size of shared memory, which NCCL and workers of data loaders need."""
-    fix = "start the container with more (docker run --shm-size=8g, or --ipc=host)"
+    fix = MORE_SHARED
     if shared.total_bytes is None:
         yield warning("there is no /dev/shm, which NCCL and data loaders use", fix)
         return
@@ -174,3 +181,58 @@ def check_shared_memory(shared: SharedMemory) -> Iterator[Judgement]:
         )
     else:
         yield fine(found)
+
+
+_SHARED = ("bus error", "shared memory", "</torch_", "/dev/shm")
+_STARTING_MODULES = ("multiprocessing", "torch.multiprocessing", "subprocess", "threading")
+_SHARED_MODULES = ("multiprocessing", "torch.multiprocessing", "torch.utils.data")
+
+
+def exhausted(error: BaseException, system: System | None = None) -> str | None:
+    """Say which limit of the system an exception is about, and how to raise it.
+
+    Args:
+        error: of any library; those that it was raised from are looked at, too.
+        system: whose limits are read; by default this process and its host.
+
+    Returns:
+        A sentence; None for another exception.
+    """
+    of = system or System()
+    for one in _chain(error):
+        number, text = getattr(one, "errno", None), str(one).lower()
+        if number in (errno.EMFILE, errno.ENFILE) or "too many open files" in text:
+            most = read_limits(of).open_files
+            may = "no more files" if most is None else f"{most:,} open files at most"
+            return f"a process here may have {may}, and this one needs more; {MORE_FILES}."
+        cannot_fork = number == errno.EAGAIN and _module(one).startswith(_STARTING_MODULES)
+        if cannot_fork or "can't start new thread" in text:
+            most = read_limits(of).processes
+            limit = "" if most is None else f" ({most:,} are allowed)"
+            return f"no further process or thread can be started here{limit}; {MORE_PROCESSES}."
+        is_full = number == errno.ENOSPC and _module(one).startswith(_SHARED_MODULES)
+        if is_full or any(word in text for word in _SHARED):
+            found = read_shared_memory(of)
+            total, free = size(found.total_bytes or 0), size(found.free_bytes)
+            return (
+                "the shared memory that workers of a data loader and ranks of a host exchange "
+                f"tensors in is full: {free} of {total} are free in /dev/shm; {MORE_SHARED}, or "
+                "use dataloader_num_workers=0."
+            )
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it was raised from."""
+    found: BaseException | None = error
+    for _ in range(20):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _module(error: BaseException) -> str:
+    """Module of the innermost Python frame of an exception."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return names[-1] if names else ""

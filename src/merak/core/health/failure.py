@@ -67,6 +67,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 _explainers: list[Callable[[str], str]] = []
 
+_limits: list[Callable[[BaseException], str | None]] = []
+
 _locators: list[Callable[[MerakError], None]] = []
 
 _advisers: list[Callable[[], None]] = []
@@ -123,8 +125,27 @@ def advise() -> None:
             _advisers.pop()()
 
 
-def install() -> None:
-    """Install the exception hook of this process; further calls change nothing."""
+def in_words(error: BaseException) -> BaseException:
+    """Put an exception about a limit of the system into one sentence; others are given back.
+
+    Args:
+        error: that ends this rank.
+    """
+    for explain in _limits:
+        if not isinstance(error, MerakError) and (sentence := explain(error)) is not None:
+            return TrainingError(sentence).with_traceback(error.__traceback__)
+    return error
+
+
+def install(explain: Callable[[BaseException], str | None] | None = None) -> None:
+    """Install the exception hook of this process; further calls change nothing else.
+
+    Args:
+        explain: returns a sentence for an exception of a library that has met a limit of the
+            system, and None for others.
+    """
+    if explain is not None:
+        _limits[:] = [explain]
     interrupt.listen()
     before = sys.excepthook
     if not (isinstance(before, partial) and before.func is _report):
@@ -163,6 +184,7 @@ def _report(
         if not is_single_process:
             _end_soon(INTERRUPT_EXIT_S)
         return
+    error = in_words(error)
     if is_single_process:
         _show(before, error)
         advise()

@@ -12,6 +12,7 @@ from typing import Never
 
 import torch
 
+from merak.core.doctor import limits
 from merak.core.elastic import (
     AUTO_PLAN,
     Degrees,
@@ -88,7 +89,7 @@ def init(
         MeshError: degrees below 1 or whose product is not the world size, a job of several ranks
             that torchrun did not start, a device or backend that is none, or a second call.
     """
-    failure.install()
+    failure.install(limits.exhausted)
     _check_call(unknown, timeout_s)
     preemption.listen()
     given = GivenDegrees(dp, tp, pp, cp, ep)
