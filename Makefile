@@ -21,7 +21,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint format docs examples package compat bench gpu zoo check clean
+.PHONY: help setup demo test test-slow test-all lint format docs examples package compat bench gpu-first gpu zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,15 +108,19 @@ bench: ## list the benchmarks and what each measures
 # An environment of the user's with torch for this GPU; .venv where that has it.
 GPU_PYTHON ?= python3
 SEES_GPU := -c 'import sys, torch, transformers; sys.exit(not torch.cuda.is_available())'
-gpu: ## on a machine with a GPU: its tests, and every figure of one device, in 8 minutes
-	@for python in "$(GPU_PYTHON)" "$(BIN)/python"; do \
+WITH_GPU = for python in "$(GPU_PYTHON)" "$(BIN)/python"; do \
 		"$$python" $(SEES_GPU) 2>/dev/null || continue; \
 		echo "Using $$python."; \
 		exec env -u OMP_NUM_THREADS PYTHONPATH="$(CURDIR)/src:$(CURDIR)" HF_HUB_OFFLINE=1 \
-			"$$python" benchmarks/gpu.py; \
+			"$$python" $(1); \
 	done; \
-	echo "No GPU: neither $(GPU_PYTHON) nor $(BIN)/python has transformers and a torch that sees one; name a Python that has with make gpu GPU_PYTHON=/path/to/python." >&2; \
+	echo "No GPU: neither $(GPU_PYTHON) nor $(BIN)/python has transformers and a torch that sees one; name a Python that has with make $@ GPU_PYTHON=/path/to/python." >&2; \
 	exit 1
+gpu-first: ## on a machine with a GPU: what has never met one, in 200 seconds
+	@$(call WITH_GPU,benchmarks/gpu_first.py)
+
+gpu: ## on a machine with a GPU: its tests, and every figure of one device, in 8 minutes
+	@$(call WITH_GPU,benchmarks/gpu.py)
 
 ZOO_SHARDS ?= 2
 zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and write docs/zoo.md

@@ -11,7 +11,7 @@ import torch
 from merak.check.case import Case
 from merak.check.runs import CheckOptions, Job, Outcome, loss_of, train_in_one_process
 from merak.core.errors import MerakError
-from merak.core.missing_packages import missing_package
+from merak.core.packages import missing_package
 
 
 class EagerError(MerakError):

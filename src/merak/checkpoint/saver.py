@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +46,7 @@ from merak.core.health.failure import is_lost_connection
 from merak.core.health.status import during, phase, waiting, waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
+from merak.core.packages import installed_version
 from merak.graph.weights.holders import find_holders
 from merak.graph.weights.rank_agreement import gather_objects, is_distributed
 
@@ -357,7 +357,7 @@ def _manifest(
         files=files,
         model=described,
         layout=contents.layout,
-        versions={name: version(package) for name, package in PACKAGES.items()},
+        versions={name: installed_version(package) for name, package in PACKAGES.items()},
     )
 
 

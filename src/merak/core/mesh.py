@@ -15,6 +15,7 @@ from merak.core.elastic import GivenDegrees
 from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
 from merak.core.health.quiet import unquiet_other_ranks
+from merak.core.health.status import waiting_for_all
 
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest axis first: tp ranks are neighbours on one node, pp ranks are farthest apart."""
@@ -191,7 +192,10 @@ class Mesh:
         if self.spreads_experts:
             own_shape = (self.pp, self.expert_replicas, self.ep)
             experts = init_device_mesh(kind, own_shape, mesh_dim_names=EXPERT_AXES)
-        return replace(self, device_mesh=made, expert_mesh=experts)
+        laid = replace(self, device_mesh=made, expert_mesh=experts)
+        for axis in (*AXES, REPLICAS, EXPERT_REPLICAS, "ep"):
+            connect_group(laid.group(axis))
+        return laid
 
     def unconnected(self) -> Mesh:
         """The mesh of the first rank of such a job, which exchanges nothing."""
@@ -205,6 +209,54 @@ class Mesh:
         if axis == REPLICAS and 1 in (self.dp, self.cp):
             return "dp" if self.cp == 1 else "cp"
         return axis
+
+
+def group_of_lines(lines: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup | None:
+    """Make a process group of each of some lists of ranks; all ranks of the job call it together.
+
+    NCCL makes those of all lists at once, out of the communicator of the whole job. Others make
+    them one by one.
+
+    Args:
+        lines: of global ranks, without a common one.
+        what: name of the groups, ending in "with", for the watchdog's report.
+
+    Returns:
+        The group of this rank's list, connected as by `connect_group`; None where it is in none.
+    """
+    ranks = [list(line) for line in lines]
+    device = _bound_device()
+    with waiting_for_all(what):
+        group: dist.ProcessGroup | None
+        if device is not None and _whole()._get_backend(device).supports_splitting:
+            group = dist.split_group(split_ranks=ranks)
+        else:
+            group, _ = dist.new_subgroups_by_enumeration(ranks)
+        connect_group(group)
+    return group
+
+
+def connect_group(group: dist.ProcessGroup | None) -> None:
+    """Sum a number over a new group, where NCCL connects ranks when they first meet, on the host.
+
+    So no step waits for that, and a network that carries nothing is found at the start.
+
+    Args:
+        group: whose ranks call it together; None for that of a rank alone.
+    """
+    device = _bound_device()
+    if group is not None and device is not None:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _whole() -> dist.ProcessGroup:
+    """The group of all ranks."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def _bound_device() -> torch.device | None:
+    """The GPU that the ranks' communicator was made for; None for those of the CPU."""
+    return _whole().bound_device_id
 
 
 def crosses_hosts(mesh: Mesh, axis: str) -> bool:

@@ -17,7 +17,7 @@ from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, 
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
-from merak.engine.comm.p2p import Transfers, channels_of, channels_of_pipe
+from merak.engine.comm.p2p import Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.replica_levels import ReplicaCollectives, connect_levels
 from merak.engine.comm.stage_io import StageIO
@@ -46,6 +46,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.tied_parameters import find_holders
+from merak.schedule.channels import links_of, links_of_pipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +234,8 @@ def _weights(job: _Job, stage: int, all_gather: ParamAllGather | None) -> Weight
 def _transfers(job: _Job) -> Transfers:
     """Point-to-point traffic between the stages, of training and of evaluation."""
     transfers = Transfers(job.mesh, job.progress, job.oom_guard)
-    evaluated = channels_of_pipe(job.layout.stage_rank)
-    transfers.connect(channels_of(job.layout.plans.base.steps) | evaluated)
+    evaluated = links_of_pipe(job.layout.stage_rank)
+    transfers.connect(links_of(job.layout.plans.base.steps) | evaluated)
     return transfers
 
 

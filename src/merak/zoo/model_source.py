@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from merak.core.errors import MerakError, PackageError, did_you_mean
 from merak.core.files.json_file import UnreadableFile, parse_json
-from merak.core.missing_packages import missing_package
+from merak.core.packages import missing_package
 from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import inner_configs, merged
 from merak.zoo.stored_config import in_todays_names, read_object, with_fewer_layers

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from merak.core.errors import ScheduleError
-from merak.plan.memory.communication_limits import MAX_OPEN_SENDS
 from merak.schedule.catalog import FORMULAS
+from merak.schedule.channels import MAX_OPEN_SENDS
 from merak.schedule.ir import Schedule
 from merak.schedule.lower import lower
 from merak.schedule.registry import build

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from merak.core.health.status import waiting_for_all
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, group_of_lines
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
-from merak.plan.memory.communication_limits import MAX_OPEN_SENDS
-from merak.schedule.steps import Payload, Receive, Send, Step
-
-Channel = tuple[Payload, bool]
-"""A payload, and whether from a lower to a higher rank; each has a process group of its own."""
+from merak.schedule.channels import MAX_OPEN_SENDS, Channel, Link, channel_of
+from merak.schedule.steps import Receive, Send
 
 
 class Transfers:
     """The point-to-point traffic of one rank of one pipeline.
 
-    Each channel is a process group of its own: transfers of one channel between two ranks complete
-    in the order in which both sides post them, and never wait for those of another.
+    Each channel is a process group of its own, whose transfers complete in the order in which both
+    sides post them, and never wait for those of another.
 
     Args:
         mesh: the grid of ranks.
@@ -41,15 +37,18 @@ class Transfers:
         self._sends: deque[tuple[Send, list[dist.Work], list[torch.Tensor]]] = deque()
         self._arriving: dict[Receive, tuple[list[dist.Work], list[torch.Tensor]]] = {}
 
-    def connect(self, channels: Iterable[Channel]) -> None:
-        """Make the process groups of some channels; all ranks of the job call it together."""
-        for channel in sorted(set(channels), key=lambda c: (c[0].value, c[1])):
+    def connect(self, links: Iterable[Link]) -> None:
+        """Connect the ranks of some links; all ranks of the job call it together."""
+        by_channel: dict[Channel, set[tuple[int, int]]] = defaultdict(set)
+        for link in links:
+            by_channel[channel_of(link)].add((link.sender, link.receiver))
+        for channel in sorted(by_channel, key=lambda c: (c.payload.value, c.is_upward, c.is_odd)):
             if channel not in self._groups and self.mesh.pp > 1:
-                self._groups[channel] = pipeline_group(self.mesh)
+                self._groups[channel] = pipeline_group(self.mesh, by_channel[channel])
 
     def send(self, step: Send, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send some tensors, in order."""
-        group = self._groups[step.payload, self.mesh.pp_rank < step.peer]
+        group = self._groups[channel_of(Link(step.payload, self.mesh.pp_rank, step.peer))]
         peer = self.mesh.rank_at(step.peer)
         # A tensor that is only marked as conjugated or negated would arrive as it is in memory.
         buffers = self._oom_guard.allocate(
@@ -62,7 +61,7 @@ class Transfers:
 
     def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
         """Start to receive some tensors, in order, into new ones."""
-        group = self._groups[step.payload, step.peer < self.mesh.pp_rank]
+        group = self._groups[channel_of(Link(step.payload, step.peer, self.mesh.pp_rank))]
         peer = self.mesh.rank_at(step.peer)
         buffers = self._oom_guard.allocate(
             lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
@@ -98,29 +97,33 @@ class Transfers:
         self._arriving.clear()
 
 
-def pipeline_group(mesh: Mesh) -> dist.ProcessGroup:
-    """A new group of this rank's pipeline; all ranks of the job call it together."""
+def pipeline_group(mesh: Mesh, pairs: Collection[tuple[int, int]]) -> dist.ProcessGroup:
+    """A new group of this rank's pipeline, connected; all ranks of the job call it together.
+
+    NCCL connects a pair of ranks at its first transfer, which blocks the hosts of both until both
+    have come to it: in the order of a schedule that could be for ever. So each pair sends a number
+    here, all at once.
+
+    Args:
+        mesh: the grid of ranks.
+        pairs: pp ranks of senders and receivers.
+    """
     stride = mesh.replicas * mesh.tp
     lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
-    group: dist.ProcessGroup
-    with waiting_for_all("a group of ranks with"):
-        group, _ = dist.new_subgroups_by_enumeration(lines)
+    group = group_of_lines(lines, "a group of ranks with")
+    assert group is not None, "every rank is in a pipeline"
+    number = torch.zeros(1, device=mesh.device)
+    meetings = [
+        dist.P2POp(dist.isend, number, mesh.rank_at(receiver), group)
+        if sender == mesh.pp_rank
+        else dist.P2POp(dist.irecv, torch.empty_like(number), mesh.rank_at(sender), group)
+        for sender, receiver in sorted(pairs)
+        if mesh.pp_rank in (sender, receiver)
+    ]
+    if meetings:
+        with waiting_for_all("the first transfers between pipeline ranks with"):
+            _wait(dist.batch_isend_irecv(meetings))
     return group
-
-
-def channels_of(steps: Iterable[Iterable[Step]]) -> set[Channel]:
-    """The channels that the steps of all ranks of a pipeline use."""
-    return {
-        (step.payload, rank < step.peer)
-        for rank, own in enumerate(steps)
-        for step in own
-        if isinstance(step, Send)
-    }
-
-
-def channels_of_pipe(ranks: Sequence[int]) -> set[Channel]:
-    """The channels that a forward through stages on some ranks uses."""
-    return {(Payload.ACTIVATION, a < b) for a, b in pairwise(ranks) if a != b}
 
 
 def _description(step: Send | Receive) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from merak.core.health.status import waiting_for_all
+from merak.core.mesh import group_of_lines
 from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.plan.cluster.hierarchy import Hierarchy, hierarchy_of
 
@@ -239,14 +239,13 @@ def connect_levels(
         levels = [own for own in known.values() if own is not None]
         if not levels:
             continue
-        with waiting_for_all("the groups of a hierarchy with"):
-            inside, between = (
-                dist.new_subgroups_by_enumeration([list(group) for group in level])[0]
-                for level in (
-                    [group for own in levels for group in own.inside],
-                    [group for own in levels for group in own.between],
-                )
+        inside, between = (
+            group_of_lines(level, "the groups of a hierarchy with")
+            for level in (
+                [group for own in levels for group in own.inside],
+                [group for own in levels for group in own.between],
             )
+        )
         for ranks, own in known.items():
             if own is not None and rank in ranks:
                 assert inside is not None and between is not None

@@ -7,8 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.health.status import waiting_for_all
-from merak.core.mesh import REPLICAS, Mesh
+from merak.core.mesh import REPLICAS, Mesh, group_of_lines
 from merak.engine.comm.gradient_buckets import StageGradients, fill_buckets
 from merak.graph.ir.ir import Segment
 from merak.graph.trace.branches.flags import optional_parameters
@@ -75,6 +74,5 @@ def replica_groups(
         if len(ranks) == 1:
             groups[ranks] = mesh.group(axis)
             continue
-        with waiting_for_all("a group of ranks with"):
-            groups[ranks], _ = dist.new_subgroups_by_enumeration(lines_of(mesh, ranks, axis))
+        groups[ranks] = group_of_lines(lines_of(mesh, ranks, axis), "a group of ranks with")
     return {stage: groups[schedule.ranks_of(stage)] for stage in range(schedule.num_stages)}

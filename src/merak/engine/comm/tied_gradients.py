@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -150,6 +151,13 @@ def _deliveries(pipes: Sequence[Sequence[Holder]]) -> list[tuple[int, int, int]]
     return list(found.values())
 
 
+def _pairs(holders: Sequence[Holder]) -> set[tuple[int, int]]:
+    """Senders and receivers of sums on their way to the owner, and of the owner's gradient."""
+    ranks = [holder.rank for holder in holders]
+    pairs = {*pairwise(ranks), *((ranks[-1], rank) for rank in ranks)}
+    return {pair for pair in pairs if pair[0] != pair[1]}
+
+
 class Chain:
     """The tied parameters of one pipe, whose sums travel from the last reader to the first.
 
@@ -184,7 +192,11 @@ class Chain:
         self._expected: dict[str, deque[int]] = {}
         self._orders: Orders = lambda stage: ()
         # One for each parameter alone, so that it never waits behind other traffic.
-        self._groups = {n: pipeline_group(mesh) for n, found in holders.items() if len(found) > 1}
+        self._groups = {
+            name: pipeline_group(mesh, _pairs(found))
+            for name, found in holders.items()
+            if len(found) > 1
+        }
 
     def start_step(self, orders: Orders, open_sends: Callable[[int, int], int]) -> None:
         """Prepare for the microbatches of a step; arguments as of `TiedGradients.start_step`."""

@@ -250,6 +250,7 @@ def _offset_s(mesh: Mesh) -> float:
         for peer in range(1, mesh.pp):
             for _ in range(_NUM_ROUND_TRIPS):
                 dist.recv(mine, mesh.rank_at(peer), group)
+                mine.item()  # a GPU's receive does not keep the host waiting
                 mine.fill_(time.perf_counter_ns())
                 dist.send(mine, mesh.rank_at(peer), group)
         return 0.0

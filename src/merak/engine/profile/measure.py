@@ -6,13 +6,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from merak.core.announce import announced
 from merak.core.mesh import Mesh
+from merak.core.packages import installed_version
 from merak.core.random import own_random_state
 from merak.engine.profile.device_speed import measure_device
 from merak.engine.profile.links import SIZES, measure_links
@@ -112,15 +112,11 @@ def _hosts(mesh: Mesh) -> tuple[tuple[str, int], ...]:
 
 
 def _machine(mesh: Mesh) -> Machine:
-    try:
-        own = version("merak-train")
-    except PackageNotFoundError:  # run from its sources
-        own = "unknown"
     return Machine(
         device=device_name(mesh.device),
         device_type=mesh.device.type,
         torch=torch.__version__,
-        merak=own,
+        merak=installed_version("merak-train"),
         backend=_backend(mesh.device) if mesh.world_size > 1 else "",
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
+from merak.core.packages import installed_version
 from merak.core.tensor_meta import Signature, largest_shape
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.benchmark import device_name
@@ -64,7 +64,7 @@ def job_record(
         peak_flops_per_s=peak.flops_per_s,
         peak_source=peak.source,
         options=_options(options),
-        versions={name: _version(name) for name in _PACKAGES},
+        versions={name: installed_version(name) for name in _PACKAGES},
     )
 
 
@@ -116,10 +116,3 @@ def _options(options: EngineOptions) -> dict[str, str]:
         if value != own.default and value is not None:
             found[own.name] = str(value)[:_LONGEST]
     return found
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
 from merak.plan.cost.selective_ops import SelectiveOps
-from merak.plan.memory.communication_limits import MAX_OPEN_SENDS
 from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
 from merak.plan.memory.ledger import Category, Ledger, SendWindow
+from merak.schedule.channels import MAX_OPEN_SENDS
 from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action, Kind
 from merak.schedule.steps import OptimizerStep, Payload, Receive, ReduceGradients, Send, Step

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
+from merak.schedule.channels import MAX_OPEN_SENDS, Link, channel_of
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.steps import (
     Compute,
@@ -116,6 +117,88 @@ def _rendezvous_completes(schedule: Schedule, steps: Steps) -> Iterator[str]:
             )
 
 
+class _SerialTransfers:
+    """Transfers of all ranks, of which each rank runs those of a channel one after another.
+
+    Source: torch's ProcessGroupNCCL, which has one stream for a group's unbatched transfers.
+
+    Args:
+        channel: of a link.
+    """
+
+    def __init__(self, channel: Callable[[Link], object]) -> None:
+        self._channel = channel
+        self._queues: dict[object, deque[object]] = defaultdict(deque)
+        self._ends: dict[object, tuple[object, object]] = {}
+        self.complete: set[object] = set()
+
+    def start(self, rank: int, step: Send | Receive) -> object:
+        """Let a rank come to a transfer; its name."""
+        sender, receiver = (rank, step.peer) if isinstance(step, Send) else (step.peer, rank)
+        channel = self._channel(Link(step.payload, sender, receiver))
+        name = (step.payload, step.stage, step.microbatch)
+        self._ends[name] = ((sender, channel), (receiver, channel))
+        self._queues[rank, channel].append(name)
+        self._run(name)
+        return name
+
+    def _run(self, first: object) -> None:
+        """Complete a transfer that is next on both ranks, and those that waited behind it."""
+        tried = [first]
+        while tried:
+            name = tried.pop()
+            queues = [self._queues[end] for end in self._ends[name]]
+            if all(queue and queue[0] == name for queue in queues):
+                self.complete.add(name)
+                for queue in queues:
+                    queue.popleft()
+                    tried.extend(list(queue)[:1])
+
+
+def serial_channels_complete(
+    schedule: Schedule, steps: Steps, channel: Callable[[Link], object] = channel_of
+) -> Iterator[str]:
+    """Run the steps with the transfers of a channel one by one, and see who gets stuck.
+
+    Args:
+        schedule: what the steps were lowered from.
+        steps: of every rank.
+        channel: of a link.
+
+    Yields:
+        A sentence for each rank that hangs.
+    """
+    transfers = _SerialTransfers(channel)
+    sends: list[deque[object]] = [deque() for _ in steps]
+    position = [0] * len(steps)
+
+    def can_go_on(rank: int, step: Step) -> bool:
+        if isinstance(step, Compute):
+            needed = _needed(schedule, step.action)
+            return needed is None or needed in transfers.complete
+        while len(sends[rank]) > MAX_OPEN_SENDS and sends[rank][0] in transfers.complete:
+            sends[rank].popleft()
+        return len(sends[rank]) <= MAX_OPEN_SENDS
+
+    moving = True
+    while moving:
+        moving = False
+        for rank, own in enumerate(steps):
+            while position[rank] < len(own) and can_go_on(rank, own[position[rank]]):
+                step = own[position[rank]]
+                if isinstance(step, Send | Receive):
+                    started = transfers.start(rank, step)
+                    sends[rank].extend([started] * isinstance(step, Send))
+                position[rank] += 1
+                moving = True
+    for rank, own in enumerate(steps):
+        if position[rank] < len(own):
+            yield (
+                f"if transfers of a channel run one after another, as over NCCL, rank {rank} hangs "
+                f"at step {position[rank]}, {own[position[rank]]}."
+            )
+
+
 def _gradients_are_reduced_once(schedule: Schedule, steps: Steps) -> Iterator[str]:
     """Every rank that holds a stage reduces it once per update, complete, and then steps.
 
@@ -175,6 +258,7 @@ STEP_RULES: tuple[StepRule, ...] = (
     _transfers_match,
     _inputs_are_received,
     _rendezvous_completes,
+    serial_channels_complete,
     _gradients_are_reduced_once,
     _reductions_come_in_one_order,
 )

@@ -1,12 +1,25 @@
-"""Packages that a model needs and that are not installed."""
+"""Packages: versions of the installed ones, and those that a model needs and that are not."""
 
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
 
 _REQUIRED = re.compile(
     r"requires (?:the )?([\w .-]+?)(?: library)?,? (?:but it was|which were) not found"
 )
+
+
+def installed_version(package: str) -> str:
+    """Version of an installed package; "unknown" for one that runs from its sources.
+
+    Args:
+        package: its name as a distribution.
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def missing_package(model: str, error: ImportError) -> str:
