@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,12 +25,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# Else torch.cuda.is_available() touches CUDA, and a part could fork no training.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import torch
 from tools import gpu_page, gpu_pairs, gpu_parts, report
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
-FOLDER = ROOT / "docs" / "gpu"
+PAGE, FOLDER = gpu_page.PAGE, gpu_page.FOLDER
 BUDGET_S = 470.0
 """All parts' time; the limit of each is meant for this budget, and grows and shrinks with it."""
 
@@ -46,7 +47,12 @@ def run_tests(device: str, limit_s: float) -> Rows:
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.xml")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-        command += ["-W", "default"]  # a machine that nobody has seen may warn of anything
+        command += [
+            "-o",
+            "minversion=7",
+            "-W",
+            "default",
+        ]  # a machine that nobody has seen may warn of anything
         command += ["--continue-on-collection-errors", f"--junitxml={found}", *gpu_tests()]
         status = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not found.exists():
@@ -97,23 +103,30 @@ class Part:
     needs_gpu: bool = False
 
 
+def throughput(name: str, limit_s: float) -> Part:
+    measured = partial(gpu_pairs.throughput, name=name)
+    return Part(f"Throughput in bf16: {name}", measured, limit_s)
+
+
 PARTS: dict[str, Part] = {
     "tests": Part("Tests marked gpu", run_tests, 100.0, needs_gpu=True),
     "profile": Part("Speeds", gpu_parts.profile, 25.0),
     "attention": Part("Attention in bf16, calls in a step", gpu_parts.attention, 65.0),
     "launches": Part("Kernels of a step in bf16", gpu_pairs.launches, 55.0),
     "memory": Part("Memory in bf16: forecast and peak", gpu_parts.memory, 75.0),
-    "gpt2": Part(
-        "Throughput in bf16: GPT-2",
-        partial(gpu_pairs.throughput, name="GPT-2 1.5B"),
-        80.0,
-    ),
-    "llama": Part(
-        "Throughput in bf16: Llama",
-        partial(gpu_pairs.throughput, name="Llama 1B"),
-        70.0,
+    "llama": throughput("Llama 1B", 100.0),
+    "gpt2": throughput("GPT-2 1.5B", 100.0),
+    "llama8b": throughput("Llama 8B", 80.0),
+    "compiled": Part(
+        "Throughput in bf16, compiled",
+        partial(gpu_pairs.throughput, name="Llama 1B", trainings=gpu_pairs.COMPILED),
+        120.0,
     ),
 }
+
+
+ORDER = (*gpu_page.FIRST, *PARTS)
+"""The order of all parts on the page."""
 
 
 # ---- one part, in its own process ----
@@ -126,18 +139,12 @@ def measure_part(name: str, device: str, limit_s: float, file: Path) -> None:
     try:
         for row in PARTS[name].rows(device, limit_s):
             rows.append(row)
-            write(file, {"rows": rows, "failed": "stopped before its end"})
+            gpu_page.write(file, {"rows": rows, "failed": "stopped before its end"})
     except BaseException as error:
         failed = gpu_pairs.error_text(name, error)
         raise
     finally:
-        write(file, {"rows": rows, "failed": failed})
-
-
-def write(file: Path, found: Any) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    draft.replace(file)
+        gpu_page.write(file, {"rows": rows, "failed": failed})
 
 
 # ---- all parts ----
@@ -195,58 +202,6 @@ def run_all(names: list[str], device: str, budget_s: float) -> list[dict[str, An
     return results
 
 
-def machine_of(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
-    found = report.machine()
-    if device == "cpu":
-        return {"device": f"CPU: {found['cpu']}", **found}
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "devices here": torch.cuda.device_count(),
-        "memory, GB": round(properties.total_memory / 1e9, 1),
-        "driver": driver_version(),
-        "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-        "torch": found["torch"],
-        "transformers": found["transformers"],
-        "Python": found["python"],
-        "processor": found["cpu"],
-        "cores": found["cores"],
-        "commit": commit(),
-    }
-
-
-def driver_version() -> str:
-    """The driver's version as its own tool tells it; nothing where that is missing."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return output_of(command).partition("\n")[0]
-
-
-def commit() -> str:
-    """The commit that was measured, with a sign where files have been changed since."""
-    return output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
-
-
-def output_of(command: list[str]) -> str:
-    with suppress(OSError, subprocess.SubprocessError):
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        return ran.stdout.strip()
-    return ""
-
-
-def file_name(device_name: str) -> str:
-    """A device's name as that of a file."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
-
-
-def with_others(file: Path, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parts that have just been run, and those of an earlier run that have not, in order."""
-    earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
-    every = {part["name"]: part for part in [*earlier, *parts]}
-    return [every[name] for name in PARTS if name in every]
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
@@ -272,17 +227,12 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.folder or (FOLDER if on_gpu else None)
     page = options.page or (PAGE if on_gpu else None)
     names = [name for name in options.parts if on_gpu or not PARTS[name].needs_gpu]
-    machine = machine_of(options.device)
+    machine = gpu_page.machine_of(options.device)
     parts = run_all(names, options.device, options.budget_s)
     found = {"machine": machine, "date": datetime.date.today().isoformat(), "parts": parts}
     print(json.dumps(found, indent=1) if options.json else gpu_page.section(found))
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / file_name(machine["device"])
-        write(file, found | {"parts": with_others(file, parts)})
-        if page is not None:
-            every = gpu_page.load(folder)
-            page.write_text(gpu_page.page_with(page.read_text("utf-8"), every), encoding="utf-8")
+        gpu_page.record(found, folder, page, ORDER)
     if any(gpu_page.failures(part) for part in parts):
         sys.exit(1)
 

@@ -10,6 +10,7 @@ device. Ends with 1 if something failed. `make gpu-first` runs it; `--device cpu
 from __future__ import annotations
 
 import argparse
+import datetime
 import faulthandler
 import json
 import multiprocessing as mp
@@ -27,8 +28,10 @@ from typing import Any
 # Else torch.cuda.is_available() in the parent touches CUDA, and no fork could use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import gpu
 import torch
 from tools import gpu_first_parts as parts
+from tools import gpu_page
 
 BUDGET_S = 200.0
 DUMP_AFTER_S = 20.0
@@ -173,6 +176,35 @@ def run_all(names: Sequence[str], device: str, budget_s: float, folder: Path) ->
         yield run_part(name, device, folder, min(PARTS[name].limit_s, left_s))
 
 
+def page_parts(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the page shows of the results: a row a layout, and the rows of other parts."""
+    by_name = {found["part"]: found for found in results}
+    shown = []
+    ran = [by_name[name] for name in parts.LAYOUTS if name in by_name]
+    titles = ("Two ranks on one card over NCCL, beside one process", "Precisions", "Trainers")
+    rows = {
+        "nccl": [layout_row(found) for found in ran],
+        **{name: by_name[name]["rows"] for name in gpu_page.FIRST if name in by_name},
+    }
+    for name, title in zip(gpu_page.FIRST, titles, strict=True):
+        if rows.get(name):
+            shown.append({"name": name, "title": title, "failed": None, "rows": rows[name]})
+    return shown
+
+
+def layout_row(found: dict[str, Any]) -> dict[str, Any]:
+    """The last line of a layout, which has its comparison, or why it failed."""
+    case = parts.LAYOUTS[found["part"]]
+    words = [f"{name} = {value}" for name, value in {**case.degrees, **case.options}.items()]
+    words += ["evaluation"] * case.evaluates + ["resumed"] * case.resumes
+    row: dict[str, Any] = {"job": ", ".join(words), "model": case.architecture}
+    if found["failed"]:
+        return row | {"failed": f"{row['job']}: {found['failed']}"}
+    last = found["rows"][-1]
+    kept = {name: last[name] for name in ("losses off by", "weights off by")}
+    return row | {"seconds": found["seconds"], **kept}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,9 +224,10 @@ def main(arguments: list[str] | None = None) -> None:
         old.unlink()
     parts.load()
     names = [name for name in options.parts if on_gpu or not PARTS[name].needs_gpu]
-    num_failed = 0
+    results = []
     with (options.folder / "first.jsonl").open("w", encoding="utf-8") as file:
         for found in run_all(names, options.device, options.budget_s, options.folder):
+            results.append(found)
             file.write(json.dumps(found) + "\n")
             file.flush()
             state = found["failed"] or "right"
@@ -202,8 +235,12 @@ def main(arguments: list[str] | None = None) -> None:
             for row in found["rows"]:
                 print(f"    {json.dumps(row)}", flush=True)
             if found["failed"]:
-                num_failed += 1
                 print(tail_of(options.folder, found["part"]), flush=True)
+    if on_gpu:
+        told: dict[str, Any] = {"machine": gpu_page.machine_of("cuda")}
+        told |= {"date": str(datetime.date.today()), "parts": page_parts(results)}
+        gpu_page.record(told, gpu_page.FOLDER, gpu_page.PAGE, gpu.ORDER)
+    num_failed = sum(bool(found["failed"]) for found in results)
     if num_failed:
         sys.exit(f"{num_failed} of {len(names)} parts failed.")
 

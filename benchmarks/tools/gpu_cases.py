@@ -1,4 +1,4 @@
-"""What is trained on one device: models of known sizes, as large as two trainings fit it."""
+"""What is trained on one device: models of known sizes, as large as a training fits it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from tools.models import Size, build_model
 FULL = {
     "GPT-2 1.5B": ("gpt2", Size(1600, 48, 25, 50257, 1024, 4, 4)),
     "Llama 1B": ("llama", Size(2048, 22, 32, 32000, 1024, 4, 4)),
+    "Llama 8B": ("llama", Size(4096, 4, 32, 128256, 8192, 1, 2)),
 }
 TINY = Size(32, 2, 2, 64, 16, 2, 2)
 
@@ -58,7 +59,7 @@ def built(case: Case) -> nn.Module:
 
 
 def fitted(architecture: str, size: Size, memory_bytes: float) -> Size:
-    """A size of which two trainings fit a device: a smaller microbatch, or else fewer layers."""
+    """A size of which a training fits a device: a smaller microbatch, or else fewer layers."""
     for part in (1.0, 0.75, 0.5, 0.25, 0.125):
         for batch in (4, 2, 1):
             smaller = replace(size, layers=max(1, round(size.layers * part)), batch=batch)
@@ -68,10 +69,10 @@ def fitted(architecture: str, size: Size, memory_bytes: float) -> Size:
 
 
 def needed_bytes(architecture: str, size: Size) -> float:
-    """Bytes of two trainings' states and of one's activations, estimated from above."""
+    """Bytes of a training's states and activations, estimated from above."""
     per_token = ACTIVATION_BYTES[architecture] * size.hidden * size.layers
     activations = size.batch * size.sequence * (per_token + LOGIT_BYTES * size.vocabulary)
-    return 2 * STATE_BYTES * num_parameters(architecture, size) + activations
+    return STATE_BYTES * num_parameters(architecture, size) + activations
 
 
 def num_parameters(architecture: str, size: Size) -> int:

@@ -164,11 +164,15 @@ def layout(device: str, folder: Path, name: str) -> Rows:
 
     case = LAYOUTS[name]
     started = time.perf_counter()
+
+    def phase(name: str) -> dict[str, Any]:
+        return {"phase": name, "seconds": round(time.perf_counter() - started, 1)} | outside(device)
+
     mesh = merak.init(device=device, **case.degrees)
-    yield {"phase": "ranks met", "seconds": round(time.perf_counter() - started, 1)}
+    yield phase("ranks met")
     made = partial(parallel_of, case, mesh, device)
     parallel = made()
-    yield {"phase": "built", "seconds": round(time.perf_counter() - started, 1)}
+    yield phase("built")
     if case.evaluates:
         before = parallel.evaluate(own_rows(mesh, batch(0, device))).item()
         yield {"phase": "evaluated", "loss": round(before, 5)}
@@ -180,7 +184,7 @@ def layout(device: str, folder: Path, name: str) -> Rows:
             parallel.load_checkpoint(folder / "checkpoint")
         losses.append(parallel.step(own_rows(mesh, batch(number, device))).item())
         if number == 0:
-            yield {"phase": "first step", "seconds": round(time.perf_counter() - started, 1)}
+            yield phase("first step")
     if case.evaluates:
         parallel.evaluate(own_rows(mesh, batch(0, device)))
     found = parallel.gather_state_dict()
@@ -329,7 +333,7 @@ def trainers(device: str, folder: Path) -> Rows:
     data = [{name: column[0] for name, column in own.items()} for own in tokens]
     common: dict[str, Any] = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2, "bf16": True, "logging_steps": 1, "save_strategy": "no",
+        "learning_rate": 1e-3, "bf16": True, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "use_cpu": device == "cpu",
     }  # fmt: skip
     expected: list[float] = []

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tools import report
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks.md"
+FOLDER = ROOT / "docs" / "gpu"
+
+FIRST = ("nccl", "precisions", "trainers")
+"""Parts that `gpu_first.py` records."""
 
 BEGIN = "<!-- make gpu writes what follows, from the files in docs/gpu -->"
 END = "<!-- until here -->"
@@ -69,3 +83,76 @@ def text(value: Any) -> str:
 
 def escaped(words: str) -> str:
     return words.replace("|", "\\|").replace("\n", " ")
+
+
+# ---- what is recorded ----
+
+
+def record(found: Mapping[str, Any], folder: Path, page: Path | None, order: Sequence[str]) -> None:
+    """Write figures to a device's file, beside those of other parts, and to the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / file_name(found["machine"]["device"])
+    write(file, {**found, "parts": with_others(file, found["parts"], order)})
+    if page is not None:
+        page.write_text(page_with(page.read_text("utf-8"), load(folder)), encoding="utf-8")
+
+
+def write(file: Path, found: Any) -> None:
+    """Write JSON, so that the file is the old or the new one at any time."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    draft.replace(file)
+
+
+def machine_of(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    found = report.machine()
+    if device == "cpu":
+        return {"device": f"CPU: {found['cpu']}", **found}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "devices here": torch.cuda.device_count(),
+        "memory, GB": round(properties.total_memory / 1e9, 1),
+        "driver": driver_version(),
+        "CUDA": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "torch": found["torch"],
+        "transformers": found["transformers"],
+        "Python": found["python"],
+        "processor": found["cpu"],
+        "cores": found["cores"],
+        "commit": commit(),
+    }
+
+
+def driver_version() -> str:
+    """The driver's version as its own tool tells it; nothing where that is missing."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return output_of(command).partition("\n")[0]
+
+
+def commit() -> str:
+    """The commit that was measured, with a sign where files have been changed since."""
+    return output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"])
+
+
+def output_of(command: list[str]) -> str:
+    with suppress(OSError, subprocess.SubprocessError):
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return ran.stdout.strip()
+    return ""
+
+
+def file_name(device_name: str) -> str:
+    """A device's name as that of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
+
+
+def with_others(
+    file: Path, parts: Sequence[Mapping[str, Any]], order: Sequence[str]
+) -> list[Mapping[str, Any]]:
+    """Parts that have just been run, and those of an earlier run that have not, in order."""
+    earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
+    every: dict[str, Mapping[str, Any]] = {part["name"]: part for part in [*earlier, *parts]}
+    return [every[name] for name in order if name in every]

@@ -1,19 +1,22 @@
-"""MerakTrainer beside transformers.Trainer on one device: rounds of steps in turn, or one profiled.
+"""MerakTrainer beside transformers.Trainer on one device, each training alone on it, in turn.
 
-Each trains in a process of its own, the same model from the same weights on the same tokens, and
-waits while the other has its turn. Between its turns a process gives its free memory back, so that
-a device holds both jobs' weights and optimizers, and the activations of one.
+Each training runs in a process of its own, which is forked from one that has imported everything
+and has not touched the device: the same model from the same weights on the same tokens.
 """
 
 from __future__ import annotations
 
 import multiprocessing as mp
-import statistics
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ import transformers
 
 import merak
 from merak.plan import PRESETS
+from merak.trainer import trainer as trainer_module
 from tools.gpu_cases import (
     FULL,
     TINY,
@@ -29,89 +33,106 @@ from tools.gpu_cases import (
     built,
     fitted,
     flops_per_token,
-    num_parameters,
     sheet_of,
 )
-from tools.gpu_trace import Counts, counted, starting
+from tools.gpu_trace import Counts, busy_s, counted, starting
 from tools.models import Size
 
-NAMES = ("transformers", "merak")
-ROUND_STEPS = 3
-MOST_ROUNDS, LEAST_ROUNDS = 9, 3
-RESERVE = 0.15
-"""The share of a part's limit that is left for its end."""
+WARMUP, STEPS = 3, 6
+"""Steps of a training that do not count, and that do; one more is profiled."""
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a training does next: some steps that do not count, then some that do."""
+class Training:
+    """How a model is trained.
 
-    warmup: int
-    steps: int
-    profiled: bool = False
+    Args:
+        name: for the table.
+        of_merak: by MerakTrainer, or else by transformers' Trainer.
+        arguments: beside those of all.
+        has_low_weights: whether the model's parameters are bfloat16.
+    """
+
+    name: str
+    of_merak: bool
+    arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    has_low_weights: bool = False
+
+
+EAGER = Training("transformers", False)
+TRAININGS = (
+    EAGER,
+    Training("merak", True),
+    Training(
+        "merak, bfloat16 weights with float32 masters",
+        True,
+        MappingProxyType({"bf16": False, "master_weights": True}),
+        has_low_weights=True,
+    ),
+    replace(EAGER, name="transformers, once more"),
+)
+COMPILED = (
+    Training("transformers, compiled", False, MappingProxyType({"torch_compile": True})),
+    Training("merak, compiled", True, MappingProxyType({"torch_compile": True})),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A turn as it was: seconds of the steps that count, most bytes held, what a profiler saw."""
+    """A training as it was.
+
+    Args:
+        seconds: of the steps that count.
+        host_s: of them, until the host had launched everything.
+        peak_bytes: the most that the allocator held.
+        forecast_bytes: what Merak forecast of that; 0 for others.
+        busy: share of the profiled step in which the device computed.
+        loss: of the last step.
+        counts: kernels and waits of the profiled step.
+    """
 
     seconds: float
+    host_s: float
     peak_bytes: int
-    counts: Counts | None
+    forecast_bytes: int
+    busy: float
+    loss: float
+    counts: Counts
 
 
-class Turns(transformers.TrainerCallback):
-    """Takes a turn whenever it is told to, and tells how it was."""
+class Timing(transformers.TrainerCallback):
+    """Times some steps of a training, profiles one, and ends it."""
 
-    def __init__(self, line: Connection, device: str) -> None:
-        self.line = line
+    def __init__(self, device: str) -> None:
         self.device = device
-        self.turn: Turn | None = None
         self.done = 0
-        self.started = 0.0
+        self.started = self.seconds = self.host_s = self.busy = 0.0
+        self.peak_bytes = 0
         self.profiler: Any = None
-
-    def next(self, control: Any) -> None:
-        self.turn, self.done = self.line.recv(), 0
-        if self.turn is None:
-            control.should_training_stop = True
-        else:
-            self.count(control)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.next(control)
+        self.counts: Counts | None = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.turn is not None:
-            self.done += 1
-            self.count(control)
-
-    def count(self, control: Any) -> None:
-        """Look whether the steps that count begin or end here."""
-        turn = self.turn
-        assert turn is not None
-        if self.done == turn.warmup + turn.steps:
-            self.line.send(self.ended())
-            self.next(control)
-        elif self.done == turn.warmup:
+        self.done += 1
+        if self.done == WARMUP:
             synchronize(self.device)
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            self.profiler = starting(self.device) if turn.profiled else None
             self.started = time.perf_counter()
-
-    def ended(self) -> Taken:
-        synchronize(self.device)
-        seconds = time.perf_counter() - self.started
-        counts = None
-        if self.profiler is not None:
+        elif self.done == WARMUP + STEPS:
+            self.host_s = time.perf_counter() - self.started
+            synchronize(self.device)
+            self.seconds = time.perf_counter() - self.started
+            if self.device == "cuda":
+                self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.profiler = starting(self.device)
+            self.started = time.perf_counter()
+        elif self.done == WARMUP + STEPS + 1:
+            synchronize(self.device)
+            seconds = time.perf_counter() - self.started
             self.profiler.stop()
-            counts, self.profiler = counted(self.profiler), None
-        if self.device != "cuda":
-            return Taken(seconds, 0, counts)
-        peak_bytes = torch.cuda.max_memory_allocated()
-        torch.cuda.empty_cache()
-        return Taken(seconds, peak_bytes, counts)
+            self.counts = counted(self.profiler)
+            self.busy = busy_s(self.profiler) / seconds
+            control.should_training_stop = True
 
 
 def synchronize(device: str) -> None:
@@ -119,29 +140,57 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def train(name: str, case: Case, line: Connection) -> None:
-    """One process: trains, a turn whenever it is told to, and tells its mean loss at the end."""
+def train(training: Training, case: Case, line: Connection) -> None:
+    """The process of a training; tells how it was, or in a text why it was not."""
     transformers.logging.set_verbosity_error()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            of_merak = name == "merak"
-            if of_merak:
+            if training.of_merak:
                 merak.init(device=case.device)
-            trainer = make_trainer(of_merak, case, folder)
-            trainer.add_callback(Turns(line, case.device))
-            line.send(float(trainer.train().training_loss))
+            forecasts = seen_forecasts()
+            trainer = make_trainer(training, case, folder)
+            timing = Timing(case.device)
+            trainer.add_callback(timing)
+            loss = float(trainer.train().training_loss)
+            assert timing.counts is not None
+            figures = (timing.seconds, timing.host_s, timing.peak_bytes, peak_of(forecasts))
+            line.send(Taken(*figures, timing.busy, loss, timing.counts))
     except BaseException as error:
-        line.send(error_text(name, error))
-        raise
+        traceback.print_exc()
+        line.send(error_text(training.name, error))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def seen_forecasts() -> list[Any]:
+    """A list that holds the forecast of each job that MerakTrainer builds from now on."""
+    seen: list[Any] = []
+    build = trainer_module.build_with_forecast
+
+    def watched(*given: Any) -> Any:
+        engine, forecast = build(*given)
+        seen.append(forecast)
+        return engine, forecast
+
+    trainer_module.build_with_forecast = watched
+    return seen
+
+
+def peak_of(forecasts: list[Any]) -> int:
+    """The peak of the last forecast, in bytes; 0 where there is none."""
+    if not forecasts:
+        return 0
+    forecast = forecasts[-1]
+    return int(forecast.ranks(forecast.layout.schedule)[0].peak.total_bytes)
 
 
 def error_text(what: str, error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line, behind what it befell."""
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{what}: {type(error).__name__}: {first}"[:500]
 
 
-def make_trainer(of_merak: bool, case: Case, folder: str) -> transformers.Trainer:
+def make_trainer(training: Training, case: Case, folder: str) -> transformers.Trainer:
     on_gpu = case.device == "cuda"
     options: dict[str, Any] = {
         "output_dir": folder,
@@ -159,91 +208,64 @@ def make_trainer(of_merak: bool, case: Case, folder: str) -> transformers.Traine
         "disable_tqdm": True,
         "dataloader_pin_memory": on_gpu,
         "use_cpu": not on_gpu,
+        **training.arguments,
     }
-    if of_merak:
+    if training.of_merak:
         cls: Any = merak.MerakTrainer
         args = merak.MerakArguments(trace_cache="", **options)
     else:
         cls, args = transformers.Trainer, transformers.TrainingArguments(**options)
-    made: transformers.Trainer = cls(
-        model=built(case), args=args, train_dataset=Repeated(case.size)
-    )
+    model = built(case)
+    if training.has_low_weights:
+        model = model.to(torch.bfloat16)
+    made: transformers.Trainer = cls(model=model, args=args, train_dataset=Repeated(case.size))
     made.remove_callback(transformers.PrinterCallback)
     return made
 
 
-class Pair:
-    """Both trainings, each in a fresh process, of which one computes at a time."""
+def take(training: Training, case: Case, limit_s: float) -> Taken:
+    """Run a training alone on the device.
 
-    def __init__(self, case: Case) -> None:
-        context = mp.get_context("spawn")
-        self.lines: list[Connection] = []
-        self.processes: list[Any] = []
-        for name in NAMES:
-            line, theirs = context.Pipe()
-            process = context.Process(target=train, args=(name, case, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.lines.append(line)
-            self.processes.append(process)
-
-    def take(self, turn: Turn, backwards: bool = False) -> tuple[Taken, Taken]:
-        """Both take a turn, one after the other; transformers' is first in the result."""
-        taken: dict[int, Taken] = {}
-        for place in (1, 0) if backwards else (0, 1):
-            self.lines[place].send(turn)
-            taken[place] = self.answer(place)
-        return taken[0], taken[1]
-
-    def answer(self, place: int) -> Any:
-        """What a process tells.
-
-        Raises:
-            RuntimeError: it has failed.
-        """
-        try:
-            found = self.lines[place].recv()
-        except EOFError:
-            raise RuntimeError(f"{NAMES[place]} has ended without a word") from None
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        return found
-
-    def losses(self) -> list[float]:
-        """Let both end; the mean loss of each."""
-        for line in self.lines:
-            line.send(None)
-        found = [self.answer(place) for place in range(len(NAMES))]
-        for process in self.processes:
-            process.join()
-        return found
-
-    def close(self) -> None:
-        """End what still runs."""
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def throughput(device: str, limit_s: float, name: str) -> Iterator[dict[str, Any]]:
-    """Tokens per second of both, in rounds of steps that take turns; a round goes first in turn."""
-    begun = time.perf_counter()
-    architecture, case = case_of(device, name)
-    pair = Pair(case)
+    Raises:
+        RuntimeError: it has failed, or was ended when its time was over.
+    """
+    context = mp.get_context("fork")
+    line, theirs = context.Pipe()
+    process = context.Process(target=train, args=(training, case, theirs), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        rounds: list[tuple[Taken, Taken]] = []
-        warmup = 2
-        while len(rounds) < MOST_ROUNDS:
-            at = time.perf_counter()
-            rounds.append(pair.take(Turn(warmup, ROUND_STEPS), backwards=bool(len(rounds) % 2)))
-            now, warmup = time.perf_counter(), 1
-            is_late = now - begun + (now - at) > (1 - RESERVE) * limit_s
-            if is_late and len(rounds) >= LEAST_ROUNDS:
-                break
-        losses = pair.losses()
+        if not line.poll(max(limit_s, 0.0)):
+            raise RuntimeError(f"{training.name}: stopped after {limit_s:.0f} s")
+        found = line.recv()
+    except EOFError:
+        raise RuntimeError(f"{training.name} has ended without a word") from None
     finally:
-        pair.close()
-    yield throughput_row(name, case, rounds, losses) | mfu(architecture, case, rounds)
+        process.kill()
+        process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    assert isinstance(found, Taken)
+    return found
+
+
+def throughput(
+    device: str, limit_s: float, name: str, trainings: tuple[Training, ...] = TRAININGS
+) -> Iterator[dict[str, Any]]:
+    """Tokens per second of each training, and how they compare with transformers' first."""
+    deadline = time.perf_counter() + limit_s
+    architecture, case = case_of(device, name)
+    base: Taken | None = None
+    for training in trainings:
+        row: dict[str, Any] = {"model": f"{name}, {case.size.layers} layers"}
+        row["trainer"] = training.name
+        try:
+            taken = take(training, case, deadline - time.perf_counter())
+        except RuntimeError as error:
+            yield row | {"failed": str(error)}
+            continue
+        base = base or taken
+        yield row | throughput_row(architecture, case, taken, base)
 
 
 def case_of(device: str, name: str) -> tuple[str, Case]:
@@ -251,78 +273,67 @@ def case_of(device: str, name: str) -> tuple[str, Case]:
     architecture, size = FULL[name]
     if device == "cpu":
         return architecture, Case(architecture, TINY, device)
-    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    memory_bytes = float(asked("memory.total").split()[0]) * 2**20
     return architecture, Case(architecture, fitted(architecture, size, memory_bytes), device)
 
 
-def throughput_row(
-    name: str, case: Case, rounds: Sequence[tuple[Taken, Taken]], losses: Sequence[float]
-) -> dict[str, Any]:
-    """A line of the table: medians over rounds, and the ratio within each."""
-    ratios = [theirs.seconds / own.seconds for theirs, own in rounds]
-    return {
-        "model": f"{name}, {case.size.layers} layers",
-        "parameters": num_parameters(case.architecture, case.size),
+def asked(what: str) -> str:
+    """What the driver says of the first GPU; a fork may use no CUDA once its parent has."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    return told.stdout.splitlines()[0].strip()
+
+
+def throughput_row(architecture: str, case: Case, taken: Taken, base: Taken) -> dict[str, Any]:
+    """A line of the table."""
+    tokens_per_s = case.tokens * STEPS / taken.seconds
+    row: dict[str, Any] = {
         "tokens a step": case.tokens,
         "microbatches": case.size.accumulation,
-        "rounds": len(rounds),
-        "transformers tokens/s": round(rate(case, rounds, 0), 1),
-        "merak tokens/s": round(rate(case, rounds, 1), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "ratios": f"{min(ratios):.3f} … {max(ratios):.3f}",
-        "transformers peak, GB": round(max(t.peak_bytes for t, _ in rounds) / 1e9, 2),
-        "merak peak, GB": round(max(t.peak_bytes for _, t in rounds) / 1e9, 2),
-        "losses differ by %": round(100 * abs(losses[1] / losses[0] - 1), 3),
+        "tokens/s": round(tokens_per_s, 1),
+        "ratio": round(base.seconds / taken.seconds, 3),
+        "host, share of the time": round(taken.host_s / taken.seconds, 3),
+        "device busy": round(taken.busy, 3),
+        "kernels a step": taken.counts.kernels,
+        "waits a step": taken.counts.waits,
+        "peak, GB": round(taken.peak_bytes / 1e9, 2),
+        "loss": round(taken.loss, 4),
     }
+    if taken.forecast_bytes and taken.peak_bytes:
+        row["forecast off by %"] = round(100 * (taken.forecast_bytes / taken.peak_bytes - 1), 1)
+    return row | mfu(architecture, case, tokens_per_s)
 
 
-def rate(case: Case, rounds: Sequence[tuple[Taken, Taken]], place: int) -> float:
-    return case.tokens * ROUND_STEPS / statistics.median(taken[place].seconds for taken in rounds)
-
-
-def mfu(
-    architecture: str, case: Case, rounds: Sequence[tuple[Taken, Taken]]
-) -> dict[str, float | str]:
+def mfu(architecture: str, case: Case, tokens_per_s: float) -> dict[str, float | str]:
     """Model FLOPs as a share of the data sheet's bf16 peak, in percent; none without a sheet."""
     if case.device == "cpu":
         return {}
-    sheet = sheet_of(torch.cuda.get_device_name(0))
+    sheet = sheet_of(asked("name"))
     if sheet is None:
         return {"data sheet": "unknown"}
     peak = PRESETS[sheet].teraflops.get("bfloat16", 0.0) * 1e12
     if not peak:
         return {"data sheet": f"{sheet}, without bfloat16"}
     flops = flops_per_token(architecture, case.size)
-    shares = [round(100 * flops * rate(case, rounds, place) / peak, 1) for place in (0, 1)]
-    return {"transformers MFU, %": shares[0], "merak MFU, %": shares[1], "data sheet": sheet}
+    return {"MFU, %": round(100 * flops * tokens_per_s / peak, 1), "data sheet": sheet}
 
 
 def launches(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
     """Kernels of a step of both, and how often the host waits for the device in it."""
-    cases = {name: profiled_case(device, *full) for name, full in FULL.items()}
-    pairs = {name: Pair(case) for name, case in cases.items()}  # all start beside one another
-    try:
-        for name, pair in pairs.items():
-            yield from launches_rows(name, cases[name].size, pair.take(Turn(2, 1, profiled=True)))
-            pair.losses()
-    finally:
-        for pair in pairs.values():
-            pair.close()
+    deadline = time.perf_counter() + limit_s
+    for name, full in FULL.items():
+        case = profiled_case(device, *full)
+        for training in TRAININGS[:2]:
+            taken = take(training, case, deadline - time.perf_counter())
+            yield {
+                "model": f"{name}, {case.size.layers} layers",
+                "microbatches": case.size.accumulation,
+                "trainer": training.name,
+                **asdict(taken.counts),
+            }
 
 
 def profiled_case(device: str, architecture: str, size: Size) -> Case:
     """A few layers are enough to count kernels in."""
     small = TINY if device == "cpu" else replace(size, layers=4, batch=1, accumulation=2)
     return Case(architecture, small, device)
-
-
-def launches_rows(name: str, size: Size, taken: tuple[Taken, Taken]) -> Iterator[dict[str, Any]]:
-    """Two lines of the table."""
-    for trainer, found in zip(NAMES, taken, strict=True):
-        assert found.counts is not None
-        yield {
-            "model": f"{name}, {size.layers} layers",
-            "microbatches": size.accumulation,
-            "trainer": trainer,
-            **asdict(found.counts),
-        }

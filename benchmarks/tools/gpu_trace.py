@@ -87,6 +87,17 @@ def counted(profiler: Any) -> Counts:
     )
 
 
+def busy_s(profiler: Any) -> float:
+    """Seconds in which the device computed or copied, of a stopped profiler."""
+    events = [e for e in profiler.events() if on_device(e) and not is_range(e)]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events)
+    total, until = 0.0, 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total / 1e6
+
+
 def attention_of(profiler: Any) -> str:
     """How attention was computed, forward and backward, and how often."""
     found: Counter[str] = Counter()

@@ -225,10 +225,10 @@ def group_of_lines(lines: Sequence[Sequence[int]], what: str) -> dist.ProcessGro
         The group of this rank's list, connected as by `connect_group`; None where it is in none.
     """
     ranks = [list(line) for line in lines]
-    device = _bound_device()
+    device = carried_device()
     with waiting_for_all(what):
         group: dist.ProcessGroup | None
-        if device is not None and _whole()._get_backend(device).supports_splitting:
+        if device.type != "cpu" and _whole()._get_backend(device).supports_splitting:
             group = dist.split_group(split_ranks=ranks)
         else:
             group, _ = dist.new_subgroups_by_enumeration(ranks)
@@ -244,8 +244,8 @@ def connect_group(group: dist.ProcessGroup | None) -> None:
     Args:
         group: whose ranks call it together; None for that of a rank alone.
     """
-    device = _bound_device()
-    if group is not None and device is not None:
+    device = carried_device()
+    if group is not None and device.type != "cpu":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -254,9 +254,10 @@ def _whole() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def _bound_device() -> torch.device | None:
-    """The GPU that the ranks' communicator was made for; None for those of the CPU."""
-    return _whole().bound_device_id
+def carried_device() -> torch.device:
+    """The device whose tensors the job's groups carry: the GPU that NCCL was given, or the CPU."""
+    bound = _whole().bound_device_id if dist.is_initialized() else None
+    return bound or torch.device("cpu")
 
 
 def crosses_hosts(mesh: Mesh, axis: str) -> bool:

@@ -17,7 +17,7 @@ from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, 
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
-from merak.engine.comm.p2p import Transfers
+from merak.engine.comm.p2p import Route, Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
 from merak.engine.comm.replica_levels import ReplicaCollectives, connect_levels
 from merak.engine.comm.stage_io import StageIO
@@ -63,6 +63,7 @@ class _Job:
         progress: reports every wait.
         oom_guard: what this rank does where memory runs out inside a step.
         collectives: of the replicas.
+        route: of tensors between pp ranks.
     """
 
     layout: Layout
@@ -74,6 +75,7 @@ class _Job:
     progress: Progress
     oom_guard: OomGuard
     collectives: ReplicaCollectives
+    route: Route
 
     @property
     def stages(self) -> Iterable[StageProgram]:
@@ -182,6 +184,7 @@ def _job(
         Progress(clock_of(mesh.device), options.recorded_steps),
         OomGuard(is_armed=can_abort),
         _collectives(mesh, layout, options),
+        Route(mesh.device),
     )
 
 
@@ -233,7 +236,7 @@ def _weights(job: _Job, stage: int, all_gather: ParamAllGather | None) -> Weight
 
 def _transfers(job: _Job) -> Transfers:
     """Point-to-point traffic between the stages, of training and of evaluation."""
-    transfers = Transfers(job.mesh, job.progress, job.oom_guard)
+    transfers = Transfers(job.mesh, job.progress, job.oom_guard, job.route)
     evaluated = links_of_pipe(job.layout.stage_rank)
     transfers.connect(links_of(job.layout.plans.base.steps) | evaluated)
     return transfers
@@ -420,7 +423,7 @@ def _tied_gradients(
         parameters = {**parameters, **fsdp.optimizer_tensors}
     every_microbatch = job.options.exact_tied_gradients
     shared = TiedParameters(
-        parameters, leaves, final, every_microbatch, job.progress, job.oom_guard
+        parameters, leaves, final, every_microbatch, job.progress, job.oom_guard, job.route
     )
     schedule = job.layout.schedule
     num_pipes = len(schedule.pipes) if schedule.is_synchronous else 0

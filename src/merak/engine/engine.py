@@ -351,7 +351,8 @@ class Engine:
         try:
             run = TrainingStep(state, plan, microbatches)
             if microbatches:
-                run.run(update)
+                with state.transfers.route.step(True, state.program_for.num_made):
+                    run.run(update)
             else:
                 run.run_empty()
             self.all_reduce(run.losses, "pp", "losses")
@@ -459,6 +460,7 @@ class Engine:
                 own_random_state(self.mesh.device),
                 self.progress.evaluation(),
                 explain_oom(what, _EVALUATE_LESS),
+                state.transfers.route.step(False, state.program_for.num_made),
             ):
                 outputs = evaluate(state, programs, most, microbatch)
             state.replica_buffers.evaluated(programs)

@@ -66,6 +66,9 @@ class ProgramCache:
         parallel: what tensor and context parallelism do to segments; None for nothing.
         is_sub_pipelined: whether microbatches run as sub-microbatches, where they can.
         options: of the job: how many shapes are cached beside the planned one, and the observer.
+
+    Attributes:
+        num_made: programs made so far, beside the planned one.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ProgramCache:
         self.state.add(graph.reads)
         self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
         self._max_shapes = options.max_shapes
-        self._num_made = 0
+        self.num_made = 0
         self._seconds = 0.0
 
     def _make_rewrites(self, parallel: LocalRewrite | None) -> dict[int, list[Rewrite]]:
@@ -170,9 +173,9 @@ class ProgramCache:
         graph = self._graphs[training](dict(signature))
         self.state.add(graph.reads)
         program = self._compile(graph, training)
-        self._num_made += 1
+        self.num_made += 1
         self._seconds += time.perf_counter() - started
-        if self._num_made == 2 * self._max_shapes:
+        if self.num_made == 2 * self._max_shapes:
             self._warn()
         return program
 
@@ -182,7 +185,7 @@ class ProgramCache:
             "Batches of %d shapes have been prepared for, which took %.0f s, and max_shapes=%d are "
             "cached; pad to few lengths (pad_to_multiple_of of the data collator), batch samples "
             "of like length (train_sampling_strategy='group_by_length'), or raise max_shapes.",
-            self._num_made,
+            self.num_made,
             self._seconds,
             self._max_shapes,
         )

@@ -60,7 +60,7 @@ def step(engine: Engine, number: int = 0) -> float:
 
 def num_programs(engine: Engine) -> int:
     """The number of programs that have been made beside the first one."""
-    return engine._state.program_for._num_made
+    return engine._state.program_for.num_made
 
 
 @pytest.mark.parametrize("is_python", [False, True])

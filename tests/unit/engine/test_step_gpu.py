@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -152,17 +153,25 @@ def test_tracing_takes_no_memory_of_the_device() -> None:
     assert torch.cuda.max_memory_allocated() == before
 
 
-def test_a_step_never_waits_for_the_device() -> None:
-    optimizer = torch.optim.AdamW
-    parallel, _ = step(gpt2(0.1), autocast=torch.bfloat16, optimizer=optimizer, max_grad_norm=1.0)
+@pytest.mark.parametrize(("nan_policy", "waits"), [("ignore", 0), ("stop", 1)])
+def test_a_step_waits_for_the_device_only_to_see_whether_it_was_finite(
+    nan_policy: str, waits: int
+) -> None:
+    optimizer, half = torch.optim.AdamW, torch.bfloat16
+    options: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": 1.0}
+    parallel, _ = step(gpt2(0.1), autocast=half, nan_policy=nan_policy, **options)
     own = {name: column.to(DEVICE) for name, column in batch().items()}
     parallel.step(own)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        parallel.step(own)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            parallel.step(own)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    told = [f"{w.filename}:{w.lineno}" for w in found if "called a synchronizing" in str(w.message)]
+    assert len(told) == waits, told
 
 
 @pytest.mark.parametrize("recompute", ["off", "full"])

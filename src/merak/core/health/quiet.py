@@ -28,6 +28,9 @@ _NEEDLESS_PYTHON = (
 
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
+_SERIAL_TRANSFERS = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
+"""Whether torch warns that transfers of a group run one after another, which ours are made for."""
+
 
 class _Needless(logging.Filter):
     """Filter of messages of transformers that nobody can act on."""
@@ -61,6 +64,7 @@ _raised: dict[str, int] = {}
 def hide_needless() -> None:
     """Hide what libraries warn of in this process and nobody can act on."""
     logging.getLogger("transformers.modeling_utils").addFilter(_needless)
+    os.environ.setdefault(_SERIAL_TRANSFERS, "false")
     for pattern in _NEEDLESS_PYTHON:
         warnings.filterwarnings("ignore", pattern, module="transformers", append=True)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from merak.core.doctor import failed_start
 from merak.core.elastic import Degrees
+from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.quiet import quiet_libraries, quiet_other_ranks
@@ -47,6 +48,7 @@ def connect(
     timeout = timedelta(seconds=watchdog.timeouts_s(limit))
     known = None
     if dist.is_initialized():
+        _check_carries_both(device)
         store.join(timeout_s)
     else:
         known = store.open_store(rank, timeout_s)
@@ -59,18 +61,34 @@ def connect(
         names = host_names(found)
         if known is not None:
             choose_interface(found, rank)
+            carries_gpus = device.type == "cuda" and backend != "gloo"
             dist.init_process_group(
-                backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+                "cpu:gloo,cuda:nccl" if carries_gpus else "gloo",
                 store=known,
                 rank=rank,
                 world_size=num_ranks,
                 timeout=timeout,
-                device_id=device if device.type == "cuda" and backend != "gloo" else None,
+                device_id=device if carries_gpus else None,
             )
             atexit.register(_disconnect)
         mesh = mesh.connected()
     hosts = names if len(set(names)) > 1 else ()
     return replace(mesh, hosts=hosts)
+
+
+def _check_carries_both(device: torch.device) -> None:
+    """Refuse process groups of somebody else's that carry no tensors of the CPU beside a GPU's.
+
+    Raises:
+        MeshError: they do not.
+    """
+    own = dist.distributed_c10d._get_default_group()
+    if device.type == "cuda" and torch.device("cpu") not in own._device_types:
+        raise MeshError(
+            f"torch.distributed was initialized with {dist.get_backend()!r} alone, and Merak also "
+            "sends tensors of the CPU; leave that call to merak.init, or make it "
+            "init_process_group('cpu:gloo,cuda:nccl', device_id=…)."
+        )
 
 
 def describe_place(mesh: Mesh) -> str:

@@ -32,11 +32,12 @@ def pipeline_norm(
     """
     is_exact = any(gradient.dtype == torch.float64 for gradient in gradients.values())
     # Ranks without gradients do not know how exact those of others are; float32 fits into float64.
-    norms = torch.zeros(len(order), device=device, dtype=torch.float64)
-    places = [i for i, name in enumerate(order) if name in gradients]
-    if places:
-        own = torch._foreach_norm([_values(gradients[order[i]]) for i in places])
-        norms[torch.tensor(places, device=device)] = torch.stack(own).to(norms)
+    known = [name for name in order if name in gradients]
+    values = [_values(gradients[name]) for name in known]
+    own = dict(zip(known, torch._foreach_norm(values) if values else ()))
+    # Nothing is indexed, for which the host would send places and wait.
+    nothing = torch.zeros((), device=device, dtype=torch.float64)
+    norms = torch.stack([*(own.get(name, nothing) for name in order), nothing]).double()
     if group is not None:
         dist.all_reduce(norms, group=group)  # of each norm and zeros: it stays as it is
     total: torch.Tensor = torch.linalg.vector_norm(norms if is_exact else norms.float())

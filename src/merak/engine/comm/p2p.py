@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from merak.core.health.status import waiting_for_all
-from merak.core.mesh import Mesh, group_of_lines
+from merak.core.mesh import Mesh, carried_device, group_of_lines
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.schedule.channels import MAX_OPEN_SENDS, Channel, Link, channel_of
 from merak.schedule.steps import Receive, Send
+
+
+class Route:
+    """How tensors travel between pp ranks: from device to device, or through the host's memory.
+
+    A GPU loads a kernel when it first runs, and until then waits for all that it has begun. A
+    receive that it has begun waits for another rank, which may be loading a kernel, too: two such
+    ranks wait for ever. So tensors go through the host, which occupies no device, in every step
+    that has a program for the first time. Such a step may also compile, or tune, for minutes. With
+    gloo, tensors of a GPU always do.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._through_host = True
+        self._num_programs: dict[bool, int] = {}
+
+    @contextmanager
+    def step(self, training: bool, num_programs: int) -> Iterator[None]:
+        """Enter a step or an evaluation, whose transfers all take one route on all ranks.
+
+        Args:
+            training: whether it has backwards.
+            num_programs: how many programs this rank has made so far.
+        """
+        is_first = self._num_programs.get(training) != num_programs
+        self._through_host = is_first or carried_device().type != self._device.type
+        yield
+        self._num_programs[training] = num_programs
+
+    def outgoing(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to send for another one, contiguous."""
+        # A tensor that is only marked as conjugated or negated would arrive as it is in memory.
+        own = tensor.resolve_conj().resolve_neg()
+        return (own.cpu() if self._through_host else own).contiguous()
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An empty tensor to receive into."""
+        device = torch.device("cpu") if self._through_host else self._device
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def arrived(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor of this rank's device that has arrived in a buffer."""
+        return buffer.to(self._device)
 
 
 class Transfers:
@@ -27,10 +75,12 @@ class Transfers:
         mesh: the grid of ranks.
         progress: reports every wait.
         oom_guard: aborts the step where there is no memory for a buffer.
+        route: of the tensors.
     """
 
-    def __init__(self, mesh: Mesh, progress: Progress, oom_guard: OomGuard) -> None:
+    def __init__(self, mesh: Mesh, progress: Progress, oom_guard: OomGuard, route: Route) -> None:
         self.mesh = mesh
+        self.route = route
         self._progress = progress
         self._oom_guard = oom_guard
         self._groups: dict[Channel, dist.ProcessGroup] = {}
@@ -50,21 +100,18 @@ class Transfers:
         """Start to send some tensors, in order."""
         group = self._groups[channel_of(Link(step.payload, self.mesh.pp_rank, step.peer))]
         peer = self.mesh.rank_at(step.peer)
-        # A tensor that is only marked as conjugated or negated would arrive as it is in memory.
-        buffers = self._oom_guard.allocate(
-            lambda: [t.resolve_conj().resolve_neg().contiguous() for t in tensors]
-        )
+        buffers = self._oom_guard.allocate(lambda: [self.route.outgoing(t) for t in tensors])
         works = [started(dist.isend(buffer, peer, group)) for buffer in buffers]
         self._sends.append((step, works, buffers))
         if len(self._sends) > MAX_OPEN_SENDS:
             self._wait_for_oldest_send()
 
-    def post(self, step: Receive, metas: Sequence[TensorMeta], device: torch.device) -> None:
+    def post(self, step: Receive, metas: Sequence[TensorMeta]) -> None:
         """Start to receive some tensors, in order, into new ones."""
         group = self._groups[channel_of(Link(step.payload, step.peer, self.mesh.pp_rank))]
         peer = self.mesh.rank_at(step.peer)
         buffers = self._oom_guard.allocate(
-            lambda: [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
+            lambda: [self.route.buffer(m.shape, m.dtype) for m in metas]
         )
         works = [started(dist.irecv(buffer, peer, group)) for buffer in buffers]
         self._arriving[step] = (works, buffers)
@@ -78,7 +125,7 @@ class Transfers:
         works, buffers = self._arriving.pop(step)
         with self._progress.waiting(f"{_description(step)} from", (self.mesh.rank_at(step.peer),)):
             _wait(works)
-        return buffers
+        return self._oom_guard.allocate(lambda: [self.route.arrived(b) for b in buffers])
 
     def finish(self) -> None:
         """Wait until all sends are complete."""
@@ -112,7 +159,7 @@ def pipeline_group(mesh: Mesh, pairs: Collection[tuple[int, int]]) -> dist.Proce
     lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
     group = group_of_lines(lines, "a group of ranks with")
     assert group is not None, "every rank is in a pipeline"
-    number = torch.zeros(1, device=mesh.device)
+    number = torch.zeros(1, device=carried_device())
     meetings = [
         dist.P2POp(dist.isend, number, mesh.rank_at(receiver), group)
         if sender == mesh.pp_rank

@@ -36,7 +36,7 @@ class StageIO:
     def post(self, task: Receive, program: Program) -> None:
         """Post the receive of another rank's values, without waiting for it."""
         names = _names(program, task.payload, task.stage)
-        self._transfers.post(task, [program.values[name] for name in names], self._mesh.device)
+        self._transfers.post(task, [program.values[name] for name in names])
 
     def take(self, source: Receive, program: Program) -> TensorDict:
         """The values that a stage has computed; waits for them.

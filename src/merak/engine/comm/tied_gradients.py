@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.core.mesh import Mesh
-from merak.engine.comm.p2p import pipeline_group, started
+from merak.engine.comm.p2p import Route, pipeline_group, started
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.tensors_by_name import LeafGradients, ParamLeaves
@@ -55,6 +55,7 @@ class TiedParameters:
             step, with less traffic and another order of summing.
         progress: reports every wait.
         oom_guard: aborts the step where there is no memory for a sum.
+        route: of the sums.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -63,6 +64,7 @@ class TiedParameters:
     every_microbatch: bool
     progress: Progress
     oom_guard: OomGuard
+    route: Route
 
 
 class TiedGradients:
@@ -124,7 +126,7 @@ class TiedGradients:
                     arriving.append((chain, name, owner, *chain.receive(name, owner, parameter)))
         for chain, name, owner, work, gradient in arriving:
             chain.wait(work, f"the gradient of tied {name} from", owner)
-            self._final[name].grad = gradient
+            self._final[name].grad = chain.arrived(gradient)
         for chain in self._chains:
             chain.finish()
 
@@ -175,6 +177,7 @@ class Chain:
         self._every_microbatch = tied.every_microbatch
         self._progress = tied.progress
         self._oom_guard = tied.oom_guard
+        self._route = tied.route
         self._own = {
             name: holder
             for name, found in holders.items()
@@ -259,6 +262,10 @@ class Chain:
         with self._progress.waiting(what, (self._mesh.rank_at(pp_rank),)):
             work.wait()
 
+    def arrived(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The gradient that has arrived in a buffer."""
+        return self._oom_guard.allocate(partial(self._route.arrived, buffer))
+
     def forget(self) -> None:
         """Free the gradients of a step that failed."""
         self._sums.clear()
@@ -342,10 +349,11 @@ class Chain:
         _, work, buffer = arriving[number]
         del arriving[number]
         self.wait(work, f"the gradient of tied {name} of microbatch {key} from", before.rank)
-        return buffer
+        return self.arrived(buffer)
 
     def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
         """Start to send a gradient to another pp rank."""
+        gradient = self._oom_guard.allocate(partial(self._route.outgoing, gradient))
         work = started(dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name]))
         self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
 
@@ -353,7 +361,7 @@ class Chain:
         self, name: str, from_rank: int, like: torch.Tensor
     ) -> tuple[dist.Work, torch.Tensor]:
         """Start to receive a gradient of some tensor from another pp rank."""
-        make = partial(torch.empty, like.shape, dtype=gradient_dtype(like), device=like.device)
+        make = partial(self._route.buffer, like.shape, gradient_dtype(like))
         buffer = self._oom_guard.allocate(make)
         work = started(dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name]))
         return work, buffer

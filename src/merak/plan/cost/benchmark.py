@@ -48,6 +48,8 @@ def measure(device: torch.device | str, cache_dir: Path | None = None) -> Device
         return known
     with own_random_state(device):
         profile = _measure(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # gigabytes, which no job needs again in such pieces
     if cache_dir is None:
         return profile
     path = _path(cache_dir, device)
