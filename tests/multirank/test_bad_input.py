@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -83,6 +84,16 @@ class NoLoss(nn.Module):
         return {"logits": self.linear(x)}
 
 
+class Communicates(Branches):
+    """A model that averages over all ranks, as in a script of DistributedDataParallel."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(y, op=dist.ReduceOp.AVG)
+        return y.sum()
+
+
 class Columns(Dataset[dict[str, torch.Tensor]]):
     """Samples with some columns."""
 
@@ -148,6 +159,7 @@ CASES: dict[str, Callable[[], None]] = {
     "batch": lambda: _parallelize(_gpt2(), _tokens(4), num_microbatches=3),
     "ragged step": _step_with_ragged_batch,
     "does not trace": lambda: _parallelize(Branches(), {"x": torch.ones(2, 2)}),
+    "communicates": lambda: _parallelize(Communicates(), {"x": torch.ones(2, 2)}),
     "no loss": lambda: _parallelize(NoLoss(), {"x": torch.ones(2, 2)}),
     "no labels": lambda: _train(train_dataset=Columns("input_ids")),
     "no inputs": lambda: _train(train_dataset=Columns("labels")),
@@ -192,6 +204,14 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ("batch", PP, r"'input_ids' has 4 samples, which do not divide into 3 microbatches; use"),
     ("ragged step", PP, r"'input_ids' has 3 samples, which do not divide into 2 microbatches"),
     ("does not trace", PP, r"test_bad_input\.py:\d+: `if y\.sum\(\) > 0:.*torch\.where"),
+    *(
+        (
+            "communicates",
+            degrees,
+            r"test_bad_input\.py:\d+: `dist\.all_reduce\(y.* with other ranks",
+        )
+        for degrees in (PP, TP, {"dp": 2})
+    ),
     ("no loss", PP, r"returns no loss for the columns x; it returns logits\. Give it"),
     ("no labels", PP, r"returns no loss for the columns input_ids; it returns logits\. Give it"),
     (
@@ -214,7 +234,7 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
 ]
 
 
-@pytest.mark.parametrize("case,degrees,pattern", EXPECTED, ids=[e[0] for e in EXPECTED])
+@pytest.mark.parametrize("case,degrees,pattern", EXPECTED, ids=[f"{e[0]} {e[1]}" for e in EXPECTED])
 def test_every_rank_raises_the_sentence(
     pool: RankPool, case: str, degrees: dict[str, int], pattern: str
 ) -> None:

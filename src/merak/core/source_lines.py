@@ -13,9 +13,12 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
 from types import FrameType
+
+import typing_extensions
 
 MERAK = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """Merak's own package."""
@@ -34,7 +37,7 @@ LIBRARIES: tuple[str, ...] = (
     *_folder("torch"),  # runs beneath every line of a model
     *_folder("numpy"),  # its generators call each other
     *_folder("transformers", "utils"),  # decorators around every forward
-    contextlib.__file__,  # decorators of torch
+    *(contextlib.__file__, typing_extensions.__file__, warnings.__file__),  # decorators of torch
     _TRACING,  # takes the place of functions that a model calls
 )
 """Beginnings of paths of code that every model runs through; no line of it is a model's own."""

@@ -32,6 +32,7 @@ from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
 from merak.graph.weights.laid_out import methods_allowed
+from merak.graph.weights.rank_agreement import is_distributed
 
 
 @dataclass(slots=True, eq=False)
@@ -224,6 +225,7 @@ def _key(source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: 
         source.device.type,
         source.autocast,
         str(source.dropped),
+        is_distributed(),  # where models may leave out, or may not, what communicates
         *for_planning,
     )
     return fingerprint(source.model, dict(columns), *what)

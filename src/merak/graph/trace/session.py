@@ -37,6 +37,7 @@ from merak.graph.trace.modes.packed_sequences import PackedSequences
 from merak.graph.trace.modes.tensor_data import DetachedData
 from merak.graph.trace.modes.value_checks import ValueChecks
 from merak.graph.trace.modes.vmap import vmap_by_operators
+from merak.graph.trace.opaque.collectives import refused_collectives, refused_modules
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import OpaqueCall
@@ -129,6 +130,8 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
         lambda s: s.host_random.recorded(s.model),
         "functions that draw arrays are operators; after the line above, whose draws they are not",
     ),
+    (lambda s: refused_modules(s.model), "they communicate before any operator shows it"),
+    (lambda s: refused_collectives(), "no function mode: sees operators of any caller"),
 )
 """Functions, weights and attributes with stand-ins while a model is traced, and why.
 

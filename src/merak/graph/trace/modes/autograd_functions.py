@@ -26,6 +26,7 @@ from merak.core.tensor_meta import requires_grad
 from merak.graph.ir.custom_operators import Role, pack_arguments, register, unpack_arguments
 from merak.graph.trace.autograd.calls import is_recording
 from merak.graph.trace.explain import UntraceableError
+from merak.graph.trace.opaque.collectives import refuse_in_function
 
 _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
@@ -119,6 +120,7 @@ def _recorded(
         single.append(isinstance(result, torch.Tensor))
         return result
 
+    refuse_in_function(cls, original, args)
     with mock.patch.dict(globals(), {"_APPLY": seen}):
         results = AUTOGRAD_FUNCTION(packed[0], name, packed[1])
     return results[0] if single[0] else tuple(results)

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from merak.graph.trace.opaque.collectives import refused_collectives
+
 _T = torch.Tensor
 _MOST_ELEMENTS = 2**20
 """Larger tensors are not computed beside the trace."""
@@ -115,7 +117,7 @@ class ConstantValues(TorchFunctionMode):
             return None
         if func in _FACTORIES and func is not torch.tensor and _is_large(func, args):
             return None
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), refused_collectives():
             try:
                 own_args, own_kwargs = tree_map(self._real, (args, kwargs))
                 found = func(*own_args, **own_kwargs)

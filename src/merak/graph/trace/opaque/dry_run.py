@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
+from merak.graph.trace.opaque.collectives import CollectiveError
 from merak.graph.trace.opaque.extrapolate import extrapolated
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
@@ -70,7 +71,7 @@ def _dry_run(
                 with mode:
                     measure = partial(_measured, call, device=where)
                     return extrapolated(measure, metas, length) or measure(metas)
-            except CannotBeOpaque:
+            except (CannotBeOpaque, CollectiveError):
                 raise
             except Exception as error:  # whatever the code does on meta tensors
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -30,6 +30,11 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.explain import causes
 from merak.graph.trace.opaque.buffer_writes import may_write
+from merak.graph.trace.opaque.collectives import (
+    CollectiveError,
+    refuse_in_backward,
+    refused_collectives,
+)
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import attributes, autocast_of, invoke, set_attributes, sharing
@@ -135,7 +140,7 @@ def _probe(subject: _Probe) -> ProbeResult:
         for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
             try:
                 found.append(_try(subject, values, numbers))
-            except CannotBeOpaque:
+            except (CannotBeOpaque, CollectiveError):
                 raise
             except Exception as error:  # whatever the module's code does with synthetic values
                 errors.append(error)
@@ -168,6 +173,7 @@ def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeRe
     try:
         first, _ = _once(subject, values, numbers)
         again, found = _once(subject, values, numbers)
+        refuse_in_backward(again)
     finally:
         restore(subject.call, before)
     if len(first) != len(again) or not all(map(_equal, first, again)):
@@ -351,7 +357,7 @@ def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:
 
 @contextmanager
 def undisturbed(call: OpaqueCall) -> Iterator[None]:
-    """Undo the patches of a trace, so that a module runs as in eager code."""
+    """Undo the patches of a trace, so that a module runs as in eager code, but for collectives."""
     module, patch = call.module, mock.patch.multiple
     forward = vars(module).pop("forward", None)
     with (
@@ -359,6 +365,7 @@ def undisturbed(call: OpaqueCall) -> Iterator[None]:
         patch(Function, apply=_APPLY),
         patch(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False),
         torch.random.fork_rng(),
+        refused_collectives(),
     ):
         try:
             yield
