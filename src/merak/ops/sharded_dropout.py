@@ -244,9 +244,9 @@ def _noise_slice(
 def _whole_like(
     x: torch.Tensor, layout: Layout | None, rows: Rows | None
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """A tensor of all that a shard is of, and what takes the shard of its like.
+    """A contiguous tensor of all that a shard is of, and what takes the shard of its like.
 
-    It is laid out in memory like the shard, in which order torch's dropout draws as well.
+    So draws are in logical order, as those of unsharded values are (`logical_draws`).
     """
     sizes = list(x.shape)
     if layout is not None:
@@ -254,9 +254,7 @@ def _whole_like(
         sizes[shard.dim] *= shard.num_shards
     if rows is not None:
         sizes[rows[0]] = rows[2]
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    whole = torch.empty_permuted(sizes, order, dtype=x.dtype, device=x.device)
+    whole = x.new_empty(sizes)
 
     def own(drawn: torch.Tensor) -> torch.Tensor:
         if rows is not None:

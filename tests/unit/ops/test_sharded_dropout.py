@@ -34,7 +34,7 @@ def test_dropout_keeps_the_own_slice(
     back = [order.index(d) for d in range(4)]
     whole = torch.randn(memory, dtype=dtype).permute(back)
     torch.manual_seed(7)
-    expected = torch.ops.aten.dropout(whole, 0.4, True)
+    expected = torch.ops.aten.dropout(whole.contiguous(), 0.4, True)
     after = torch.rand(3)
     shard = ParameterShard(dim, parts, 2)
     for rank in range(2):
@@ -122,7 +122,7 @@ def test_dropout_keeps_the_own_slice_on_a_gpu(
     back = [order.index(d) for d in range(4)]
     whole = torch.randn(memory, dtype=dtype, device="cuda").permute(back)
     torch.manual_seed(7)
-    expected = torch.ops.aten.dropout(whole, 0.4, True)
+    expected = torch.ops.aten.dropout(whole.contiguous(), 0.4, True)
     after = torch.rand(3, device="cuda")
     for rank in range(4):
         on_rank(rank, 4, monkeypatch)

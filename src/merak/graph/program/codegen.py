@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.program.compiled import Compilation, compiled
+from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_branch_select, is_condition
 from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
@@ -107,13 +108,14 @@ def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
 def _function(
     graph: fx.Graph, observe: Observe | None, compilation: Compilation | None
 ) -> Function:
-    if any(is_opaque(node) or is_dynamic_region(node) for node in graph.nodes):
+    if any(map(_is_replaced, graph.nodes)):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
             if is_opaque(node):
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
+        draw_in_logical_order(graph, to_compile=compilation is not None)
     forward: Function
     if observe is not None:
         forward = _Observed(graph, observe).run
@@ -124,3 +126,7 @@ def _function(
     if any(node.target is gather_with_partial_grad for node in graph.nodes):
         return saving_shards(forward)
     return forward
+
+
+def _is_replaced(node: fx.Node) -> bool:
+    return is_opaque(node) or is_dynamic_region(node) or draws_by_memory(node)

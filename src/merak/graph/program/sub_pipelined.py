@@ -15,6 +15,7 @@ from merak.core.errors import ShardError
 from merak.core.rank0 import warn_on_rank0
 from merak.graph.ir.ir import Segment, returned_nodes
 from merak.graph.program.codegen import BranchValues, specialize_branches
+from merak.graph.program.logical_draws import draw_in_logical_order
 from merak.graph.program.program import (
     PieceProgram,
     Rewrite,
@@ -26,6 +27,7 @@ from merak.graph.program.program import (
     compile_segment,
     has_draws,
 )
+from merak.graph.segment.cut import copy_graph
 from merak.graph.sub_pipelining.leading_part import leading_cuts
 from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment, sub_microbatches
@@ -160,6 +162,8 @@ def _in_pieces(segment: Segment) -> SubMicrobatchProgram:
 
 
 def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
+    graph, _ = copy_graph(graph)
+    draw_in_logical_order(graph)
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 

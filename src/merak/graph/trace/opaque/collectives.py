@@ -86,12 +86,13 @@ class RefusedCollectives(TorchDispatchMode):
 
 def _num_ranks(arguments: Any) -> int:
     """Size of the process group among a collective's arguments; of all ranks where none is."""
+    c10d: Any = dist.distributed_c10d
     for leaf in tree_leaves(arguments):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return dist.ProcessGroup.unbox(leaf).size()
         if isinstance(leaf, str):
             try:
-                return dist.distributed_c10d._resolve_process_group(leaf).size()
+                return int(c10d._resolve_process_group(leaf).size())
             except (RuntimeError, ValueError, KeyError):  # it is the name of something else
                 continue
     return dist.get_world_size()

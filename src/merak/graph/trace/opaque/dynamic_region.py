@@ -86,7 +86,8 @@ def dynamic_region_function(region: DynamicRegion) -> Callable[..., tuple[torch.
     ) -> tuple[torch.Tensor, ...]:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return tuple(fake_call(written, tensors, cost))
-        made: tuple[torch.Tensor, ...] = forward(*tensors)
+        # What it draws may follow the memory format, which differs by layout.
+        made: tuple[torch.Tensor, ...] = forward(*(t.contiguous() for t in tensors))
         if tuple(tuple(one.shape) for one in made) != region.outputs:
             raise TrainingError(
                 f"what is computed at {region.line} from elements selected by a mask has other "

@@ -46,12 +46,15 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
     needs_gradient = call.grad and torch.is_grad_enabled()
+    num_states = len(call.states)
+    # As in its probe, and behind a boundary of stages: what it draws may follow the memory format.
+    given = [t if i < num_states else t.contiguous() for i, t in enumerate(tensors)]
     with autocast_of(call):
-        if needs_gradient and any(tensor.requires_grad for tensor in tensors):
-            results = list(_OpaqueFunction.apply(call, *tensors))  # type: ignore[no-untyped-call]
+        if needs_gradient and any(tensor.requires_grad for tensor in given):
+            results = list(_OpaqueFunction.apply(call, *given))  # type: ignore[no-untyped-call]
         else:
             with torch.no_grad():
-                results = _outcome(call, _separate(call, tensors))
+                results = _outcome(call, _separate(call, given))
     for place in reversed(call.written_inputs):
         tensors[place].copy_(results.pop())
     return results
