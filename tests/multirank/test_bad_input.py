@@ -115,6 +115,13 @@ class Nothing(IterableDataset[dict[str, torch.Tensor]]):
         return iter(())
 
 
+class Short(IterableDataset[dict[str, torch.Tensor]]):
+    """A stream whose epoch ends within its second step."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (Texts(20, padded=False)[i] for i in range(20))
+
+
 def _train(**kwargs: Any) -> None:
     make_merak(Setup("bert", arguments={"max_steps": 2}), 1, "", **kwargs).train()
 
@@ -166,6 +173,12 @@ CASES: dict[str, Callable[[], None]] = {
     "no inputs in a table": lambda: _train(train_dataset=_table("labels", "text")),
     "empty": lambda: _train(train_dataset=Columns("input_ids", size=0)),
     "empty stream": lambda: _train(train_dataset=Nothing()),
+    "left over": lambda: make_merak(
+        Setup("plain", arguments={"max_steps": 3, "schedule": "pipedream"}),
+        1,
+        "",
+        train_dataset=Short(),
+    ).train(),
     "empty evaluation": lambda: make_merak(Setup("bert"), 1, "").evaluate(
         Columns("labels", size=0)
     ),
@@ -226,6 +239,7 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ),
     ("empty", PP, r"the training dataset is empty; give one with at least one sample"),
     ("empty stream", PP, r"the training dataset yields no samples; give one"),
+    ("left over", PP, r"ends within step 2, and an asynchronous schedule cannot add its gradients"),
     ("empty evaluation", PP, r"the evaluation dataset is empty; give one"),
     ("later evaluation", PP, r"needs column 'input_ids', but the batch has labels; BertFor"),
     ("later save", PP, r"_extra_state of the state dict is neither a parameter nor a buffer but"),

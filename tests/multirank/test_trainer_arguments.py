@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,30 @@ def test_whole_parameters_with_replicas(pool: RankPool, cache: str) -> None:
 def test_streams(pool: RankPool, cache: str, layout: Layout) -> None:
     # 30 samples: the stream ends in the middle of a step, and begins again.
     _check(pool, layout, {"stream": _setup(max_steps=5)}, "stream", cache)
+
+
+@pytest.mark.parametrize(
+    "layout,options",
+    [
+        ((1, 1, 2), {}),
+        slow((2, 1, 2), {}),
+        slow((2, 1, 1), {"zero": 2}),
+        slow((2, 1, 1), {"zero": 3}),
+    ],
+)
+def test_what_an_epoch_leaves_over_is_stepped_with_the_next(
+    pool: RankPool, cache: str, layout: Layout, options: dict[str, Any]
+) -> None:
+    # 21 samples are 6 microbatches: one step of 4, and 2 whose gradients wait for the next epoch.
+    setup, own = _setup(max_steps=4), _setup(max_steps=4, **options)
+    setup, own = replace(setup, num_samples=21), replace(own, num_samples=21)
+    ((expected,),) = pool.run(run_alone, 1, [setup], "stream")
+    dp, tp, pp = layout
+    ranks = [r for (r,) in pool.run(run_merak, dp * tp * pp, layout, [own], "stream", cache)]
+    assert_same_losses_everywhere(ranks)
+    assert expected.losses[1] > 1.3 * expected.losses[0], "nothing is left over"
+    assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
+    assert ranks[0].norms == pytest.approx(expected.norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])

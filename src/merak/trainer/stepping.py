@@ -60,6 +60,8 @@ class Stepping(Saving):
     # The step that runs, and the losses of its microbatches once it has run.
     _step: StepInputs | None
     _losses: torch.Tensor
+    # Whether no optimizer has stepped the gradients of the microbatches that ran last.
+    _is_left_over: bool
     _flops_per_token: float
     # Whether the loss reads the step's label tokens.
     _divides_by_count: bool
@@ -79,7 +81,7 @@ class Stepping(Saving):
         """Start from the state of a checkpoint, if any, and say if nothing is left to train."""
         epochs, batches = super()._init_training_state(*args, **kwargs)
         step, num_steps = self.state.global_step, self.state.max_steps
-        self._saved_step = step
+        self._saved_step, self._is_left_over = step, False
         if self._recorder is not None:
             self._recorder.start(step)
         if self._is_finished():
@@ -207,6 +209,7 @@ class Stepping(Saving):
         engine, counter = self.engine, self._counter
         assert engine is not None and counter is not None
         own = step.exchanged.own(self.mesh)
+        left_over = self._left_over_gradients()
         engine.optimizer_params.clear_gradients()
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         ran = _Ran(
@@ -224,6 +227,7 @@ class Stepping(Saving):
             self._inner_optimizer().step if engine.updates_inside else None,
             ran.loss_scale,
         )
+        engine.optimizer_params.add_gradients(left_over)
         self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]
         tokens = sum(metadata.get("inputs", 0) for metadata in every)
@@ -235,6 +239,25 @@ class Stepping(Saving):
             everything[numbers] = losses
         engine.all_reduce(everything, "dp", "losses")
         return everything
+
+    def _left_over_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients of microbatches before these that have not been stepped yet.
+
+        An epoch of unknown length may end within a step. transformers then steps those gradients
+        with the next step's, and logs their losses together.
+
+        Raises:
+            TrainingError: the schedule steps each microbatch's by itself.
+        """
+        assert self.engine is not None
+        was_left_over, self._is_left_over = self._is_left_over, not self.accelerator.sync_gradients
+        if self._is_left_over and self.engine.updates_inside:
+            raise TrainingError(
+                f"the epoch ends within step {self.state.global_step + 1}, and an asynchronous "
+                "schedule cannot add its gradients to those of the next epoch: give a dataset "
+                "whose epochs are multiples of a step, or that does not end."
+            )
+        return self.engine.optimizer_params.gradients() if was_left_over else {}
 
     def _loss_scale(self, num_microbatches: int, counted: bool) -> float:
         """The factor of a microbatch's loss, as transformers' loop and DDP together have it."""

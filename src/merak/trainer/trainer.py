@@ -129,6 +129,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._step = None
         self._ran = None
         self._losses = torch.zeros(0)
+        self._is_left_over = False
         self._rollbacks = Rollbacks()
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None

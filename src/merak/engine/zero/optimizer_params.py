@@ -192,6 +192,23 @@ class OptimizerParams:
             item.tensor.grad = None
         self.start_step()
 
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients that the optimizer would step with, by the parameters' names."""
+        found = ((name, item.tensor.grad) for name, item in self.items.items())
+        return {name: gradient for name, gradient in found if gradient is not None}
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients of earlier microbatches, as `gradients` gave them, to those of a step."""
+        for name, gradient in gradients.items():
+            tensor = self.items[name].tensor
+            if not self.items[name].parameter.requires_grad:  # it has been frozen since
+                continue
+            if tensor.grad is None:
+                tensor.grad_dtype = tensor.dtype
+                tensor.grad = gradient
+            else:
+                tensor.grad.add_(gradient)
+
     @torch.no_grad()
     def sync_model_params(self) -> None:
         """Copy the optimizer tensors into the parameters; all replicas call it together."""
