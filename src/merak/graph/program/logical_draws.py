@@ -40,9 +40,9 @@ def draw_in_logical_order(graph: fx.Graph, *, to_compile: bool = False) -> None:
     """
     for node in filter(draws_by_memory, list(graph.nodes)):
         if not to_compile or mutated_arguments(node):
-            node.target = _in_logical_order(node.target)  # type: ignore[arg-type]
+            node.target = _in_logical_order(node.target)
             continue
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta["tensor"], TensorMeta)]
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("tensor"), TensorMeta)]
         for operand in tensors:
             with graph.inserting_before(node):
                 copy = graph.call_function(torch.ops.aten.contiguous.default, (operand,))
