@@ -8,10 +8,12 @@ inside one line would wait for ever, or count samples twice.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import cache, wraps
+from inspect import ismodule
 from typing import Any
 from unittest import mock
 
@@ -161,6 +163,26 @@ _MODULES: tuple[tuple[type[nn.Module], str, str], ...] = (
     ),
 )
 """Modules that communicate when they train: what for, and what to do instead."""
+
+
+def may_communicate(module: nn.Module) -> bool:
+    """Whether the files of a module's classes, or of its parts', name `torch.distributed`."""
+    return any(_names_distributed(cls) for part in module.modules() for cls in type(part).__mro__)
+
+
+@cache
+def _names_distributed(cls: type) -> bool:
+    source = sys.modules.get(cls.__module__)
+    if source is None or cls.__module__.partition(".")[0] in ("torch", "builtins"):
+        return False
+    functions = [*vars(source).values(), *vars(cls).values()]
+    return any(
+        str(getattr(value, "__name__" if ismodule(value) else "__module__", "")).startswith(
+            "torch.distributed"
+        )
+        or "distributed" in getattr(getattr(value, "__code__", None), "co_names", ())
+        for value in functions
+    )
 
 
 def refuse_in_function(function: type[Function], apply: Callable[..., Any], args: Any) -> None:

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.utils.hooks import BackwardHook
 
 from merak.core.errors import TrainingError
+from merak.graph.trace.opaque.collectives import may_communicate, refused_collectives
 from merak.graph.trace.opaque.operator import OpaqueCall, fake_outputs, in_order
 from merak.graph.trace.opaque.pytree import fill, flatten
 
@@ -91,7 +92,8 @@ class _OpaqueFunction(Function):
             if gradient is not None and result.requires_grad
         ]
         call, leaves = ctx.call, ctx.leaves
-        with in_place(call, leaves), _having(call, ctx.attributes), torch.enable_grad():
+        where = in_place(call, leaves), _having(call, ctx.attributes)
+        with where[0], where[1], _alone(call), torch.enable_grad():
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         found = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
@@ -107,7 +109,8 @@ def _separate(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.T
 def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The module's outputs, followed by the inputs that it wrote into."""
     versions = [tensor._version for tensor in tensors]
-    results = invoke(call, tensors)
+    with _alone(call):
+        results = invoke(call, tensors)
     path = call.ref.path
     for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if tensor._version != version and i not in call.written:
@@ -127,6 +130,14 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     taken = {t.untyped_storage()._cdata for t in tensors}
     own = [t.clone() if t.untyped_storage()._cdata in taken else t for t in found]
     return [*own, *(tensors[i] for i in call.written_inputs)]
+
+
+def _alone(call: OpaqueCall) -> AbstractContextManager[Any]:
+    """Context in which a module may not communicate, in code that its probe has not come to."""
+    is_probed = call.loop is not None  # no line of which depends on values
+    return (
+        refused_collectives() if not is_probed and may_communicate(call.module) else nullcontext()
+    )
 
 
 def sharing(

@@ -19,6 +19,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.trace import trace
 from tests.unit.graph.odd_models import WIDTH, Layers
+from tests.unit.graph.stages import Pipeline, built
 
 COLUMNS = {"x": TensorMeta((4, WIDTH), torch.float32)}
 
@@ -101,7 +102,7 @@ def caught(x: Tensor) -> Tensor:
 
 
 def by_value(x: Tensor) -> Tensor:
-    return summed(x) if x.sum() > 0 else x
+    return summed(x) if x.sum() > -1e9 else x
 
 
 def hooked(x: Tensor) -> Tensor:
@@ -172,6 +173,16 @@ def test_a_collective_is_refused_with_its_line(ranks: int, kind: str) -> None:
     said = str(refused.value)
     assert f"{__file__}:" in said.partition(" ")[0], said
     assert "communicates with other ranks" in said and "Leave it out" in said
+
+
+def test_one_that_no_probe_comes_to_is_refused_when_it_runs(ranks: int) -> None:
+    inner = Calling(lambda x: summed(x) if x.sum() > 0.99 * x.numel() else x)
+    model, batch = Around(inner), {"x": torch.randn(4, WIDTH)}
+    pipeline = Pipeline(built(model, batch), model)
+    pipeline.train(batch)
+    nn.init.constant_(inner.layer.bias, 100.0)
+    with pytest.raises(TraceError, match="communicates with other ranks"):
+        pipeline.train(batch)
 
 
 def test_so_is_one_in_a_loss_function(ranks: int) -> None:
