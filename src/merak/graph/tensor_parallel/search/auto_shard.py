@@ -8,7 +8,7 @@ segments may share, are sharded before (`vocabularies`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from merak.graph.ir.structure import structure_of_graph
 from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.search.cost import Transfer
 from merak.graph.tensor_parallel.search.search import Search
+from merak.graph.tensor_parallel.search.twins import differ, find_twins, matched_placements
 from merak.graph.tensor_parallel.search.vocabularies import (
     embeddings,
     loss_weights,
@@ -118,7 +119,39 @@ def auto_shard(
         )
         chosen |= split.weights
         whole |= frozenset(segment.parameters) - chosen.keys()
+    return _match_twins(model, auto_sharder, chosen, given.keys() | replicated)
+
+
+def _match_twins(
+    model: ModelGraph,
+    auto_sharder: AutoSharder,
+    chosen: dict[str, WeightPlacement],
+    fixed: Collection[str],
+) -> dict[str, WeightPlacement]:
+    """Placements in which teachers are sharded as their students, where the operators allow it.
+
+    Args:
+        model: the traced model.
+        auto_sharder: for this model's parameters and degree.
+        chosen: placements of the split parameters, by name.
+        fixed: names of parameters whose placement is the user's.
+    """
+    twins = find_twins(model.parameters)
+    if not differ(twins, chosen):
+        return chosen
+    concerned = [s for s in model.segments if {*twins, *twins.values()} & {*s.parameters}]
+    for placed in matched_placements(twins, chosen, fixed):
+        if all(_runs(segment, auto_sharder, placed) for segment in concerned):
+            return placed
     return chosen
+
+
+def _runs(segment: Segment, auto_sharder: AutoSharder, placed: WeightPlacements) -> bool:
+    """Whether the operators of a segment run on weights that are split so."""
+    own = {name: placed[name] for name in segment.parameters if name in placed}
+    whole = frozenset(segment.parameters)
+    search = Search(segment, auto_sharder.parameters, auto_sharder.degree, whole, own)
+    return search.judge(own) is not None and search.runs(own)
 
 
 def check_limits(model: ModelGraph, degree: int) -> None:
