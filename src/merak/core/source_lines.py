@@ -113,3 +113,11 @@ def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
     """
     own = [f for f in frames if not is_installed(f.filename) and os.path.isfile(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def script_line() -> str:
+    """The innermost line of the user's script that runs, as "file:number"; empty if none does."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""

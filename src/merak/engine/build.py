@@ -17,7 +17,6 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
-from merak.engine.optimizer.own_tensors import original_parameters
 from merak.engine.program_agreement import check_programs
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -26,7 +25,7 @@ from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.graph.weights.laid_out import mark_laid_out
-from merak.graph.weights.materialize import materialize
+from merak.graph.weights.materialize import materialize, names_of_parameters
 from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
@@ -144,7 +143,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
-    originals = original_parameters(source.model)
+    originals = names_of_parameters(source.model)
     with phase("loading weights"):
         materialize(
             source.model,

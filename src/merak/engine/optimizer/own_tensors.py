@@ -7,7 +7,7 @@ and parameters of other stages are not here.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,11 @@ from torch import nn
 from merak.core.errors import ArgumentsError
 from merak.engine.zero.optimizer_params import OptimizerParams
 
-Originals = Mapping[int, tuple["weakref.ref[nn.Parameter]", tuple[str, ...]]]
-"""By id, the parameters that a model had before it was laid out, and their names."""
+Originals = Mapping[nn.Parameter, Sequence[str]]
+"""The parameters that a model had before it was laid out, and their names.
 
-
-def original_parameters(model: nn.Module) -> Originals:
-    """The parameters of a model that is about to be laid out; they are not kept alive."""
-    names: dict[int, list[str]] = {}
-    held: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        held[id(parameter)] = parameter
-    return {key: (weakref.ref(held[key]), tuple(own)) for key, own in names.items()}
+To be dropped when it is: most have become those of today (`swap`), others would keep their memory.
+"""
 
 
 Found = Mapping[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
@@ -51,10 +44,9 @@ def tensors_by_id(model: nn.Module, own: OptimizerParams, originals: Originals) 
         found[id(given)] = weakref.ref(given), tensor
 
     tensors = {n: i.tensor if i.tensor.numel() else None for n, i in own.items.items()}
-    for reference, names in originals.values():
-        original = reference()
+    for original, names in originals.items():
         here = [tensors[name] for name in names if name in tensors]
-        if original is not None and original.requires_grad:
+        if original.requires_grad:
             add(original, here[0] if here else None)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name in tensors or parameter.is_meta:
@@ -91,7 +83,7 @@ def use_optimizer_tensors(
     for group in optimizer.param_groups:
         changed = [(p, _own_tensor(optimizer, p, found, takes_others)) for p in group["params"]]
         for given, tensor in changed:
-            if tensor is not given:
+            if tensor is not given or _has_other_shapes(optimizer.state.get(given, {}), given):
                 _refuse_state(optimizer, given)
         tensors = [tensor for _, tensor in changed if tensor is not None]
         group["params"][:] = {id(tensor): tensor for tensor in tensors}.values()
@@ -112,6 +104,12 @@ def _own_tensor(
         "parameter of the model as it was given or as it is laid out, so it would never get a "
         "gradient; make the optimizer of model.named_parameters()."
     )
+
+
+def _has_other_shapes(state: Mapping[str, Any], given: torch.Tensor) -> bool:
+    """Whether a state was made for the whole of a parameter that is a shard by now."""
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return any(own.dim() == given.dim() and own.shape != given.shape for own in tensors)
 
 
 def _refuse_state(optimizer: torch.optim.Optimizer, given: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from merak.core.shards import RowShard
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.unshard_order import Unshard, UnshardOrder
+from merak.graph.weights.absent import OF_REPLICAS, AbsentTensor, swap
 
 Outputs = tuple[torch.Tensor, ...]
 Compute = Callable[[ParamLeaves], Outputs]
@@ -175,7 +176,9 @@ class FsdpParameters:
         for position, (name, parameter) in enumerate(own.items()):
             self._modules[name], self._positions[name] = module, position
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
-            self.meta_parameters[name] = nn.Parameter(empty, requires_grad=module.trains)
+            absent = AbsentTensor(empty, f"{name!r} is {OF_REPLICAS}")
+            made = nn.Parameter(absent, requires_grad=module.trains)
+            self.meta_parameters[name] = parameter if swap(parameter, made) else made
             if module.trains:
                 self.optimizer_tensors[name] = nn.Parameter(
                     self._shard_of(name).to_local().detach()
@@ -188,6 +191,12 @@ class FsdpParameters:
     def shard(self, name: str) -> torch.Tensor:
         """This replica's rows of a parameter, in the type of its optimizer tensor."""
         found: torch.Tensor = self._shard_of(name).to_local().detach()
+        return found
+
+    def full(self, name: str) -> torch.Tensor:
+        """A parameter unsharded, in its own type; all replicas call it together."""
+        dtype = self.meta_parameters[name].dtype
+        found: torch.Tensor = self._shard_of(name).full_tensor().detach().to(dtype)
         return found
 
     def _modules_of(self, names: Sequence[str]) -> tuple[Any, ...]:
@@ -260,9 +269,7 @@ class FsdpParameters:
         All replicas call it together. Masters are not written: they are more precise.
         """
         full = {
-            name: nn.Parameter(
-                self._shard_of(name).full_tensor().detach().to(meta.dtype), meta.requires_grad
-            )
+            name: nn.Parameter(self.full(name), meta.requires_grad)
             for name, meta in self.meta_parameters.items()
         }
         replace_parameters(model, {id(self.meta_parameters[name]): p for name, p in full.items()})

@@ -11,6 +11,7 @@ from torch import nn
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, fill_up, take
+from merak.graph.weights.absent import OF_OTHER_STAGE, AbsentTensor, swap
 from merak.graph.weights.deferred_init import InitTape, replay
 from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE, InitOrigin, is_building, origin_of
 from merak.graph.weights.holders import shard_shape
@@ -76,7 +77,8 @@ def materialize(
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for parameter, aliases in tied.items():
             if wanted.isdisjoint(aliases):
-                value = torch.empty_like(parameter.data, device="meta")
+                empty = torch.empty_like(parameter.data, device="meta")
+                value: torch.Tensor = AbsentTensor(empty, f"{aliases[0]!r} is {OF_OTHER_STAGE}")
             else:
                 shard = next((shards[name] for name in aliases if name in shards), None)
                 value = _value(parameter, aliases[0], shard, shard_index, maker)
@@ -172,12 +174,13 @@ def _put(
     model: nn.Module, names: list[str], old: nn.Parameter, value: torch.Tensor
 ) -> nn.Parameter:
     """Replace a parameter by a value, under all of its names."""
-    if value.data_ptr() == old.data_ptr() and value.device == old.device:
+    if not value.is_meta and value.data_ptr() == old.data_ptr() and value.device == old.device:
         return old
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    new.__dict__.update(
-        {k: v for k, v in old.__dict__.items() if k != ORIGIN_ATTRIBUTE or new.is_meta}
-    )
+    kept = {k: v for k, v in old.__dict__.items() if k != ORIGIN_ATTRIBUTE or new.is_meta}
+    new.__dict__.update(kept)
+    if swap(old, new):
+        return old
     for name in names:
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, new)

@@ -68,6 +68,11 @@ IN_JOBS = {
         "rank 0 the whole state dict. A callback that walks its parameters is told that it sees a "
         "part"
     ),
+    "callbacks that read or write parameters": (
+        "parameters of other pipeline stages have shapes and names alone: an operator that needs "
+        "their values ends the job with its line. Averages of a teacher: "
+        "[`merak.TeacherAverage`](how-to/teacher.md)"
+    ),
     "`save_model`, checkpoints": (
         "called on every rank, which save together; files are those of transformers. After "
         "`train()`, rank 0 may call `save_model` alone"

@@ -23,6 +23,7 @@ from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
+from merak.graph.weights.absent import INSTEAD, read_by
 from merak.graph.weights.laid_out import Part, StandIn, part_of
 from merak.trainer.subclass.overrides import codes_of
 
@@ -33,10 +34,6 @@ _GRADIENTS = frozenset({"grad", "clip_grad_norm_", "clip_grad_value_"})
 
 _WALKS = ("named_parameters", "parameters")
 _REPLACED = (*_WALKS, "__deepcopy__")
-_INSTEAD = (
-    "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
-    "norm of all gradients"
-)
 
 
 class _Reported(partial[Any], StandIn):
@@ -57,30 +54,33 @@ def reporting_parts(model: object) -> Iterator[None]:
     if part is None or not isinstance(model, nn.Module):
         yield
         return
-    own = vars(model)
-    own.update({name: _Reported(_walk, model, part, getattr(model, name)) for name in _WALKS})
-    own["__deepcopy__"] = _Reported(_copy, model, part)
+    vars(model)["__deepcopy__"] = _Reported(_copy, model, part)
+    modules = list(model.modules())
+    for module in modules:
+        walks = {name: _Reported(_walk, model, part, getattr(module, name)) for name in _WALKS}
+        vars(module).update(walks)
     try:
-        yield
+        with read_by("a callback"):
+            yield
     except AttributeError as error:
         if "'NoneType'" in str(error):
             error.add_note(
                 "The gradients of parameters of other pipeline stages are None on this rank; "
-                f"leave out those that are (p.grad is None), or: {_INSTEAD}."
+                f"leave out those that are (p.grad is None), or: {INSTEAD}."
             )
         raise
     except (RuntimeError, NotImplementedError) as error:
-        if "meta tensor" not in str(error):
-            raise
-        line = users_line(traceback.extract_tb(error.__traceback__))
-        raise TrainingError(
-            f"a callback reads a value that this rank does not have, at {with_text(line)}: the "
-            f"parameters of other pipeline stages are on the meta device ({error}); leave out "
-            f"parameters that are (p.is_meta), or: {_INSTEAD}."
-        ) from error
+        if part.shards and "size of tensor" in str(error):
+            error.add_note(
+                f"Each rank has shards of parameters ({part.degrees}), and another tensor is no "
+                "such shard; to average a teacher, use merak.TeacherAverage or "
+                f"merak.average_teacher, in any layout, or: {INSTEAD}."
+            )
+        raise
     finally:
-        for name in _REPLACED:
-            own.pop(name, None)
+        for module in modules:
+            for name in _REPLACED:
+                vars(module).pop(name, None)
 
 
 def check_gradient_readers(
@@ -114,7 +114,7 @@ def check_gradient_readers(
             "%s reads gradients, and each rank has those of its part of the model alone, some as "
             "shards of the whole (%s).",
             reader,
-            _INSTEAD,
+            INSTEAD,
         )
 
 
@@ -140,7 +140,7 @@ def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **
             "them is of this part alone (%s).",
             frame.f_code.co_qualname,
             _held(model, part),
-            _INSTEAD,
+            INSTEAD,
         )
     return walk(*args, **kwargs)
 
@@ -153,7 +153,7 @@ def _copy(model: nn.Module, part: Part, memo: dict[int, Any]) -> nn.Module:
         "it or saved is of this part alone (%s).",
         with_text(users_line(traceback.extract_stack())),
         _held(model, part),
-        _INSTEAD,
+        INSTEAD,
     )
     own = vars(model)
     replaced = {name: own.pop(name) for name in _REPLACED if name in own}

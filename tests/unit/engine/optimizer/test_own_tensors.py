@@ -8,11 +8,12 @@ from torch import nn
 
 from merak.core.errors import ArgumentsError
 from merak.engine.optimizer.own_tensors import (
-    original_parameters,
     tensors_by_id,
     use_optimizer_tensors,
 )
 from merak.engine.zero.optimizer_params import OptimizerParams, Precision
+from merak.graph.weights.absent import swap
+from merak.graph.weights.materialize import names_of_parameters
 
 
 def laid_out() -> tuple[nn.Module, OptimizerParams]:
@@ -51,10 +52,19 @@ def test_a_state_that_was_made_for_other_tensors_is_refused() -> None:
 
 def test_parameters_of_before_the_layout_are_found_by_their_names() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
-    originals, optimizer = original_parameters(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    originals, optimizer = names_of_parameters(model), torch.optim.SGD(model.parameters(), lr=0.1)
     shard = nn.Parameter(torch.zeros(3, 1))
     model[0].weight = shard
     model[1].to("meta")
     own = OptimizerParams({n: p for n, p in model.named_parameters() if not p.is_meta})
     use_optimizer_tensors(optimizer, tensors_by_id(model, own, originals))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(shard), id(model[0].bias)]
+
+
+def test_a_state_of_a_whole_that_is_a_shard_by_now_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 3, bias=False))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert swap(next(model.parameters()), nn.Parameter(torch.zeros(3, 1)))
+    own = OptimizerParams(dict(model.named_parameters()))
+    with pytest.raises(ArgumentsError, match=r"Adagrad makes its state before the first step"):
+        use_optimizer_tensors(optimizer, tensors_by_id(model, own, {}))

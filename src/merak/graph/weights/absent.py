@@ -1,0 +1,254 @@
+"""Absent tensors: parameters that this rank does not have, and what is computed of them alone.
+
+torch lets `here.add_(on_meta)` pass and changes nothing, so that a script which averages a teacher
+or sums norms between steps would train something else without a word. An absent tensor has the
+shape, type and name of a parameter of another rank. Operators on absent tensors alone give absent
+ones, since the rank that has them computes the same part by part; what mixes them with tensors that
+are here, or asks for their numbers, is refused with the line of the user's script.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from merak.core.errors import TrainingError
+from merak.core.source_lines import script_line, with_text
+
+INSTEAD = (
+    "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
+    "norm of all gradients"
+)
+"""The way to what needs all parameters or their gradients."""
+
+OF_OTHER_STAGE = "a parameter of another pipeline stage"
+OF_REPLICAS = "a parameter of which each replica has shards of its own (zero=3)"
+
+_TENSOR: Any = torch.Tensor
+_readers = ["this script"]
+_CLIPS = ("clip_grad_norm_", "_clip_grads_with_norm_", "clip_grads_with_norm_")
+"""Functions of torch that need the gradients of all parameters."""
+_NAMESPACES = ("aten", "prims")
+
+
+class AbsentTensor(torch.Tensor):
+    """A parameter that this rank does not have, or a value that is computed of such ones alone.
+
+    Shape, type and all else that needs no numbers can be read; its device is meta.
+
+    Args:
+        data: its shape and type, on meta.
+        source: the parameter, as sentences name it.
+        line: where it was computed; empty for the parameter itself and views of it.
+    """
+
+    source: str
+    line: str
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, source: str, line: str = "") -> AbsentTensor:
+        """Make one; torch makes tensors in `__new__`."""
+        with no_dispatch():
+            made: AbsentTensor = torch.Tensor._make_subclass(cls, data.detach())
+        made.source, made.line = source, line
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        absent = next(tensor for tensor in leaves if isinstance(tensor, AbsentTensor))
+        if func.__name__.startswith("_foreach_") and _num_places(args, kwargs) > 1:
+            return _one_by_one(func, args, kwargs)
+        _check(func, args, kwargs, absent)
+        if func is torch.ops.aten._to_copy.default:
+            kwargs = {**kwargs, "device": None}
+        try:
+            with no_dispatch():
+                made = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error).lower() and "data-dependent" not in str(error):
+                raise
+            raise _refusal("reads", absent) from error
+        line = "" if func.is_view else absent.line or script_line()
+
+        def absent_too(value: torch.Tensor) -> torch.Tensor:
+            is_new = value.is_meta and not isinstance(value, AbsentTensor)
+            return AbsentTensor(value, absent.source, line) if is_new else value
+
+        return tree_map_only(torch.Tensor, absent_too, made)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, AbsentTensor):
+            raise _refusal("writes into", self)
+        _TENSOR.data.__set__(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient, which is on the rank that has the parameter.
+
+        Raises:
+            TrainingError: a norm of all gradients is computed of those that are here.
+        """
+        callers = (sys._getframe(1), sys._getframe(1).f_back)  # perhaps a comprehension's
+        if any(frame is not None and frame.f_code.co_name in _CLIPS for frame in callers):
+            raise _refusal("reads the gradient of", self)
+        found: torch.Tensor | None = _TENSOR.grad.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _TENSOR.grad.__set__(self, value)
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to give numbers.
+
+        Raises:
+            TrainingError: always.
+        """
+        raise _refusal("reads", self)
+
+    __array__ = tolist = __dlpack__ = numpy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal("saves", self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
+        if id(self) not in memo:
+            with no_dispatch():
+                made = AbsentTensor(self.detach().clone(), self.source, self.line)
+            made.requires_grad_(self.requires_grad)
+            if getattr(self, "_is_param", False):
+                made._is_param = True
+            memo[id(self)] = made
+        found: AbsentTensor = memo[id(self)]
+        return found
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec else repr(self), spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        of = f"value computed at {self.line} of {self.source}" if self.line else self.source
+        return f"<{of}, size={tuple(self.shape)}, dtype={self.dtype}>"
+
+
+@contextmanager
+def read_by(who: str) -> Iterator[None]:
+    """Context in which sentences name what reads an absent tensor.
+
+    Args:
+        who: such as "a callback".
+    """
+    _readers.append(who)
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
+def swap(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Give a parameter another's value and type, for those who hold it in lists of their own.
+
+    Args:
+        old: whose memory goes to `new`.
+        new: whose value it gets.
+
+    Returns:
+        Whether it could be; not where something in C++ refers to one of them.
+    """
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _check(func: Any, args: Any, kwargs: Any, absent: AbsentTensor) -> None:
+    """Refuse an operator that another rank does not run in this one's place.
+
+    Raises:
+        TrainingError: with the line of the script.
+    """
+    returned = func._schema.returns
+    if func.namespace not in _NAMESPACES or any("Tensor" not in str(r.type) for r in returned):
+        raise _refusal("reads", absent)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise _refusal("draws random numbers for", absent)
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    for argument, value in _bound(func, args, kwargs):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+        (written if is_written else read).extend(tensors)
+    if any(_is_here(tensor) for tensor in read):
+        raise _refusal("writes into" if _absent_in(written) else "reads", absent)
+    if any(not isinstance(tensor, AbsentTensor) for tensor in written):
+        raise _refusal("reads", absent)
+
+
+def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The arguments of an operator's schema with their values."""
+    for number, argument in enumerate(func._schema.arguments):
+        if number < len(args):
+            yield argument, args[number]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have numbers of this rank's parameters: no single number, no index."""
+    return not tensor.is_meta and tensor.dim() > 0 and tensor.dtype.is_floating_point
+
+
+def _absent_in(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(isinstance(tensor, AbsentTensor) for tensor in tensors)
+
+
+def _num_places(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The length of an operator's longest list."""
+    values = (*args, *kwargs.values())
+    return max((len(a) for a in values if isinstance(a, (list, tuple))), default=0)
+
+
+def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operator over lists of tensors for each of their places."""
+    count = _num_places(args, kwargs)
+
+    def at(place: int, value: Any) -> Any:
+        is_list = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[place]] if is_list else value
+
+    made: dict[int, Any] = {}
+    operands = (*args, *kwargs.values())
+    here = [not any(_absent_in(tree_leaves(at(i, a))) for a in operands) for i in range(count)]
+    for i in sorted(range(count), key=here.__getitem__):  # refusals come before any write
+        named = {k: at(i, v) for k, v in kwargs.items()}
+        made[i] = func(*(at(i, a) for a in args), **named)
+    return None if made[0] is None else [value for i in range(count) for value in made[i]]
+
+
+def _refusal(verb: str, absent: AbsentTensor) -> TrainingError:
+    """The error of an operator on a value that this rank does not have."""
+    line = script_line() or absent.line
+    where = f", at {with_text(line)}" if line else ""
+    return TrainingError(
+        f"{_readers[-1]} {verb} a value that this rank does not have{where}: {absent.source}; "
+        "leave out parameters that are on the meta device here (p.is_meta); to average a teacher, "
+        f"use merak.TeacherAverage or merak.average_teacher, in any layout; or: {INSTEAD}."
+    )
