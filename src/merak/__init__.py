@@ -8,10 +8,12 @@ if TYPE_CHECKING:
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
+    from merak.engine.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
     from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakSeq2SeqTrainer, MerakTrainer
+    from merak.trainer.subclass.teacher_average import TeacherAverage
 
 _HOMES = {
     "Column": "merak.graph.tensor_parallel.features",
@@ -23,7 +25,9 @@ _HOMES = {
     "ParallelModel": "merak.parallel",
     "Replicate": "merak.graph.tensor_parallel.features",
     "Row": "merak.graph.tensor_parallel.features",
+    "TeacherAverage": "merak.trainer.subclass.teacher_average",
     "Vocabulary": "merak.graph.tensor_parallel.features",
+    "average_teacher": "merak.engine.teacher",
     "current_mesh": "merak.core.mesh",
     "empty_weights": "merak.graph.weights.empty_weights",
     "init": "merak.core.start.init",
@@ -40,7 +44,9 @@ __all__ = [
     "ParallelModel",
     "Replicate",
     "Row",
+    "TeacherAverage",
     "Vocabulary",
+    "average_teacher",
     "current_mesh",
     "empty_weights",
     "init",

@@ -64,7 +64,8 @@ class _Write:
         return TraceError(
             f"{self.writers[0].meta['source']} writes into the parameter "
             f"{self.parameter.meta['name']} while the model runs, and {why}, so that stages cannot "
-            "do it in step; write into a buffer, or change the parameter between steps."
+            "do it in step; write into a buffer, or change the parameter between steps (for a "
+            "teacher that averages its student: merak.TeacherAverage, or merak.average_teacher)."
         )
 
 

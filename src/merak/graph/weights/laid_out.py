@@ -198,6 +198,9 @@ class Part:
         return ", ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "zero=3"
 
 
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+
+
 class StandIn:
     """Takes the place of a method of a laid out model, but inside of `methods_allowed`."""
 
@@ -304,6 +307,7 @@ def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
         part: what this rank has of it; nothing is refused where that is everything on all ranks.
         runs_whole: whether the engine calls its forward as a whole.
     """
+    _ENGINES[model] = part.engine
     if not is_in_parts(part):
         return
     shards = {id(t) for name, t in named_tensors(model).items() if name in part.shards}
@@ -318,6 +322,11 @@ def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
                 kind = PickleRefusal if name == _PICKLES else Refusal
                 bound = inspect.signature(getattr(module, name))
                 vars(module)[name] = kind(name, part, place, bound)
+
+
+def engine_of(model: nn.Module) -> Any:
+    """The engine that trains a model; None for a model that no engine has, or had."""
+    return _ENGINES.get(model, lambda: None)()
 
 
 def part_of(model: nn.Module) -> Part | None:

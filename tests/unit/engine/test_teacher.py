@@ -1,0 +1,48 @@
+"""Averages of a teacher on one device, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import merak
+from merak.core.errors import ArgumentsError
+
+
+def pair() -> nn.ModuleDict:
+    online = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    target = nn.Sequential(copy.deepcopy(online[0])).requires_grad_(False)
+    nn.init.zeros_(target[0].weight)
+    return nn.ModuleDict({"online": online, "target": target})
+
+
+def test_a_model_on_one_device_is_averaged() -> None:
+    model = pair()
+    expected = 0.1 * model["online"][0].weight
+    merak.average_teacher(model, "target", "online", 0.9)
+    torch.testing.assert_close(model["target"][0].weight, expected, check_stride=False)
+    assert not model["target"][0].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "decay", "said"),
+    [
+        ("traget", "online", 0.9, "no submodule 'traget'; did you mean target or"),
+        ("target", "online.0", 0.9, "target.0.weight has no parameter to follow"),
+        ("online.0", "target.0", 0.9, "online.0.weight is trained; freeze the teacher"),
+        ("target", "online", 1.5, "decay=1.5 is no part of an average"),
+    ],
+)
+def test_what_does_not_fit_is_refused(teacher: str, student: str, decay: float, said: str) -> None:
+    with pytest.raises(ArgumentsError, match=said.replace("?", r"\?")):
+        merak.average_teacher(pair(), teacher, student, decay)
+
+
+def test_shapes_are_compared() -> None:
+    model = pair()
+    model["target"][0] = nn.Linear(4, 3).requires_grad_(False)
+    with pytest.raises(ArgumentsError, match=r"is of shape \(3, 4\), and online.0.weight of"):
+        merak.average_teacher(model, "target", "online", 0.9)
