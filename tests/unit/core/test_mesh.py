@@ -15,6 +15,7 @@ from merak.core.elastic import Degrees, check_expert_degree
 from merak.core.errors import ArgumentsError, MeshError
 from merak.core.mesh import AXES, EXPERT_REPLICAS, REPLICAS, Mesh, crosses_hosts
 from merak.core.start import init as start
+from merak.core.start.device import pick_device
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -179,6 +180,19 @@ def test_a_rank_of_a_job_computes_on_the_gpu_of_its_own_number(
     with pytest.raises(MeshError, match=r"device='cuda:0' was asked for on local rank 1"):
         merak.init(device="cuda:0")
     assert three_gpus == []
+
+
+def test_a_rank_that_sees_one_gpu_of_several_computes_on_it(
+    three_gpus: list[torch.device | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers may leave each rank its own GPU to see, which then has the number 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert pick_device("cuda") == torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(MeshError, match="local rank 3 has no GPU of its own: 1 here"):
+        pick_device("cuda")
 
 
 @pytest.mark.parametrize(

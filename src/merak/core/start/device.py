@@ -52,6 +52,8 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         torch.cuda.set_device(wanted)
         return wanted
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if num_gpus == 1 and _sees_its_own():
+        local_rank = 0
     if wanted.index not in (None, local_rank):
         raise MeshError(
             f"device={str(wanted)!r} was asked for on local rank {local_rank}, but every rank "
@@ -65,6 +67,12 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _sees_its_own() -> bool:
+    """Whether a launcher has left this rank one GPU to see, which then is its own."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len([one for one in visible.split(",") if one.strip()]) == 1
 
 
 def _parsed(device: str | torch.device) -> torch.device:

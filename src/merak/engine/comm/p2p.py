@@ -65,6 +65,21 @@ class Route:
         return buffer.to(self._device)
 
 
+_CARRIED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""Element types that NCCL sends as they are. Source: its ncclDataType_t."""
+
+
+def as_carried(buffer: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous buffer as numbers that every backend sends.
+
+    NCCL refuses complex numbers and short integers; these go as their bytes.
+    """
+    return buffer if buffer.dtype in _CARRIED else buffer.view(-1).view(torch.uint8)
+
+
 class Transfers:
     """The point-to-point traffic of one rank of one pipeline.
 
@@ -101,7 +116,7 @@ class Transfers:
         group = self._groups[channel_of(Link(step.payload, self.mesh.pp_rank, step.peer))]
         peer = self.mesh.rank_at(step.peer)
         buffers = self._oom_guard.allocate(lambda: [self.route.outgoing(t) for t in tensors])
-        works = [started(dist.isend(buffer, peer, group)) for buffer in buffers]
+        works = [started(dist.isend(as_carried(b), peer, group)) for b in buffers]
         self._sends.append((step, works, buffers))
         if len(self._sends) > MAX_OPEN_SENDS:
             self._wait_for_oldest_send()
@@ -113,7 +128,7 @@ class Transfers:
         buffers = self._oom_guard.allocate(
             lambda: [self.route.buffer(m.shape, m.dtype) for m in metas]
         )
-        works = [started(dist.irecv(buffer, peer, group)) for buffer in buffers]
+        works = [started(dist.irecv(as_carried(b), peer, group)) for b in buffers]
         self._arriving[step] = (works, buffers)
 
     def is_posted(self, step: Receive) -> bool:

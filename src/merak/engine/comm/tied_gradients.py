@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, gradient_dtype, no_gradient
 from merak.core.mesh import Mesh
-from merak.engine.comm.p2p import Route, pipeline_group, started
+from merak.engine.comm.p2p import Route, as_carried, pipeline_group, started
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.engine.tensors_by_name import LeafGradients, ParamLeaves
@@ -354,7 +354,9 @@ class Chain:
     def send(self, name: str, gradient: torch.Tensor, to_rank: int) -> None:
         """Start to send a gradient to another pp rank."""
         gradient = self._oom_guard.allocate(partial(self._route.outgoing, gradient))
-        work = started(dist.isend(gradient, self._mesh.rank_at(to_rank), self._groups[name]))
+        work = started(
+            dist.isend(as_carried(gradient), self._mesh.rank_at(to_rank), self._groups[name])
+        )
         self._sent.setdefault(name, deque()).append((to_rank, work, gradient))
 
     def receive(
@@ -363,7 +365,9 @@ class Chain:
         """Start to receive a gradient of some tensor from another pp rank."""
         make = partial(self._route.buffer, like.shape, gradient_dtype(like))
         buffer = self._oom_guard.allocate(make)
-        work = started(dist.irecv(buffer, self._mesh.rank_at(from_rank), self._groups[name]))
+        work = started(
+            dist.irecv(as_carried(buffer), self._mesh.rank_at(from_rank), self._groups[name])
+        )
         return work, buffer
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from merak.engine.comm import p2p
-from merak.engine.comm.p2p import Route
+from merak.engine.comm.p2p import Route, as_carried
 from merak.engine.engine import Engine
 from tests.unit.engine.test_python_state import Tempered, engine_of, step
 
@@ -54,6 +54,19 @@ def test_what_is_sent_is_contiguous_and_conjugated() -> None:
     sent = route.outgoing(value)
     assert sent.is_contiguous() and not sent.is_conj()
     torch.testing.assert_close(route.arrived(sent), value.resolve_conj())
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.uint16, torch.float32])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_numbers_that_nccl_refuses_travel_as_bytes(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    route = Route(torch.device("cpu"))
+    value, arrived = torch.ones(shape).to(dtype), route.buffer(shape, dtype)
+    carried = as_carried(arrived)
+    assert carried.dtype in (torch.uint8, torch.float32)
+    carried.copy_(as_carried(value))  # as a transfer does
+    assert torch.equal(arrived.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
 @pytest.mark.usefixtures("one_rank")
