@@ -40,6 +40,11 @@ from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.own_loop import plan_loop
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
+from merak.engine.rank_arguments import (
+    refuse_differences,
+    refuse_different_optimizers,
+    stand_in_optimizer,
+)
 from merak.engine.rank_state import rank_state
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.loop import LoopFigures
@@ -108,6 +113,7 @@ class ParallelModel:
         own = list(engine.optimizer_params.named.values())
         self.optimizer = optimizer(own) if optimizer is not None and own else None
         engine.connect_optimizer(self.optimizer)
+        refuse_different_optimizers(self.optimizer, with_groups=False)
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
         self._loop = loop or LoopFigures(engine, None, None)
@@ -358,7 +364,7 @@ def parallelize(
         MeshError: `merak.init` has not been called.
         MerakError: an unknown option, or model, batch and degrees do not fit together.
     """
-    given = _todays_options(options)
+    given = _agreed_options(**locals())
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, plain = split_non_tensors(example_batch)
     source = _source(model, loss_fn, plain, autocast)
@@ -370,6 +376,29 @@ def parallelize(
     loop = _loop_figures(built, autocast, run_record)
     rest = (optimizer, max_grad_norm, scaler, not_finite, plain, loop)
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
+
+
+def _agreed_options(
+    *,
+    model: object,
+    example_batch: Mapping[str, Any],
+    optimizer: OptimizerFactory | None,
+    run_record: object,
+    options: Mapping[str, Any],
+    **arguments: object,
+) -> dict[str, Any]:
+    """Options of `parallelize` by their present names, the same on all ranks; a collective.
+
+    Raises:
+        ArgumentsError: an argument of `parallelize` differs by rank, or is none.
+    """
+    given = _todays_options(options)
+    _, plain = split_non_tensors(example_batch)
+    of_batch = {f"example_batch[{name!r}]": value for name, value in plain.items()}
+    own = {"optimizer": optimizer, "run_record": run_record is not None}
+    refuse_differences({**arguments, **given, **own, **of_batch})
+    refuse_different_optimizers(stand_in_optimizer(optimizer))
+    return given
 
 
 def _source(

@@ -7,6 +7,7 @@ from merak.arguments.training import (
     argument_problem,
     check_arguments,
     default_trace_cache,
+    refuse_different_arguments,
 )
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "argument_problem",
     "check_arguments",
     "default_trace_cache",
+    "refuse_different_arguments",
     "single_process_accelerate",
 ]

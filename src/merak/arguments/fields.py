@@ -38,6 +38,10 @@ class AutoBatch(int):
         made.is_left_out = is_left_out
         return made
 
+    def __repr__(self) -> str:
+        """Show what the user has said, so that it can be compared."""
+        return super().__repr__() if self.is_left_out else repr(AUTO)
+
     def __getnewargs__(self) -> tuple[bool]:
         """Arguments for a copy, which says the same."""
         return (self.is_left_out,)

@@ -51,22 +51,29 @@ class Rule:
         sentence: how it is honoured, why it has no effect, or why it is refused and what to use.
         accepted: values that a refused argument may have besides its default.
         layout: the jobs in which it is refused; elsewhere it is honoured.
+        by_rank: whether each rank may have a value of its own; else a difference is refused.
     """
 
     policy: Policy
     sentence: str
     accepted: tuple[object, ...] = ()
     layout: Layout = Layout.ANY
+    by_rank: bool = False
 
 
-def honoured(sentence: str) -> Rule:
-    """Make the rule of an argument that keeps its meaning."""
-    return Rule(Policy.HONOURED, sentence)
+def honoured(sentence: str, *, by_rank: bool = False) -> Rule:
+    """Make the rule of an argument that keeps its meaning.
+
+    Args:
+        sentence: how it is honoured.
+        by_rank: whether each rank may have a value of its own.
+    """
+    return Rule(Policy.HONOURED, sentence, by_rank=by_rank)
 
 
 def no_effect(sentence: str) -> Rule:
     """Make the rule of an argument that rightly changes nothing."""
-    return Rule(Policy.NO_EFFECT, sentence)
+    return Rule(Policy.NO_EFFECT, sentence, by_rank=True)
 
 
 def refused(sentence: str, *accepted: object, layout: Layout = Layout.ANY) -> Rule:
@@ -100,6 +107,24 @@ def problems(
             continue
         if rule.layout.holds(mesh):
             yield refusal(field.name, value, rule)
+
+
+def shared_values(
+    arguments: object, rules: Mapping[str, Rule], own: frozenset[str]
+) -> dict[str, object]:
+    """The arguments whose values must be the same on every rank, by name.
+
+    Args:
+        arguments: a dataclass instance of training arguments.
+        rules: the decisions, by field name.
+        own: fields that are Merak's own, which no rule governs.
+    """
+    found: dict[str, object] = {}
+    for name in (field.name for field in dataclasses.fields(arguments)):  # type: ignore[arg-type]
+        is_shared = name in rules and not rules[name].by_rank
+        if is_shared or name in own:
+            found[name] = getattr(arguments, name)
+    return found
 
 
 def refusal(name: str, value: object, rule: Rule) -> str:

@@ -19,21 +19,23 @@ _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
 _GENERATES = honoured("given to `generate`")
 _HUB = honoured("rank 0 pushes what `save_model` and checkpoints wrote")
-_LOGGER = honoured("given to the logger, on rank 0")
-_SCRIPT = honoured("read by scripts, not by the trainer")
+_LOGGER = honoured("given to the logger, on rank 0", by_rank=True)
+_SCRIPT = honoured("read by scripts, not by the trainer", by_rank=True)
 _LOADER = honoured("as in transformers, in the loader of every rank that reads data")
+_WORKERS = honoured(_LOADER.sentence, by_rank=True)
 _EVALUATION = honoured("as in transformers; every rank sees the same metrics")
 _SAVING = honoured("as in transformers; the ranks write a folder that any Hugging Face tool reads")
 _LOGGING = honoured("as in transformers; rank 0 logs")
 _ADAM = honoured("given to the optimizer")
 
 OUTPUT = {
-    "output_dir": honoured("the ranks write into it"),
+    "output_dir": honoured("the ranks write into it", by_rank=True),
     "do_train": _SCRIPT,
     "do_eval": _SCRIPT,
     "do_predict": _SCRIPT,
     "resume_from_checkpoint": honoured(
-        "read by scripts and recipes, which give it to `train`; `train` itself follows 'auto'"
+        "read by scripts and recipes, which give it to `train`; `train` itself follows 'auto'",
+        by_rank=True,
     ),
 }
 
@@ -102,7 +104,9 @@ MEMORY_AND_SPEED = {
     "use_liger_kernel": refused(_LIGER),
     "liger_kernel_config": refused(_LIGER),
     "use_cache": refused("a cache of keys and values is not an output of training; leave it False"),
-    "torch_empty_cache_steps": honoured("every rank empties its cache behind such a step"),
+    "torch_empty_cache_steps": honoured(
+        "every rank empties its cache behind such a step", by_rank=True
+    ),
 }
 
 LOGGING = {
@@ -115,16 +119,17 @@ LOGGING = {
     "log_on_each_node": no_effect(
         "every host has the same losses, so rank 0 of the job alone logs and prints"
     ),
-    "log_level": honoured("the level of rank 0"),
+    "log_level": honoured("the level of rank 0", by_rank=True),
     "log_level_replica": honoured(
-        "the level of every other rank; errors alone where it is not given"
+        "the level of every other rank; errors alone where it is not given", by_rank=True
     ),
     "include_num_input_tokens_seen": honoured("counted over all replicas"),
     "disable_tqdm": honoured(
-        "rank 0 writes a line for each log, also in a terminal; else it draws a panel there"
+        "rank 0 writes a line for each log, also in a terminal; else it draws a panel there",
+        by_rank=True,
     ),
-    "skip_memory_metrics": honoured("the metrics are those of rank 0"),
-    "report_to": honoured("the loggers run on rank 0"),
+    "skip_memory_metrics": honoured("the metrics are those of rank 0", by_rank=True),
+    "report_to": honoured("the loggers run on rank 0", by_rank=True),
     "run_name": _LOGGER,
     "project": _LOGGER,
     "trackio_space_id": _LOGGER,
@@ -167,7 +172,7 @@ SAVING = {
     "ignore_data_skip": honoured("as in transformers"),
     "restore_callback_states_from_checkpoint": honoured("as in transformers"),
     "push_to_hub": _HUB,
-    "hub_token": _HUB,
+    "hub_token": honoured(_HUB.sentence, by_rank=True),
     "hub_private_repo": _HUB,
     "hub_model_id": _HUB,
     "hub_strategy": _HUB,
@@ -183,13 +188,14 @@ REPRODUCIBILITY = {
 
 DATA = {
     "dataloader_drop_last": _LOADER,
-    "dataloader_num_workers": _LOADER,
+    "dataloader_num_workers": _WORKERS,
     "dataloader_pin_memory": honoured(
-        "as in transformers, in the loader of every rank; off on the CPU, where nothing is copied"
+        "as in transformers, in the loader of every rank; off on the CPU, where nothing is copied",
+        by_rank=True,
     ),
-    "dataloader_persistent_workers": _LOADER,
-    "dataloader_prefetch_factor": _LOADER,
-    "dataloader_multiprocessing_context": _LOADER,
+    "dataloader_persistent_workers": _WORKERS,
+    "dataloader_prefetch_factor": _WORKERS,
+    "dataloader_multiprocessing_context": _WORKERS,
     "dataloader_in_order": refused(
         "ranks of one replica would read different batches; leave it True",
         layout=Layout.SEVERAL_RANKS,

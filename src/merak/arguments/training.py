@@ -26,7 +26,7 @@ from merak.arguments.fields import (
 from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
-from merak.arguments.rules import problems, raise_first
+from merak.arguments.rules import problems, raise_first, shared_values
 from merak.arguments.single_process import configured_state, fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError, caused_by
@@ -34,6 +34,7 @@ from merak.core.files.json_file import UnreadableFile, read_json
 from merak.core.health.status import phase, waiting, waiting_for_all
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
+from merak.engine.rank_arguments import refuse_differences
 from merak.graph.program.compiled import INDUCTOR, Compilation
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.options import BUCKET_BYTES
@@ -239,6 +240,19 @@ def check_arguments(arguments: TrainingFields) -> None:
     raise_first(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
     raise_first(kind_problems(arguments, TrainingFields))
     raise_first(own_problems(arguments, mesh))
+
+
+def refuse_different_arguments(arguments: TrainingFields, **further: object) -> None:
+    """Refuse arguments that differ by rank, but for those of one rank; a collective of all ranks.
+
+    Args:
+        arguments: of a job.
+        **further: what else all ranks must have alike.
+
+    Raises:
+        ArgumentsError: they differ; on all ranks, with the values of all of them.
+    """
+    refuse_differences({**shared_values(arguments, RULES | SEQ2SEQ, OWN_FIELDS), **further})
 
 
 def argument_problem(arguments: TrainingFields, mesh: Mesh) -> str | None:

@@ -285,6 +285,7 @@ def describe_hosts(hosts: Sequence[str]) -> str:
 
 
 _current: list[Mesh] = []
+_used: list[bool] = []
 
 
 def current_mesh() -> Mesh:
@@ -300,6 +301,16 @@ def current_mesh() -> Mesh:
             "script, before the trainer is built."
         )
     return _current[0]
+
+
+def mark_used() -> None:
+    """Note that something runs on the mesh: a trainer, an engine or a measurement."""
+    _used[:] = [True]
+
+
+def is_used() -> bool:
+    """Tell whether something has run on the mesh that `merak.init` has laid out."""
+    return bool(_used)
 
 
 def has_mesh() -> bool:
@@ -337,3 +348,4 @@ def reset() -> None:
     watchdog.stop()
     store.forget()
     _current.clear()
+    _used.clear()

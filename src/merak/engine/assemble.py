@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
-from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh
+from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh, mark_used
 from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, fill_buckets
 from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
@@ -119,6 +119,7 @@ def assemble(  # one argument for each thing that the build has decided
     """
     job = _job(layout, programs, names, mesh, options, save_fewer is not None)
     engine = Engine(_state(job, save_fewer))
+    mark_used()
     weakref.finalize(engine, watch(job.progress, mesh))
     return engine
 

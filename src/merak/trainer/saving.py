@@ -31,6 +31,7 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
+from merak.arguments import refuse_different_arguments
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.formats.of_trainer import Order
@@ -55,6 +56,7 @@ from merak.graph.weights.holders import find_holders
 from merak.graph.weights.laid_out import ReadTensors, is_in_parts
 from merak.trainer.before import check_output, saves_checkpoints
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
+from merak.trainer.subclass.methods import overriding
 from merak.trainer.unsupported import refuse_no_steps
 
 logger = logging.getLogger(__name__)
@@ -153,10 +155,14 @@ class Saving(Pushing):
             TrainingError: other ranks do not train.
         """
         call_the_roll("trainer.train")
+        request: object = resume_from_checkpoint
+        if request is None and self.args.resume_from_checkpoint == AUTO:
+            request = AUTO
+        self._compare_ranks(resume_from_checkpoint=request)
         refuse_no_steps(self.args)
         check_output(self, self.mesh)
         with self._owning():
-            return self._train(resume_from_checkpoint, *rest, **kwargs)
+            return self._train(request, *rest, **kwargs)
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
@@ -172,13 +178,8 @@ class Saving(Pushing):
                 decide_on_rank0(self.mesh, "the owner of output_dir", own)
             yield
 
-    def _train(
-        self, resume_from_checkpoint: str | bool | None, *rest: Any, **kwargs: Any
-    ) -> TrainOutput:
+    def _train(self, request: object, *rest: Any, **kwargs: Any) -> TrainOutput:
         output_dir = str(self.args.output_dir)
-        request: object = resume_from_checkpoint
-        if request is None and self.args.resume_from_checkpoint == AUTO:
-            request = AUTO
         found = checkpoint_to_resume(
             request, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
         )
@@ -376,14 +377,28 @@ class Saving(Pushing):
             self._planned_files = planned
         return planned
 
+    def _compare_ranks(self, **further: object) -> None:
+        """Refuse arguments and a loss that differ by rank; a collective of all ranks.
+
+        Args:
+            **further: what else all ranks must have alike.
+        """
+        loss = overriding(self, "compute_loss") or self.compute_loss_func
+        refuse_different_arguments(self.args, compute_loss=loss, **further)
+
     @cached_property
     def _needs_it_on_save(self) -> bool:
         """Whether code of the user may look for the checkpoint in the folder once it is saved."""
-        cls = type(self)
-        own = [cls.__name__] if not cls._save_checkpoint.__module__.startswith("merak.") else []
-        own += [type(callback).__name__ for callback in self.callback_handler.callbacks
-               if type(callback).on_save is not TrainerCallback.on_save
-               and not type(callback).__module__.startswith("merak.")]  # fmt: skip
+        own = [] if overriding(self, "_save_checkpoint") is None else [type(self).__name__]
+        own += [
+            type(callback).__name__
+            for callback in self.callback_handler.callbacks
+            if overriding(callback, "on_save") is not None
+            or (
+                type(callback).on_save is not TrainerCallback.on_save
+                and not type(callback).__module__.startswith("merak.")
+            )
+        ]
         if own and self.args.async_save:
             announce(
                 "checkpoints are written before training goes on, for what %s does then", own[0]

@@ -40,6 +40,11 @@ class StepInputs:
         expected = self._expected[len(self.microbatches)]
         _refuse_other_columns(trainer, expected, signature(inputs))
         self.microbatches.append(inputs)
+        return self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the inputs of all microbatches have been taken."""
         return len(self.microbatches) == len(self._expected)
 
     @property

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
-from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
@@ -33,6 +32,7 @@ from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.subclass.callbacks import AgreedCallbacks
+from merak.trainer.subclass.methods import describe, overriding
 from merak.trainer.tokens import TOKENS, TokenCounter
 
 
@@ -54,6 +54,8 @@ class Stepping(Saving):
     callback_handler: AgreedCallbacks
     _rollbacks: Rollbacks
     _ran: _Ran | None
+    _is_alone: bool
+    _traced_loss: tuple[object, ...] = ()
     _batch_exchange: BatchExchange | None
     _counter: TokenCounter | None
     _skipped: SkippedSteps
@@ -133,6 +135,7 @@ class Stepping(Saving):
             device: where a single process counts.
         """
         self._stop_on_sigterm()
+        self._refuse_other_loss()
         batches = list(islice(epoch_iterator, num_batches))
         assert self._batch_exchange is not None and self._counter is not None
         metadata = [self._counter.metadata(batch) for batch in batches]
@@ -273,9 +276,34 @@ class Stepping(Saving):
             is_total = False  # each replica's is a mean of its own samples, as DDP averages them
         return 1.0 if is_total else 1.0 / self.mesh.dp
 
+    def _loss_functions(self) -> tuple[object, ...]:
+        """What the loss is computed by: a method of the script's own, functions given to it."""
+        smoother = getattr(self, "label_smoother", None)
+        return overriding(self, "compute_loss"), self.compute_loss_func, smoother
+
+    def _refuse_other_loss(self) -> None:
+        """Refuse a loss that has been replaced since the model was traced with it.
+
+        Raises:
+            TrainingError: it has.
+        """
+        if self.engine is None:
+            return
+        names = ("compute_loss", "compute_loss_func", "label_smoother")
+        for name, traced, found in zip(names, self._traced_loss, self._loss_functions()):
+            if found is not traced:
+                before, after = (
+                    "transformers' own" if one is None else describe(one) for one in (traced, found)
+                )
+                raise TrainingError(
+                    f"{name} is {after} by now, but the model was traced with {before}; set it "
+                    "before the first train() or evaluate(), make a new trainer for another loss, "
+                    "or let the loss read a number (self.weight) that a callback changes."
+                )
+
     @property
     def _overrides_loss(self) -> bool:
-        return type(self).compute_loss is not Trainer.compute_loss
+        return overriding(self, "compute_loss") is not None
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         assert self.engine is not None
@@ -285,6 +313,11 @@ class Stepping(Saving):
         self, model: nn.Module, grad_norm: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         assert self.engine is not None
+        if self._step is not None and not self._step.is_complete and not self._is_alone:
+            raise TrainingError(
+                f"training_step of {type(self).__name__} has not called that of MerakTrainer, "
+                "which runs the microbatches on all ranks; call super().training_step(…) in it."
+            )
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
         step, skipped = self.state.global_step + 1, self._skipped
         skips = skipped.skips(self.args, step, self._losses, norm, self._locate_non_finite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,14 +21,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.debug_utils import DebugOption
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from merak.arguments import MerakArguments, check_arguments, single_process_accelerate
+from merak.arguments import (
+    MerakArguments,
+    check_arguments,
+    single_process_accelerate,
+)
 from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError, DoesNotFitError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
-from merak.core.mesh import current_mesh
+from merak.core.mesh import current_mesh, mark_used
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.data import check_not_empty, example_batch, shard_loader, split_non_tensors
@@ -40,6 +44,7 @@ from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.reductions import choose_reductions
+from merak.engine.rank_arguments import refuse_different_optimizers
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -68,6 +73,7 @@ from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
+from merak.trainer.subclass.methods import bound, overriding
 from merak.trainer.subclass.optimizer import parameter_order
 from merak.trainer.subclass.overrides import refuse_overrides
 from merak.trainer.tokens import TOKENS, TokenCounter
@@ -109,13 +115,15 @@ class MerakTrainer(Stepping, Logging, Trainer):
         **kwargs: Any,
     ) -> None:
         self.mesh = current_mesh()
+        mark_used()
         kwargs |= by_name(further)
         refuse_unknown(type(self).__name__, kwargs, names_after(type(self), MerakTrainer))
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
-        is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
-        refuse_overrides(type(self), MerakTrainer, extended_only=not is_alone)
         self.engine = None
+        self._is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
+        self._check_methods()
         self._connected: torch.optim.Optimizer | None = None
+        self._loader_in_train: Callable[[], Any] | None = None
         self._batch_exchange = None
         self._counter = None
         self._evaluation: Evaluation | GeneratedBatches | None = None
@@ -148,8 +156,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.args.debug = others
         self.callback_handler = AgreedCallbacks(self, self.board, self._leave_last_weights)
         self._show_progress()
-        if self._overrides_loader:  # the loop asks the object, whose rank reads its share
-            self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
+        self._compare_ranks()
         if plan_training(self):
             self.mesh = current_mesh()
             self._train_batch_size = self.args.train_batch_size
@@ -193,6 +200,28 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.engine = None
         model: nn.Module = super().call_model_init(trial)
         return model
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train with the methods that this trainer has by now, as its class or by assignment."""
+        self._check_methods()
+        loader = self._own_loader
+        if loader is None:
+            return super().train(*args, **kwargs)
+        # The loop asks the object, whose rank reads its share.
+        self._loader_in_train, before = loader, vars(self).get("get_train_dataloader")
+        self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            del self.get_train_dataloader
+            if before is not None:
+                self.get_train_dataloader = before  # type: ignore[method-assign]
+            self._loader_in_train = None
+
+    def _check_methods(self) -> None:
+        """Refuse methods of the script's own that the ranks cannot call as transformers does."""
+        refuse_overrides(type(self), MerakTrainer, vars(self), extended_only=not self._is_alone)
+        self._refuse_other_loss()
 
     # ---- the engine ----
 
@@ -247,7 +276,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         return source, self._counter.signature(columns).columns
 
     def _graph_source(self) -> GraphSource:
-        compute = self.compute_loss_func
+        compute, self._traced_loss = self.compute_loss_func, self._loss_functions()
 
         def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
             labels, count = batch.get("labels"), batch.get(TOKENS)
@@ -321,7 +350,17 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
     @property
     def _overrides_loader(self) -> bool:
-        return type(self).get_train_dataloader is not MerakTrainer.get_train_dataloader
+        return self._own_loader is not None
+
+    @property
+    def _own_loader(self) -> Callable[[], Any] | None:
+        """The script's own method for the loader of one process; None for transformers'."""
+        if self._loader_in_train is not None:
+            return self._loader_in_train
+        found: Any = overriding(self, "get_train_dataloader")
+        if found is None or vars(self).get("get_train_dataloader") is found:
+            return found
+        return bound(found, self)  # type: ignore[no-any-return]
 
     def _train_loader(self) -> DataLoader[Any]:
         """The loader of one process, which a subclass may make."""
@@ -329,8 +368,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             check_not_empty(self.train_dataset)
         elif not self._overrides_loader:
             raise DataError("there is nothing to train on; pass train_dataset=… to MerakTrainer.")
-        if self._overrides_loader:
-            return as_data_loader(type(self).get_train_dataloader(self))
+        if self._own_loader is not None:
+            return as_data_loader(self._own_loader())
         return Trainer.get_train_dataloader(self)
 
     def _shard_train_loader(self) -> DataLoader[Any]:
@@ -407,6 +446,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             decayed = self.get_decay_parameter_names(self.model)
             self._order = parameter_order(optimizer, self.model, own, decayed)
             self.engine.connect_optimizer(optimizer)
+            refuse_different_optimizers(optimizer)
             self._connected = optimizer  # a second `train` goes on with it
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         return wrapped
@@ -448,6 +488,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     ) -> EvalLoopOutput:
         """Run transformers' own loop over batches that replicas and stages compute together."""
         call_the_roll(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}")
+        self._check_methods()
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)

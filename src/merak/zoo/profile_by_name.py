@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from merak.core.mesh import mark_used
 from merak.core.random import seed_for
 from merak.core.start.init import init
 from merak.engine.profile.links import SIZES
@@ -81,6 +82,7 @@ def _measured(job: ProfileJob) -> str:
     """Profile of this rank's job, as text: it goes from process to process."""
     source = _source(job)
     mesh = init(*job.degrees, device=job.device, backend=job.backend)
+    mark_used()
     model = None if source is None else _profiled(source, job, mesh.device)
     measured = measure_profile(mesh, model, sizes=job.sizes, round_s=job.round_s)
     if mesh.rank == 0 and job.cache is not None:

@@ -36,6 +36,7 @@ from merak.core.mesh import (
 from merak.core.rank0 import warn_on_rank0
 from merak.core.start.connect import connect, describe_place
 from merak.core.start.device import check_backend, pick_device
+from merak.core.start.unused_mesh import watch_for_no_use
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,9 @@ def init(
     mesh = connect(degrees, held, chosen, backend, timeout_s)
     if plan == AUTO_PLAN:
         mesh = replace(mesh, given=given)
-    if degrees != wanted:
-        mesh = _smaller(mesh, wanted)
+    mesh = mesh if degrees == wanted else _smaller(mesh, wanted)
     set_mesh(mesh)
+    watch_for_no_use()
     _warn_of_hosts(mesh)
     return mesh
 

@@ -204,6 +204,9 @@ _ENGINES: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.Weak
 class StandIn:
     """Takes the place of a method of a laid out model, but inside of `methods_allowed`."""
 
+    assigned: Any = None
+    """What a script has assigned to the module under the method's name; None if nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -321,7 +324,9 @@ def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
             if callable(method) and not (name == "forward" and runs_whole):
                 kind = PickleRefusal if name == _PICKLES else Refusal
                 bound = inspect.signature(getattr(module, name))
-                vars(module)[name] = kind(name, part, place, bound)
+                stand_in = kind(name, part, place, bound)
+                stand_in.assigned = vars(module).get(name)
+                vars(module)[name] = stand_in
 
 
 def engine_of(model: nn.Module) -> Any:
@@ -351,7 +356,9 @@ def remove_refusals(model: nn.Module) -> list[tuple[nn.Module, dict[str, StandIn
     refused = []
     for module in model.modules():
         methods = {n: v for n, v in vars(module).items() if isinstance(v, StandIn)}
-        for name in methods:
+        for name, stand_in in methods.items():
             del vars(module)[name]
+            if stand_in.assigned is not None:
+                vars(module)[name] = stand_in.assigned
         refused.append((module, methods))
     return [(module, methods) for module, methods in refused if methods]

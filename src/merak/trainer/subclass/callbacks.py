@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
+from merak.trainer.subclass.methods import overriding
 from merak.trainer.subclass.model_uploads import refuse_model_uploads
 from merak.trainer.subclass.parts_seen import check_gradient_readers, reporting_parts
 
@@ -28,8 +28,7 @@ _WITHIN = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"
            "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_epoch_end",
            "on_evaluate", "on_save")  # fmt: skip
 """Events that every rank comes to, and behind which the loop looks at requests."""
-_DEFAULTS = MappingProxyType(vars(TrainerCallback))
-_EVENTS = tuple(name for name in _DEFAULTS if name.startswith("on_"))
+_EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
 class AgreedCallbacks(CallbackHandler):
@@ -114,8 +113,4 @@ class AgreedCallbacks(CallbackHandler):
 
 def _own_events(callbacks: Iterable[TrainerCallback]) -> Iterable[str]:
     for callback in callbacks:
-        if type(callback).__module__.partition(".")[0] in ("transformers", "merak"):
-            continue
-        for event in (*_WITHIN, "on_log"):
-            if getattr(type(callback), event) is not _DEFAULTS.get(event):
-                yield event
+        yield from (one for one in (*_WITHIN, "on_log") if overriding(callback, one) is not None)

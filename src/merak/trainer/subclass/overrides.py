@@ -1,22 +1,21 @@
-"""Every method of `transformers.Trainer`, and what becomes of it where a subclass overrides it.
+"""Every method of `transformers.Trainer`, and what becomes of it where a script overrides it.
 
-`refuse_overrides` reads the table at construction. A test compares it with the installed
-transformers: a method without a decision here fails it, and its override is refused.
+`refuse_overrides` reads the table at construction, and before training and evaluation. A test
+compares it with the installed transformers: a method without a decision here fails it, and its
+override is refused.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import CodeType
-from typing import Any
 
 import transformers
 from transformers import Trainer
 
 from merak.core.errors import ArgumentsError
+from merak.trainer.subclass.methods import Found, calls, describe, overrides_of
 
 
 class Decision(Enum):
@@ -113,6 +112,9 @@ def _table() -> Iterator[tuple[str, Override]]:
                 yield name, Override(decision, sentence)
 
 
+_BY_HAND = ("training_step", "prediction_step")
+"""Methods whose `super()` Merak calls only where a script calls them outside of a training."""
+
 OVERRIDES: dict[str, Override] = dict(_table())
 """The decision on every method, by its name."""
 
@@ -123,58 +125,62 @@ def trainer_methods() -> list[str]:
     return sorted(name for name in found if callable(getattr(Trainer, name)))
 
 
-def refuse_overrides(cls: type, base: type, *, extended_only: bool) -> None:
-    """Refuse methods of a subclass that would be called otherwise than in transformers, or not.
+def refuse_overrides(
+    cls: type,
+    base: type,
+    assigned: Mapping[str, object] | None = None,
+    *,
+    extended_only: bool,
+) -> None:
+    """Refuse methods of a script's own that would be called otherwise than in transformers, or not.
+
+    They may be those of a subclass, or be assigned to a trainer or to a class of transformers'.
 
     Args:
         cls: the class of a trainer.
-        base: `MerakTrainer`; what precedes it in the order of the classes overrides its methods.
-        extended_only: whether a method that does a rank's share has to call `super()`. A model in
-            one process can be run by hand.
+        base: `MerakTrainer`.
+        assigned: the trainer's own attributes, which precede the methods of its class.
+        extended_only: whether a method that does a rank's share has to call the one that it
+            overrides. A model in one process can be run by hand.
 
     Raises:
         ArgumentsError: there is one.
     """
     if base not in cls.__mro__:
         return
-    methods = frozenset(trainer_methods())
-    for owner in cls.__mro__[: cls.__mro__.index(base)]:
-        for name in sorted(methods & vars(owner).keys()):
-            reason = _problem(name, vars(owner)[name], extended_only=extended_only)
+    for name in trainer_methods():
+        for found in overrides_of(cls, name, assigned):
+            reason = _problem(cls, name, found, extended_only=extended_only)
             if reason is not None:
-                raise ArgumentsError(f"{owner.__name__} overrides {name}, {reason}.")
+                does = f"{found.owner} overrides {name}"
+                if found.replaces:
+                    does = f"{found.owner}.{name} is replaced by {describe(found.method)}"
+                raise ArgumentsError(f"{does}, {reason}.")
 
 
-def _problem(name: str, method: object, *, extended_only: bool) -> str | None:
-    found = OVERRIDES.get(name)
-    if found is None:
+def _problem(cls: type, name: str, found: Found, *, extended_only: bool) -> str | None:
+    rule = OVERRIDES.get(name)
+    if rule is None:
         return (
             f"which this Merak does not know in transformers {transformers.__version__}; use "
             "another method, or a callback"
         )
-    if found.decision is Decision.REFUSED:
-        return f"which Merak does not call: {found.sentence}"
-    if found.decision is Decision.EXTENDED and extended_only and not _calls_super(name, method):
+    if rule.decision is Decision.REFUSED:
+        return f"which Merak does not call: {rule.sentence}"
+    if found.follows_merak and not _is_handed_on(cls, name):
+        return (
+            "which MerakTrainer's own method does not call; assign it to merak.MerakTrainer, or "
+            "override the method in a subclass of MerakTrainer"
+        )
+    if rule.decision is Decision.EXTENDED and extended_only and not calls(name, found.method):
         return (
             f"and does not call super().{name}(…), without which the ranks do not work together: "
-            f"{found.sentence}; call it"
+            f"{rule.sentence}; call it{', or the method that it replaces' * found.replaces}"
         )
     return None
 
 
-def _calls_super(name: str, method: object) -> bool:
-    """Whether a method's code names the method that it overrides; yes where there is no code."""
-    code = getattr(inspect.unwrap(_function(method)), "__code__", None)
-    return code is None or any(name in found.co_names for found in codes_of(code))
-
-
-def _function(method: object) -> Any:
-    return getattr(method, "__func__", method)
-
-
-def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of functions inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_of(constant)
+def _is_handed_on(cls: type, name: str) -> bool:
+    """Whether Merak's own methods of a name all call those of the classes behind them."""
+    own = (vars(owner).get(name) for owner in cls.__mro__ if owner.__module__.startswith("merak."))
+    return name not in _BY_HAND and all(calls(name, method) for method in own if method is not None)

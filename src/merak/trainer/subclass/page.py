@@ -22,6 +22,11 @@ IN_JOBS = {
         "every rank reads the dataset; the batches are those of one process, which replicas share "
         "out. Ranks of one replica that read different samples end the job before its first step"
     ),
+    "arguments that differ by rank": (
+        "refused before the first step, with the values of all ranks, and so are options of the "
+        "optimizer's groups. Paths, levels of logs, names for loggers and workers of loaders may "
+        "differ"
+    ),
     "columns of batches": "the same in every batch; others are refused when they are met",
     "attributes of `train_dataloader.dataset`": (
         "those of the script's own dataset, to read and to set"
@@ -155,9 +160,12 @@ refused. Fields of a class of your own, a subclass of `MerakArguments`, are left
 
 ## Methods that a subclass may override
 
-The same table decides when the trainer is built: an override that Merak would not call as
-transformers does is refused, and so is one of a method of a newer transformers that it does not
-know.
+The same table decides when the trainer is built, and again when it trains or evaluates: an override
+that Merak would not call as transformers does is refused, and so is one of a method of a newer
+transformers that it does not know. A method that is replaced by assignment (`Trainer.compute_loss =
+f`, `trainer.log = MethodType(f, trainer)`) is an override like that of a subclass. One of
+`transformers.Trainer` whose place a method of Merak's takes, such as `training_step`, is refused:
+assign it to `merak.MerakTrainer`.
 """
 
 _TITLES = {

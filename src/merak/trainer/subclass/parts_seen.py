@@ -25,7 +25,7 @@ from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
 from merak.graph.weights.absent import INSTEAD, read_by
 from merak.graph.weights.laid_out import Part, StandIn, part_of
-from merak.trainer.subclass.overrides import codes_of
+from merak.trainer.subclass.methods import codes_of
 
 logger = logging.getLogger(__name__)
 
