@@ -42,9 +42,7 @@ def check_output(trainer: Trainer, mesh: Mesh) -> None:
     if saves:
         least = least_checkpoint_bytes(trainer)
         check_space(str(args.output_dir), mesh, least, args.save_total_limit or 1)
-
-    is_in_parts = mesh.world_size > mesh.dp or (args.zero == 3 and mesh.dp > 1)
-    if args.save_last_weights and is_in_parts:
+    if leaves_last_weights(trainer, mesh):
         warn_of_space(str(args.output_dir), mesh, _weight_bytes(trainer))
 
 
@@ -66,6 +64,18 @@ def saves_checkpoints(trainer: Trainer) -> bool:
     """
     strategy = trainer.args.save_strategy
     return str(getattr(strategy, "value", strategy)) != "no"
+
+
+def leaves_last_weights(trainer: Trainer, mesh: Mesh) -> bool:
+    """Whether this training leaves its last weights on disk: where each rank has a part of them.
+
+    Args:
+        trainer: with its arguments.
+        mesh: of the job.
+    """
+    args: Any = trainer.args  # of Merak, whatever transformers declares
+    is_in_parts = mesh.world_size > mesh.dp or (args.zero == 3 and mesh.dp > 1)
+    return bool(args.save_last_weights and is_in_parts)
 
 
 def least_checkpoint_bytes(trainer: Trainer) -> int:

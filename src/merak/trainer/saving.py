@@ -44,7 +44,7 @@ from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
 from merak.checkpoint.state import MODEL, check_model, load_state
 from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
-from merak.core.errors import ArgumentsError, WeightsError
+from merak.core.errors import ArgumentsError, SavingError, WeightsError
 from merak.core.files.folder_owner import owning, this_job
 from merak.core.health.roll_call import call_the_roll, tell_others, wait_for_rank0
 from merak.core.mesh import Mesh
@@ -54,7 +54,7 @@ from merak.engine.rank_state import rank_state
 from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.graph.weights.laid_out import ReadTensors, is_in_parts
-from merak.trainer.before import check_output, saves_checkpoints
+from merak.trainer.before import check_output, leaves_last_weights, saves_checkpoints
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.unsupported import refuse_no_steps
@@ -166,15 +166,20 @@ class Saving(Pushing):
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
-        """Own the output folder where checkpoints are saved; a collective."""
-        folder = Path(str(self.args.output_dir))
+        """Own the output folder where checkpoints or weights are saved; a collective."""
+        folder, saves = Path(str(self.args.output_dir)), saves_checkpoints(self)
         with ExitStack() as stack:
 
             def own() -> None:
-                self._check_owner = stack.enter_context(owning(folder, this_job()))
-                remove_partial(folder)
+                try:
+                    self._check_owner = stack.enter_context(owning(folder, this_job()))
+                except SavingError as error:
+                    if saves or not isinstance(error.__cause__, OSError):
+                        raise
+                else:  # a folder that cannot be written is no error where there are no checkpoints
+                    remove_partial(folder)
 
-            if saves_checkpoints(self):
+            if saves or leaves_last_weights(self, self.mesh):
                 decide_on_rank0(self.mesh, "the owner of output_dir", own)
             yield
 
@@ -290,8 +295,10 @@ class Saving(Pushing):
             values={"global_step": self.state.global_step},
             layout=_degrees(self.mesh),
             write_files=lambda written: self._save_companions(str(written)),
+            owns_target=True,
         )
         try:
+            decide_on_rank0(self.mesh, "the owner of output_dir", self._check_owner)
             with engine.whole_model():
                 save_weights(folder, rank_state(engine, self.model, None), contents)
         except WeightsError as error:

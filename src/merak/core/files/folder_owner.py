@@ -85,7 +85,7 @@ def owning(
     """Own a folder, after waiting for the end of another owner that may be dead.
 
     Args:
-        folder: that exists and can be written.
+        folder: made where it is not there.
         owner: this job.
         pace: times.
         wait: waits for some seconds.
@@ -116,6 +116,7 @@ def owning(
 def _take(path: Path, owner: Owner, pace: Pace, wait: Callable[[float], None]) -> None:
     """Make the file this job's, once no other job keeps it."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():  # which no job makes, and which may lead nowhere
             path.unlink()
         while (other := _read(path)) != owner:

@@ -86,9 +86,26 @@ def open_store(rank: int, timeout_s: float) -> Store:
             "port that the other hosts can reach."
         ) from error
     prefixed = _of_attempt(store, timeout_s) if is_agents() else PrefixStore("merak", store)
+    if not is_agents():
+        _refuse_second(prefixed, rank)
     # Questions get another connection: the group's own waits long for ranks that are late.
     _opened[:] = [_quick(prefixed)]
     return prefixed
+
+
+def _refuse_second(store: Store, rank: int) -> None:
+    """Refuse a store that another process of the same rank has joined: that of another job."""
+    own = _own_name()
+    joined = store.compare_set(f"joined/{rank}", "", own).decode()
+    if joined != own:
+        raise MeshError(
+            f"rank {rank} of the job at {address()} is {joined}, so another job has this "
+            "MASTER_PORT; name a free port, on all ranks of this job."
+        )
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _answering(make: Callable[[], TCPStore], place: tuple[str, int], timeout_s: float) -> TCPStore:

@@ -52,3 +52,20 @@ def test_a_server_that_says_nothing_is_not_waited_for(
 def test_rank_0_says_that_the_port_is_held(listening: socket.socket) -> None:
     with pytest.raises(MeshError, match=r"cannot open the job's store at .*Address already in use"):
         store.open_store(0, 1.0)
+
+
+def test_a_rank_does_not_join_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    held = [store.open_store(rank, 20.0) for rank in (0, 1)]
+    try:
+        store.open_store(1, 20.0)  # once more in the same process
+        monkeypatch.setattr(store, "_own_name", lambda: "process 7 on elsewhere")
+        with pytest.raises(MeshError, match=r"^rank 1 of the job at 127\.0\.0\.1:\d+ is process"):
+            store.open_store(1, 20.0)
+    finally:
+        store.forget()
+        held.clear()
