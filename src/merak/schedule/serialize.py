@@ -96,14 +96,16 @@ def from_json(text: str, where: str = "schedule") -> Schedule:
         fields = parse_json(text)
     except UnreadableFile as error:
         raise ScheduleError(f"{where} {error}; write one object.") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("actions"), list):
+    lists = fields.pop("actions", None) if isinstance(fields, dict) else None
+    if not isinstance(lists, list) or not all(isinstance(own, list) for own in lists):
         raise ScheduleError(f"{where} needs an object with a list of actions per rank.")
     lines = [f"name: {fields.pop('name', 'schedule')}"]
-    lists = fields.pop("actions")
     if "microbatch_pipes" not in fields:
         lines.append(f"microbatches: {fields.pop('microbatches', '')}")
-    for note in fields.pop("notes", ()):
-        lines.append(f"note: {note}")
+    notes = fields.pop("notes", [])
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise ScheduleError(f"{where}: notes={notes!r} should be a list of texts.")
+    lines += [f"note: {note}" for note in notes]
     for key, value in fields.items():
         if key != "weight_versions" or value:
             lines.append(f"{key}: {_json_value(value)}")

@@ -67,8 +67,10 @@ def test_errors_point_at_the_line(text: str, sentence: str) -> None:
     [
         ("{", "schedule is not JSON (Expecting"),
         ("[]", "schedule needs an object with a list of actions per rank."),
+        ('{"actions": [1]}', "schedule needs an object with a list of actions per rank."),
         ('{"actions": [["X0"]], "microbatches": 1}', "schedule, rank 0: 'X0' is not an action"),
         ('{"actions": [["F0"]], "colour": 1}', "schedule: unknown field 'colour'"),
+        ('{"actions": [["F0"]], "notes": 1}', "schedule: notes=1 should be a list of texts."),
         ('{"actions": [["F0"]]}', "schedule: '' cannot be read."),
     ],
 )

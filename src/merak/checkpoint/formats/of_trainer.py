@@ -8,6 +8,7 @@ which runs no code.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,13 @@ from merak.checkpoint.trainer_files import (
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
 )
 from merak.core.errors import WeightsError
+from merak.core.files.json_file import read_json
 from merak.core.health.status import during
+from merak.core.kinds import fits
 from merak.graph.weights.holders import RankView, first_names, full_shape, named_tensors
 from merak.graph.weights.pretrained import CheckpointTensor, Entry, read_headers, stored_tensors
 
@@ -92,6 +96,7 @@ def open_of_trainer(folder: Path) -> TrainerFiles:
         raise _not_read(folder, "it has no model.safetensors")
     try:
         entries = read_headers(files)
+        _check_state(folder / TRAINER_STATE_NAME)
         optimizer = _torch_file(folder / OPTIMIZER_NAME)
         values = {name: _torch_file(folder / file) for name, file in SMALL.items()}
     except Exception as cause:  # whatever a damaged file may lead to
@@ -104,6 +109,15 @@ def open_of_trainer(folder: Path) -> TrainerFiles:
             f"{folder} is damaged (it has no {SCHEDULER_NAME}); resume from another."
         )
     return TrainerFiles(folder, entries, optimizer, {n: v for n, v in values.items() if v})
+
+
+def _check_state(file: Path) -> None:
+    """Refuse a state of the trainer that transformers could not read, where there is one."""
+    if not os.path.lexists(file):
+        return
+    state = read_json(file, finite=False)
+    if not isinstance(state, dict) or not fits(state.get("global_step"), int):
+        raise ValueError(f"{file.name} has no number of steps")
 
 
 def _torch_file(file: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from merak.checkpoint.description import describe_model, first_difference
 from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, plan_checksum, read_plan_content
 from merak.core.errors import PlanError
+from merak.core.kinds import from_fields
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -149,15 +150,16 @@ def read_plan(path: Path) -> PlanFile:
     """
     content = read_plan_content(path)
     try:
-        candidate = candidate_from(content["candidate"])
+        candidate = candidate_from(dict(content["candidate"]))
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
         before = {"gradient_sums": "float32", "tied_gradients": "microbatch"}
         before |= dict.fromkeys(("gradient_compression", "hierarchical_reductions"), "off")
         named = before | content  # files before it was an option
-        return PlanFile(candidate=candidate, **{name: named[name] for name in names})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        given = {"candidate": candidate} | {name: named[name] for name in names}
+        return from_fields(PlanFile, given)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise PlanError(
             f"the plan {path} has an error ({error}); plan again with `merak plan`."
         ) from error
@@ -173,6 +175,10 @@ def candidate_fields(candidate: Candidate) -> dict[str, Any]:
     return found | {"schedule_options": dict(candidate.schedule_options)}
 
 
+_NEEDED = {"dp", "tp", "pp", "microbatch", "num_microbatches", "schedule_options", "partition"}
+"""Fields that every plan file has; others were no options when the oldest ones were written."""
+
+
 def candidate_from(given: Mapping[str, Any]) -> Candidate:
     """The candidate of `candidate_fields`.
 
@@ -180,17 +186,17 @@ def candidate_from(given: Mapping[str, Any]) -> Candidate:
         given: its fields, as they were or as JSON has them.
 
     Raises:
-        ValueError: a degree or a number of samples is none.
+        ValueError: a field is unknown, missing, or of another type, or a number is below 1.
     """
-    own = dict(given)
-    own["schedule_options"] = MappingProxyType(dict(own["schedule_options"]))
-    if own["partition"] is not None:
-        own["partition"] = tuple(own["partition"])
-    for name in ("dp", "tp", "pp", "cp", "ep", "microbatch", "num_microbatches"):
-        number = own.setdefault(name, 1) if name in ("cp", "ep") else own[name]
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}")
-    return Candidate(**own)
+    for name in given.keys() - {part.name for part in fields(Candidate)}:
+        raise ValueError(f"{name} is unknown")
+    for name in _NEEDED - given.keys():
+        raise ValueError(f"{name} is missing")
+    own = from_fields(Candidate, given)
+    counts = [getattr(own, n) for n in ("dp", "tp", "pp", "cp", "ep", "microbatch")]
+    if min(*counts, own.num_microbatches, *(own.partition or ())) < 1:
+        raise ValueError("a degree, or a number of samples or segments, is below 1")
+    return replace(own, schedule_options=MappingProxyType(dict(own.schedule_options)))
 
 
 def refuse_other_model(plan: PlanFile, model: nn.Module, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -193,6 +194,17 @@ def test_files_of_torch_run_no_code(job: Path, name: str) -> None:
     (job / "checkpoint-1" / name).write_bytes(pickle.dumps(Touch(marker)))
     assert "checkpoint-1 is damaged" in refusal(job)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"global_step": "1"}', "[" * 100_000])
+def test_a_state_that_is_none_is_damage(job: Path, text: str | None) -> None:
+    state = job / "checkpoint-1" / "trainer_state.json"
+    state.unlink()
+    if text is None:
+        os.mkfifo(state)  # which is not waited for
+    else:
+        state.write_text(text)
+    assert "checkpoint-1 is damaged (" in refusal(job)
 
 
 def test_other_files_are_not_looked_at(job: Path) -> None:

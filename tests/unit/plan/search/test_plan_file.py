@@ -75,6 +75,25 @@ def test_a_plan_whose_job_was_changed_is_refused(path, field):
     assert read_plan(without_checksum(path)).model == known.model
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("schedule", 7, "schedule is 7, not a text"),
+        ("microbatch", "2", "microbatch is '2', not a whole number"),
+        ("microbatch", True, "microbatch is True, not a whole number"),
+        ("partition", [2, None], "partition[1] is None, not a whole number"),
+        ("partition", [2, -1], "is below 1"),
+        ("sequence_parallel", "no", "sequence_parallel is 'no', not true or false"),
+        ("colour", "blue", "colour is unknown"),
+    ],
+)
+def test_a_candidate_of_other_types_is_refused(path, field, value, why):
+    candidate = json.loads(path.read_text())["candidate"] | {field: value}
+    with pytest.raises(PlanError) as caught:
+        read_plan(changed(path, candidate=candidate))
+    assert "has an error (" in str(caught.value) and why in str(caught.value)
+
+
 def test_files_that_are_no_plans_are_refused(path, tmp_path):
     with pytest.raises(PlanError, match=r"cannot be read \(No such file"):
         read_plan(tmp_path / "none.json")
