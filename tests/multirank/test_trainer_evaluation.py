@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import EvalPrediction
 
 from tests.multirank.ranks import RankPool
@@ -130,3 +133,65 @@ def _assert_same(seen: Seen, wanted: Seen, exactly: bool) -> None:
                 assert found[name] == pytest.approx(value, abs=tolerance * count * largest)
             else:
                 assert found[name] == pytest.approx(value, rel=tolerance)
+
+
+def whole_logits() -> int:
+    """How many batches of logits this process holds."""
+    gc.collect()
+    held = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    shaped = [one for one in held if one.dim() == 3 and one.shape[-1] == VOCABULARY]
+    return len({one.untyped_storage().data_ptr() for one in shaped if not one.is_meta})
+
+
+def count_logits(layout: Layout, options: Seen, cache: str) -> Seen:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    counted: list[int] = []
+
+    def argmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        counted.append(whole_logits())
+        return logits.argmax(-1)
+
+    setup = replace(SETUPS[0], arguments=SETUPS[0].arguments | {"eval_strategy": "no"} | options)
+    trainer = make_merak(
+        setup,
+        dp,
+        cache,
+        eval_dataset=Texts(36, seed=7),
+        compute_metrics=lambda result: {"sum": float(result.predictions.sum())},
+        preprocess_logits_for_metrics=argmax,
+    )
+    return {"evaluated": _numbers(trainer.evaluate()), "counted": counted}
+
+
+@pytest.mark.parametrize(
+    "layout,options",
+    [
+        ((1, 1, 2), {}),
+        slow((1, 2, 1), {}),
+        slow((2, 1, 1), {"zero": 3}),
+        slow((2, 1, 2), {"zero": 3}),
+        slow((2, 1, 2), {}),
+        slow((1, 1, 4), {}),
+        slow((1, 1, 2), {"schedule": "interleaved_1f1b", "schedule_options": {"chunks": 2}}),
+    ],
+)
+def test_whole_logits_are_those_of_one_batch(
+    pool: RankPool, cache: str, layout: Layout, options: Seen
+) -> None:
+    dp, tp, pp = layout
+    ranks = pool.run(count_logits, dp * tp * pp, layout, options, cache)
+    with alone():
+        reference = make_reference(
+            replace(SETUPS[0], arguments=SETUPS[0].arguments | {"eval_strategy": "no"}),
+            eval_dataset=Texts(36, seed=7),
+            compute_metrics=lambda result: {"sum": float(result.predictions.sum())},
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        )
+        expected = _numbers(reference.evaluate())
+    for rank in ranks:
+        assert rank["evaluated"] == pytest.approx(expected, rel=1e-4)
+        assert len(rank["counted"]) == 9
+        assert max(rank["counted"]) <= dp  # those of a round, one of each replica

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from merak.engine.oom_replan import replan, restore, written_buffers
 from merak.engine.optimizer.connection import OptimizerConnections
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
-from merak.engine.step.evaluation import evaluate
+from merak.engine.step.evaluation import evaluate, pad_microbatches
 from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_gradients
 from merak.engine.step.optimizer_step import gradient_norm
 from merak.engine.step.parameter_writes import apply_parameter_writes
@@ -144,6 +145,11 @@ class Engine:
     def holds_last_stage(self) -> bool:
         """Whether this rank runs the last stage of an evaluation, which computes the loss."""
         return self._state.stage_rank[-1] == self.mesh.pp_rank
+
+    @property
+    def evaluates_at_once(self) -> bool:
+        """Whether an evaluation runs all microbatches before any outputs are there (ZeRO 3)."""
+        return self._state.fsdp is not None
 
     @property
     def updates_inside(self) -> bool:
@@ -421,13 +427,24 @@ class Engine:
         signatures: Sequence[Signature],
         batches: Sequence[Mapping[str, torch.Tensor]],
     ) -> list[TensorDict]:
-        """Run the forward of some microbatches, without randomness or gradients.
+        """The outputs of some microbatches, as `evaluate_each` yields them, all at once."""
+        return list(self.evaluate_each(signatures, batches))
+
+    def evaluate_each(
+        self,
+        signatures: Sequence[Signature],
+        batches: Sequence[Mapping[str, torch.Tensor]],
+    ) -> Iterator[TensorDict]:
+        """Run the forward of some microbatches, one after another, without gradients.
+
+        Stages run ahead of what is taken as far as keeps the last one busy, and hold the outputs of
+        one microbatch; under ZeRO 3 of all of them. All ranks take everything.
 
         Args:
             signatures: as in `train_step`.
             batches: as in `train_step`.
 
-        Returns:
+        Yields:
             Per microbatch the model's outputs by name that this rank's stages compute.
 
         Raises:
@@ -440,7 +457,7 @@ class Engine:
         self.end_round()
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:
-            signatures, batches = self._as_many_as_others(signatures, batches)
+            signatures, batches = pad_microbatches(state, signatures, batches)
         batches = self._with_numbers(batches)
         apply_parameter_writes(state, self._programs(signatures, False), batches)
         programs = [state.program_for(signature, False) for signature in signatures]
@@ -456,35 +473,21 @@ class Engine:
                 return made
 
             what = f"the evaluation of a microbatch on pp rank {self.mesh.pp_rank}"
-            with (
-                own_random_state(self.mesh.device),
-                self.progress.evaluation(),
-                explain_oom(what, _EVALUATE_LESS),
-                state.transfers.route.step(False, state.program_for.num_made),
-            ):
-                outputs = evaluate(state, programs, most, microbatch)
+            running = evaluate(state, programs, most, microbatch)
+            with state.transfers.route.step(False, state.program_for.num_made):
+                for number in range(len(programs) + 1):  # the last time for what is left to do
+                    with (
+                        own_random_state(self.mesh.device),
+                        self.progress.evaluation(),
+                        explain_oom(what, _EVALUATE_LESS),
+                    ):
+                        made = list(islice(running, 1))
+                    if number < num_own:
+                        yield made.pop()  # and hold it no longer
             state.replica_buffers.evaluated(programs)
         except BaseException:
             self.forget()
             raise
-        return outputs[:num_own]
-
-    def _as_many_as_others(
-        self, signatures: Sequence[Signature], batches: Sequence[Mapping[str, torch.Tensor]]
-    ) -> tuple[Sequence[Signature], Sequence[Mapping[str, torch.Tensor]]]:
-        """Microbatches and further ones whose results nobody reads, as many as any replica has.
-
-        This replica computes the rows that others send to its experts while it runs a microbatch.
-        """
-        missing = microbatch_counts(self._state, len(signatures))[0] - len(signatures)
-        if not missing:
-            return signatures, batches
-        if signatures:
-            signature, batch = signatures[-1], batches[-1]
-        else:
-            signature, device = self._state.program_for.base_signature, self.mesh.device
-            batch = {n: torch.zeros(m.shape, dtype=m.dtype, device=device) for n, m in signature}
-        return [*signatures, *[signature] * missing], [*batches, *[batch] * missing]
 
     def check_replicas(self, when: str) -> None:
         """Refuse to go on where copies of a parameter differ; all ranks call it together."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from merak.data.fetch import is_iterable
 from merak.engine import Engine
 from merak.engine.build import lay_out_evaluation
 from merak.graph.trace.outputs import LOSS, nested
-from merak.trainer.batch_exchange import Batch, BatchExchange, ExchangedBatches
+from merak.trainer.batch_exchange import Batch, BatchExchange
 from merak.trainer.health.evaluated import FiniteLosses
 from merak.trainer.tokens import TOKENS, TokenCounter
 
@@ -187,15 +188,16 @@ class Evaluation:
         it gathers to the samples that are left, and a metric of batches is settled.
         """
         finite = FiniteLosses()
-        for computed, is_last in self._computed():
-            self._current = computed
-            finite.add(computed["outputs"].get(LOSS), is_last)
-            counts_last = is_last and self._options.counts_last
-            with seen_by_accelerate(
-                self._loader, is_last, computed["samples"] if counts_last else None
-            ):
-                self._inputs = self._given_back(computed)
+        everything = self._computed()
+        while (computed := next(everything, None)) is not None:
+            self._current, is_last = computed
+            del computed  # which would hold the outputs while the next ones are computed
+            finite.add(self._current["outputs"].get(LOSS), is_last)
+            samples = self._current["samples"] if is_last and self._options.counts_last else None
+            with seen_by_accelerate(self._loader, is_last, samples):
+                self._inputs = self._given_back(self._current)
                 yield self._inputs
+            self._current = {}
 
     def _given_back(self, computed: Mapping[str, Any]) -> dict[str, Any]:
         if not computed["inputs"]:  # a stand-in, for the loop to count the samples of
@@ -240,14 +242,12 @@ class Evaluation:
 
     def _computed(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """The batches' results in order, each with whether it is the last one."""
-        size = 2 * self.mesh.pp
+        size = 1 if self._engine.evaluates_at_once else 2 * self.mesh.pp
         rounds = iter(self._rank_loader())
         chunk = list(islice(rounds, size))
         while chunk:
             following = list(islice(rounds, size))
-            results = list(self._compute(chunk))
-            for number, computed in enumerate(results, 1):
-                yield computed, not following and number == len(results)
+            yield from self._compute(chunk, is_last=not following)
             chunk = following
 
     def _rank_loader(self) -> DataLoader[Any]:
@@ -270,7 +270,10 @@ class Evaluation:
             non_tensors=options.plain,
         )
 
-    def _compute(self, chunk: Sequence[Batch]) -> Iterator[dict[str, Any]]:
+    def _compute(
+        self, chunk: Sequence[Batch], is_last: bool
+    ) -> Iterator[tuple[dict[str, Any], bool]]:
+        """The results of some rounds, in order; whole outputs are here for one round at a time."""
         prepared = [self._prepare_inputs(dict(batch)) if batch else batch for batch in chunk]
         metadata = [self._counter.metadata(batch) for batch in prepared]
         samples = [digests_of(batch) for batch in chunk]
@@ -278,12 +281,26 @@ class Evaluation:
         own = exchanged.own(self.mesh)
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
         batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]
-        made = self._engine.evaluate(signatures, batches)
-        results = {
-            n: self._results(chunk[n], prepared[n], outputs)
-            for (n, _), outputs in zip(own, made, strict=True)
-        }
-        return self._gathered(results, exchanged)
+        made = self._engine.evaluate_each(signatures, batches)
+
+        def run(numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
+            held = {n for n, _ in own}.intersection(numbers)
+            found = {n: self._results(chunk[n], prepared[n], next(made)) for n in sorted(held)}
+            if not held:
+                deque(made, maxlen=0)  # takes part in what other replicas run
+            return found
+
+        numbers = range(len(chunk))
+        num_left = exchanged.num_microbatches
+        for together in [numbers] if self._options.only_loss else [[n] for n in numbers]:
+            everyone = self._batch_exchange.gather(run(together))
+            for number, replica in product(together, range(self.mesh.dp)):
+                found = exchanged.signatures[number][replica]
+                if found.columns:
+                    num_left -= 1
+                    ranks = self._batch_exchange.of_replica(everyone, replica)
+                    yield self._merged(ranks, number, found), is_last and not num_left
+        deque(made, maxlen=0)
 
     def _with_count(self, batch: Batch, metadata: Sequence[Mapping[str, Any]]) -> Batch:
         """A batch with its own count of label tokens, which its loss is divided by."""
@@ -305,24 +322,18 @@ class Evaluation:
             "inputs": {n: batch[n].cpu() for n in kept if is_last},
         }
 
-    def _gathered(
-        self, results: Mapping[int, dict[str, Any]], exchanged: ExchangedBatches
-    ) -> Iterator[dict[str, Any]]:
-        everyone = self._batch_exchange.gather(results)
-        for number in range(len(exchanged.signatures)):
-            for replica, found in enumerate(exchanged.signatures[number]):
-                if not found.columns:
-                    continue
-                known = [
-                    labels[number] for labels in self._batch_exchange.of_replica(everyone, replica)
-                ]
-                merged: dict[str, Any] = {
-                    part: {name: value for one in known for name, value in one[part].items()}
-                    for part in ("outputs", "labels", "inputs")
-                }
-                merged["outputs"] = self._in_order(merged["outputs"], found)
-                merged["labels"] = self._labels(merged["labels"], found)
-                yield {**merged, "samples": num_samples(found)}
+    def _merged(
+        self, ranks: Iterable[dict[int, dict[str, Any]]], number: int, found: BatchSignature
+    ) -> dict[str, Any]:
+        """The results of a batch, which its ranks have parts of and no longer hold."""
+        known = [results.pop(number) for results in ranks]
+        merged: dict[str, Any] = {
+            part: {name: value for one in known for name, value in one[part].items()}
+            for part in ("outputs", "labels", "inputs")
+        }
+        merged["outputs"] = self._in_order(merged["outputs"], found)
+        merged["labels"] = self._labels(merged["labels"], found)
+        return {**merged, "samples": num_samples(found)}
 
     def _labels(self, results: Mapping[str, Any], found: BatchSignature) -> tuple[Any, ...] | None:
         """The labels of a batch, none where only the loss is wanted; None if it has none."""
