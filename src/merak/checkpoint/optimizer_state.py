@@ -101,6 +101,44 @@ def optimizer_targets(
     return state, tensors
 
 
+_OF_SCHEDULES = frozenset(
+    ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
+)
+"""Values in groups that are not options of the optimizer."""
+
+
+def refuse_other_class(
+    optimizer: Optimizer, values: Mapping[str, Any], metadata: Metadata, folder: object
+) -> None:
+    """Refuse a checkpoint whose optimizer states are another optimizer's, which would drop them.
+
+    Args:
+        optimizer: that is to go on.
+        values: of the checkpoint.
+        metadata: of its tensors.
+        folder: of the checkpoint.
+
+    Raises:
+        WeightsError: it has states of a class with other options.
+    """
+    own = type(optimizer).__name__
+    classes: Sequence[str] = values.get("optimizer_class", ())  # none in earlier checkpoints
+    keys = {split_key(key)[1] for key in metadata.state_dict_metadata} - {"", MASTER}
+    keys |= {key for state in values["optimizer_values"].values() for key in state}
+    if own in classes or not keys:
+        return
+    saved = {key for group in values["optimizer_groups"].values() for key in group}
+    options = {key for group in optimizer.param_groups for key in group} - {"params"}
+    missing = (saved - options) | ((options - saved) if classes else set())
+    if missing - _OF_SCHEDULES:
+        named = " and ".join(classes) or f"an optimizer with {', '.join(sorted(saved - options))}"
+        raise WeightsError(
+            f"{folder} has the states of {named} ({', '.join(sorted(keys))}), from which {own} "
+            "cannot go on; resume with the optimizer that was saved, or start a new training from "
+            "its weights (merak export)."
+        )
+
+
 def fill_optimizer(
     optimizer: Optimizer,
     view: RankView,

@@ -25,6 +25,7 @@ from merak.checkpoint.optimizer_state import (
     optimizer_shards,
     optimizer_targets,
     optimizer_values,
+    refuse_other_class,
 )
 from merak.checkpoint.saved import SavedCheckpoint, open_checkpoint
 from merak.checkpoint.shards import Shards, shard_of
@@ -98,7 +99,7 @@ def held_shards(state: RankState, buffers: Collection[str]) -> Shards:
 
 
 def held_values(state: RankState) -> dict[str, dict[str, Any]]:
-    """Return what a rank's optimizer has beside tensors, packed, by parameter name."""
+    """Return what a rank's optimizer has beside tensors, packed, by parameter name; its class."""
     if state.optimizer is None:
         return {}
     view = state.view()
@@ -106,6 +107,7 @@ def held_values(state: RankState) -> dict[str, dict[str, Any]]:
     return {
         "optimizer_groups": {name: _packed(name, group) for name, group in groups.items()},
         "optimizer_values": {name: _packed(name, group) for name, group in values.items()},
+        "optimizer_class": {type(state.optimizer).__name__: True} if groups else {},
     }
 
 
@@ -124,6 +126,7 @@ def merged_values(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[st
     return {
         "optimizer_groups": [[names, json.loads(text)] for text, names in by_content.items()],
         "optimizer_values": {"dict": own_values},
+        "optimizer_class": sorted(merged["optimizer_class"]),
     }
 
 
@@ -179,6 +182,7 @@ def load_state(
                 f"{folder} was saved without an optimizer, so no training can go on from it; start "
                 "a new one from its weights."
             )
+        refuse_other_class(state.optimizer, saved.values, saved.metadata, folder)
         shards, memory = optimizer_targets(state.optimizer, view, saved.metadata)
         wanted.update(shards)
         tensors.update(memory)

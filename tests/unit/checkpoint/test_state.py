@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
 from merak.checkpoint import saver as parts
+from merak.checkpoint.optimizer_state import refuse_other_class
+from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import save_state
 from merak.checkpoint.shards import TensorShard, shard_of
 from merak.checkpoint.state import RankState, load_state
@@ -219,3 +221,52 @@ def test_a_fused_part_is_several_boxes_of_the_whole() -> None:
         assert torch.equal(whole[row:, column : column + width], piece)
     assert [offsets for offsets, _ in part.boxes] == [(0, 4), (0, 10)]
     assert isinstance(part, TensorShard)
+
+
+def _saved_by(make: Callable[[list[dict[str, Any]]], Optimizer], folder: Path) -> Small:
+    model = Small()
+    optimizer = make(groups_of(model))
+    train(model, optimizer, 1)
+    save_state(folder, RankState(model, optimizer, owned(model), {}, ALONE))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        ("adamw", "sgd", r"the states of AdamW \(exp_avg, .*step\), from which SGD cannot go on"),
+        ("sgd", "adamw", r"the states of SGD \(momentum_buffer\), from which AdamW cannot go on"),
+    ],
+)
+def test_states_of_another_optimizer_are_not_dropped(
+    saved: str, loaded: str, message: str, tmp_path: Path
+) -> None:
+    model = _saved_by(OPTIMIZERS[saved], tmp_path / "state")
+    other = OPTIMIZERS[loaded](groups_of(model))
+    with pytest.raises(WeightsError, match=message):
+        load_state(tmp_path / "state", RankState(model, other, owned(model), {}, ALONE))
+
+
+def test_an_optimizer_with_the_same_options_goes_on(tmp_path: Path) -> None:
+    model = _saved_by(OPTIMIZERS["adamw"], tmp_path / "state")
+    other = torch.optim.Adam(groups_of(model), lr=0.01, amsgrad=True)
+    load_state(tmp_path / "state", RankState(model, other, owned(model), {}, ALONE))
+    assert all("exp_avg" in other.state[p] for group in other.param_groups for p in group["params"])
+
+
+def test_without_states_any_optimizer_begins(tmp_path: Path) -> None:
+    model = _saved_by(OPTIMIZERS["plain-sgd"], tmp_path / "state")
+    other = OPTIMIZERS["adamw"](groups_of(model))
+    load_state(tmp_path / "state", RankState(model, other, owned(model), {}, ALONE))
+
+
+def test_a_checkpoint_that_names_no_class_is_told_by_its_options(tmp_path: Path) -> None:
+    model = _saved_by(OPTIMIZERS["adamw"], tmp_path / "state")
+    saved = open_checkpoint(tmp_path / "state", False)
+    values = {key: value for key, value in saved.values.items() if key != "optimizer_class"}
+    assert saved.values.keys() - values.keys() == {"optimizer_class"}
+    other = OPTIMIZERS["sgd"](groups_of(model))
+    with pytest.raises(WeightsError, match=r"an optimizer with .*betas.* from which SGD cannot"):
+        refuse_other_class(other, values, saved.metadata, saved.folder)
+    again = OPTIMIZERS["adamw"](groups_of(model))
+    refuse_other_class(again, values, saved.metadata, saved.folder)
