@@ -54,6 +54,16 @@ class NovoGrad(Each):
         return found
 
 
+class Muon(Each):
+    """Orthogonalised momentum; exact, where torch's iterates in bfloat16."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        assert p.dim() == 2, "Muon steps matrices alone"
+        state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + g
+        left, values, right = torch.linalg.svd(state["momentum"], full_matrices=False)
+        return (left * (values / (values + 0.1 * values.max()))) @ right  # none where there is 0
+
+
 class Shampoo(Each):
     """arXiv:1802.09568: preconditioned from both sides, where no dim is above `max_dim`."""
 

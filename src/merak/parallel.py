@@ -289,8 +289,8 @@ class ParallelModel:
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
-        else:  # a rank without parameters gathers those of others all the same
-            self.engine.optimizer_params.sync_model_params()
+        elif self._update is not None:  # a rank without parameters gathers those of others
+            self.engine.optimizers.step_none()
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,10 +65,12 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def run_alone(make: Make, by_name: bool = False) -> dict[str, torch.Tensor]:
+def run_alone(
+    make: Make, by_name: bool = False, num_steps: int = NUM_STEPS
+) -> dict[str, torch.Tensor]:
     model = make_model()
     optimizer = make(groups_of(model) if by_name else model.parameters())
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         optimizer.zero_grad()
         model(**batch_of(step)).backward()
         optimizer.step()
@@ -126,6 +129,143 @@ LAYOUTS = {
 def test_an_optimizer_steps_what_it_means(pool: RankPool, layout: str, where: str) -> None:
     found = pool.run(run_own, 2, where, *LAYOUTS[layout])
     assert_equal(found[0], run_alone(adam, by_name=where == "factory"))
+
+
+def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return optimizers.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+
+def train_whole(
+    make: Make, layouts: list[tuple[dict[str, int], int]], folder: str, bits: int = 64
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Train three steps in each layout, every one from the checkpoint of the one before.
+
+    Returns:
+        The parameters, and the part of the optimizer's states that this rank has.
+    """
+    import merak
+    from merak.core.mesh import reset
+
+    for number, (degrees, zero) in enumerate(layouts):
+        reset()
+        mesh = merak.init(**degrees, device="cpu")
+
+        def share(step: int, mesh: Any = mesh) -> dict[str, torch.Tensor]:
+            whole = {n: t.to(DTYPES[bits]) for n, t in batch_of(step).items()}
+            return {n: t.chunk(mesh.dp)[mesh.dp_rank] for n, t in whole.items()}
+
+        parallel = merak.parallelize(
+            make_model().to(DTYPES[bits]),
+            share(0),
+            optimizer=make,
+            zero=zero,
+            master_weights=bits == 16,
+        )
+        if number:
+            parallel.load_checkpoint(folder)
+        for step in range(number * NUM_STEPS, (number + 1) * NUM_STEPS):
+            parallel.step(share(step))
+        parallel.save_checkpoint(folder)
+    states = [] if parallel.optimizer is None else parallel.optimizer.state.values()
+    held = sum(v.numel() for own in states for v in own.values() if isinstance(v, torch.Tensor))
+    return parallel.gather_state_dict(), held / sum(p.numel() for p in make_model().parameters())
+
+
+DTYPES = {64: torch.float64, 16: torch.bfloat16}
+
+
+LAYOUTS |= {
+    "zero2": ({"dp": 2}, 2),
+    "tp_zero1": ({"tp": 2, "dp": 2}, 1),
+    "tp_zero3": ({"tp": 2, "dp": 2}, 3),
+    "tp_dp": ({"tp": 2, "dp": 2}, 0),
+    "tp_pp": ({"tp": 2, "pp": 2}, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "layout"),
+    [
+        (muon, "tp"),
+        (torch.optim.Adafactor, "zero1"),
+        (optimizers.Shampoo, "zero3"),
+        *(slow(muon, layout) for layout in LAYOUTS),
+        *(slow(torch.optim.Adafactor, layout) for layout in LAYOUTS),
+        *(slow(one, "tp_zero1") for one in (optimizers.Lamb, optimizers.NovoGrad, optimizers.Came)),
+        slow(optimizers.Lamb, "tp_zero3"),
+    ],
+)
+def test_whole_parameters_are_stepped_as_in_one_process(
+    pool: RankPool, make: Make, layout: str, tmp_path: Any
+) -> None:
+    degrees, zero = LAYOUTS[layout]
+    num_ranks = math.prod(degrees.values())
+    ranks = pool.run(train_whole, num_ranks, make, [(degrees, zero)], str(tmp_path / "saved"))
+    assert_equal(ranks[0][0], run_alone(make))
+
+
+def run_two(degrees: dict[str, int], zero: int) -> dict[str, torch.Tensor]:
+    """A loop with an optimizer for matrices and one for all others."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")
+    model = make_model()
+
+    def share(step: int) -> dict[str, torch.Tensor]:
+        return {n: t.chunk(mesh.dp)[mesh.dp_rank] for n, t in batch_of(step).items()}
+
+    parallel = merak.parallelize(model, share(0), zero=zero)
+    both = muon(model.parameters()), adam(p for p in model.parameters() if p.dim() < 2)
+    for step in range(NUM_STEPS):
+        parallel.step(share(step))
+        for optimizer in both:
+            optimizer.step()
+    return parallel.gather_state_dict()
+
+
+@pytest.mark.parametrize("layout", ["zero1", slow("tp")])
+def test_one_optimizer_of_two_gets_whole_parameters(pool: RankPool, layout: str) -> None:
+    model = make_model()
+    both = muon(model.parameters()), adam(p for p in model.parameters() if p.dim() < 2)
+    for step in range(NUM_STEPS):
+        model.zero_grad()
+        model(**batch_of(step)).backward()
+        for optimizer in both:
+            optimizer.step()
+    assert_equal(pool.run(run_two, 2, *LAYOUTS[layout])[0], model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["tp", "zero1"],
+        slow(["zero1", "zero3", "pp", "tp"]),
+        slow(["dp", "tp", "zero2"]),
+        slow(["zero3", "tp", "dp"]),
+    ],
+)
+def test_states_of_whole_parameters_go_on_in_another_layout(
+    pool: RankPool, layouts: list[str], tmp_path: Any
+) -> None:
+    make = torch.optim.Adafactor
+    path = [LAYOUTS[layout] for layout in layouts]
+    ranks = pool.run(train_whole, 2, make, path, str(tmp_path / "saved"))
+    assert_equal(ranks[0][0], run_alone(make, num_steps=NUM_STEPS * len(layouts)))
+
+
+def test_owners_have_about_as_many_states(pool: RankPool, tmp_path: Any) -> None:
+    parts = [held for _, held in pool.run(train_whole, 2, muon, [LAYOUTS["tp"]], str(tmp_path))]
+    assert sum(parts) == pytest.approx(1.0, abs=0.1) and max(parts) < 0.6
+
+
+@pytest.mark.parametrize("layouts", [["tp", "zero1"], slow(["zero3", "tp"])])
+def test_masters_of_whole_parameters(pool: RankPool, layouts: list[str], tmp_path: Any) -> None:
+    make, path = torch.optim.Adafactor, [LAYOUTS[layout] for layout in layouts]
+    found = pool.run(train_whole, 2, make, path, str(tmp_path / "one"), 16)[0][0]
+    dp = [LAYOUTS["dp"]] * len(layouts)
+    expected = pool.run(train_whole, 2, make, dp, str(tmp_path / "other"), 16)[0][0]
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=2**-6, atol=2e-3, msg=name)
 
 
 def refusal_of(make: Make, degrees: dict[str, int], zero: int) -> str:

@@ -99,6 +99,8 @@ ROWS = [
     slow((2, 1, 1), job(zero=2)),
     slow((2, 1, 1), job(zero=3)),
     slow((2, 1, 1), job("bert", optim="adafactor")),
+    slow((1, 2, 1), job("bert", optim="adafactor")),
+    slow((2, 1, 1), job("bert", optim="adafactor", zero=2)),
     slow((1, 2, 1), job("plain", lr_scheduler_type="cosine", warmup_steps=2)),
     slow((2, 1, 2), job(fp16=True)),
     slow((1, 1, 2), job(async_save=False)),

@@ -160,6 +160,11 @@ def test_whole_parameters_with_replicas(pool: RankPool, cache: str) -> None:
     _check(pool, (2, 1, 1), {**WHOLE_PARAMETERS, **WORKERS}, "plain", cache)
 
 
+@pytest.mark.slow
+def test_whole_parameters_of_shards(pool: RankPool, cache: str) -> None:
+    _check(pool, (1, 2, 1), WHOLE_PARAMETERS, "plain", cache)
+
+
 @pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2)])
 def test_streams(pool: RankPool, cache: str, layout: Layout) -> None:
     # 30 samples: the stream ends in the middle of a step, and begins again.

@@ -1,9 +1,10 @@
 """Optimizers by name, and the layouts in which each of them is correct.
 
-A stage's optimizer sees the parameters of its own segments, and under tensor parallelism a shard
-of each. An elementwise update is correct on shards. An update that takes norms, factors or blocks
-over a parameter is correct only on whole parameters. An optimizer that looks for modules or for the
-whole model is correct on neither.
+A stage's optimizer sees the parameters of its own segments, and under tensor parallelism and ZeRO a
+shard of each. An elementwise update is correct on shards. One that takes norms or factors over a
+parameter gets whole parameters, which ranks gather for it. An optimizer that looks for modules or
+for the whole model is correct on neither. What a name stands for is judged by what it does, too:
+`merak.engine.optimizer`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from merak.arguments.rules import Layout, Rule, honoured, refused
 _ELEMENTWISE = honoured("its update is elementwise, so it is correct on every shard of a parameter")
 _BNB = honoured("its update is elementwise; it needs bitsandbytes")
 _WHOLE = "tensor parallel ranks hold a shard of each parameter; use 'adamw_torch', or tp=1"
-_PER_PARAMETER = refused(
-    f"its update depends on norms or factors of a whole parameter, and {_WHOLE}",
-    layout=Layout.TENSOR_PARALLEL,
+_PER_PARAMETER = honoured(
+    "its update looks at whole parameters; where ranks have shards, each is gathered on one of them"
 )
 _BLOCKWISE = refused(
     f"it quantises its state in blocks of a whole parameter, and {_WHOLE}",

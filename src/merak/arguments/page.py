@@ -64,27 +64,33 @@ def _lines() -> Iterator[str]:
     yield "## Optimizers\n"
     yield "Names of `optim`. A name that is not here is refused.\n"
     yield from _table("optimizer", OPTIMIZERS)
-    yield from _OTHER_CLASSES
+    yield from _CLASSES
     yield "## Options of `accelerate launch`\n"
     yield "Start scripts with torchrun. These environment variables are refused when they are set:"
     yield ", ".join(f"`{name}`" for name in REFUSED_VARIABLES) + ".\n"
 
 
-_OTHER_CLASSES = (
+_CLASSES = (
     "",
-    "A class of another name (`optimizer_cls_and_kwargs`, `create_optimizer`, or the optimizer of "
-    "`merak.parallelize`) is judged before the first step by what it does. Optimizers of its "
+    "Each class, by name or by `optimizer_cls_and_kwargs`, `create_optimizer` or the optimizer of "
+    "`merak.parallelize`, is judged before the first step by what it does. Optimizers of its "
     "class and options step small tensors that are like the job's, 30 times by the same gradients: "
     "whole, cut as the layout cuts them, and each without the others.",
     "",
     "| it | with tp or `zero` | with pp alone |",
     "|---|---|---|",
     "| steps shards as it steps whole parameters (Adam, Lion, SGD) | allowed | allowed |",
-    "| steps whole parameters one by one (Muon, Adafactor, LAMB, Shampoo) | refused | allowed |",
+    "| steps whole parameters one by one (Muon, Adafactor, LAMB) | gets whole ones | allowed |",
     "| looks across all parameters (Prodigy, D-Adaptation) | refused | refused |",
     "| draws random numbers, differs between equal runs, or takes more than 10 s | refused | "
     "allowed, with a warning |",
     "| wants a closure (LBFGS, SAM) | refused | refused |",
+    "",
+    "For an optimizer that gets whole parameters, every parameter that is cut has an owner among "
+    "the ranks that hold it, as in Megatron's layer-wise optimizer. It gathers the shards of the "
+    "parameter and its gradient, steps it, has its states, and sends the shards back: two "
+    "exchanges more a step, and on each rank about one copy more of the parameters and gradients "
+    "that it steps.",
     "",
 )
 

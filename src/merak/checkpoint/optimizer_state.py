@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from merak.checkpoint.shards import Shards, TensorShard, row_shard_of, shard_of
 from merak.core.errors import WeightsError
+from merak.core.shards import OptimizerTensor
 from merak.graph.weights.holders import RankView, full_shape
 
 PREFIX = "optimizer/"
@@ -47,19 +48,23 @@ def optimizer_shards(optimizer: Optimizer, view: RankView) -> Shards:
     """Tensors of the optimizer's state for each parameter, to be saved.
 
     A tensor of the parameter's shape is sharded like it. One of another shape belongs to a shard of
-    the parameter, and can only be loaded for the same shard.
+    the parameter, and can only be loaded for the same shard. What a rank steps whole has its state
+    as in one process.
     """
-    state: Shards = {}
+    state: Shards = {
+        f"{PREFIX}{name}/{MASTER}": _shard(found.tensor, name, view)
+        for name, found in _masters(view).items()
+    }
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = _name(parameter, view)
-            if view.optimizer_tensor(name).is_master:
-                state[f"{PREFIX}{name}/{MASTER}"] = _shard(parameter, name, view)
             for key, value in optimizer.state.get(parameter, {}).items():
                 full_key = f"{PREFIX}{name}/{key}"
                 if not isinstance(value, torch.Tensor):
                     continue
-                if value.shape == parameter.shape:
+                if name in view.whole:
+                    state[full_key] = shard_of(value, None, 0)
+                elif value.shape == parameter.shape:
                     state[full_key] = _shard(value, name, view)
                 elif value.numel() <= 1 or name not in view.shards:
                     state[full_key] = shard_of(value, None, 0)
@@ -80,12 +85,14 @@ def optimizer_targets(
         WeightsError: state of a shard that this rank does not hold cannot be resharded.
     """
     names = {_name(p, view) for group in optimizer.param_groups for p in group["params"]}
+    masters = _masters(view).keys()
     state: Shards = {}
     tensors: dict[str, torch.Tensor] = {}
     foreign: set[str] = set()
     for key, entry in metadata.state_dict_metadata.items():
-        name, _ = split_key(key)
-        if name not in names or not isinstance(entry, TensorStorageMetadata):
+        name, state_key = split_key(key)
+        known = masters if state_key == MASTER else names
+        if name not in known or not isinstance(entry, TensorStorageMetadata):
             continue
         if _is_foreign(key, tuple(entry.size), name, view):
             foreign.add(key)
@@ -177,6 +184,12 @@ def fill_optimizer(
     _restore_dtypes(optimizer, view, loaded)
 
 
+def _masters(view: RankView) -> dict[str, OptimizerTensor]:
+    """This rank's masters, or its rows of them; whoever steps them."""
+    every = view.optimizer_tensors.items()
+    return {name: own for name, own in every if own.is_master and own.tensor.numel()}
+
+
 def _restore_dtypes(
     optimizer: Optimizer, view: RankView, values: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -211,7 +224,8 @@ def _target(
 ) -> tuple[torch.Tensor, TensorShard]:
     parameter, shard = view.tensors[name], view.shards.get(name)
     size, dtype = tuple(entry.size), entry.properties.dtype
-    if MARK not in key and size == full_shape(parameter, shard):
+    is_whole = name in view.whole and split_key(key)[1] != MASTER
+    if MARK not in key and not is_whole and size == full_shape(parameter, shard):
         shape = view.optimizer_tensor(name).tensor.shape
         # Zeros for the padding of a sharded vocabulary, which is not stored.
         tensor = torch.zeros(shape, dtype=dtype, device=parameter.device)
@@ -231,6 +245,8 @@ def _shard(value: torch.Tensor, name: str, view: RankView) -> TensorShard:
 def _is_foreign(key: str, size: tuple[int, ...], name: str, view: RankView) -> bool:
     """Whether a tensor belongs to a shard of its parameter that this rank does not hold."""
     shard = view.shards.get(name)
+    if name in view.whole and split_key(key)[1] != MASTER:
+        return MARK in key
     if MARK in key:
         return shard is None or not key.endswith(_shard_mark(name, view))
     whole = full_shape(view.tensors[name], shard)

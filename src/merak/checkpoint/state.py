@@ -63,6 +63,8 @@ class RankState:
             parameter whose shards they are laid out like, None for tensors of their own.
         reset: begins anew with those of `further` that a checkpoint does not have, by their keys.
         outer_momenta: of an outer optimizer, by parameter name, shaped as what the optimizer steps.
+        whole_tensors: whole parameters that the optimizer steps on this rank for all that have
+            pieces of them, by name.
         order: of the parameters in the optimizer's groups, for checkpoints of transformers' own
             Trainer; None where it is not known.
     """
@@ -78,10 +80,12 @@ class RankState:
     reset: Callable[[Collection[str]], None] | None = None
     outer_momenta: Mapping[str, torch.Tensor] = field(default_factory=dict)
     order: Order | None = None
+    whole_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def view(self) -> RankView:
         """Return the tensors of this rank by name."""
-        return rank_view(self.model, self.owned, self.shards, self.mesh, self.optimizer_tensors)
+        held = (self.owned, self.shards, self.mesh, self.optimizer_tensors, self.whole_tensors)
+        return rank_view(self.model, *held)
 
 
 def held_shards(state: RankState, buffers: Collection[str]) -> Shards:

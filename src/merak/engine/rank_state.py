@@ -28,7 +28,8 @@ def rank_state(
     masters = engine.optimizer_params.optimizer_tensors()
     held, described = engine.held(), engine.description or None
     state = RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)
-    state = replace(state, outer_momenta=outer)
+    whole = engine.optimizer_params.whole_tensors
+    state = replace(state, outer_momenta=outer, whole_tensors=whole)
     if (compression := engine.compression) is None:
         return state
     return replace(state, further=compression.tensors(), reset=compression.reset)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from merak.core.announce import announce
 from merak.core.errors import ArgumentsError
 from merak.core.rank0 import warn_on_rank0
 from merak.engine.comm.local_steps import LocalSteps
@@ -29,6 +30,7 @@ from merak.engine.optimizer.own_tensors import (
     tensors_by_id,
     use_optimizer_tensors,
 )
+from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class OptimizerConnections:
         self.note_originals({})
         self._connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._is_stepping = False
+        self._wholes: list[WholeTensors] = []
         own = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -84,25 +87,37 @@ class OptimizerConnections:
         if optimizer is not None:
             refuse_closure(optimizer)
             use_optimizer_tensors(optimizer, self._found, takes_others=is_met)
-        judgement = judge(state, optimizer)
+        judgement, whole = judge(state, optimizer), None
         if judgement is not None:
             if sentence := judgement.refusal():
                 raise ArgumentsError(sentence)
             if judgement.needs_whole:
-                raise ArgumentsError(
-                    f"{judgement.name} steps shards otherwise than whole parameters (such as "
-                    f"{judgement.findings.cut}), and in this layout ({judgement.layout}) ranks "
-                    "step shards; use an elementwise optimizer, such as AdamW, or dp and pp alone "
-                    "(tp=1, zero=0)."
-                )
+                whole = WholeTensors(state, optimizer)
+                self._wholes.append(whole)
+                state.optimizer_params.whole_tensors |= whole.tensors
+                announce("%s gets whole parameters: each is stepped by one rank", judgement.name)
             if remark := judgement.remark():
                 warn_on_rank0(logger, "%s.", remark)
         if optimizer is not None:
             self._connected.add(optimizer)
-            optimizer.register_step_pre_hook(lambda *_: self._note(True))
-            sync = state.optimizer_params.sync_model_params
-            connect_optimizer(optimizer, sync, state.local_steps)
-            optimizer.register_step_post_hook(lambda *_: self._note(False))
+            self._attach(optimizer, whole)
+
+    def _attach(self, optimizer: torch.optim.Optimizer, whole: WholeTensors | None) -> None:
+        """Register what is to happen before and after each step."""
+        optimizer.register_step_pre_hook(lambda *_: self._note(True))
+        if whole is not None:
+            optimizer.register_step_pre_hook(lambda *_: whole.collect())
+            optimizer.register_step_post_hook(lambda *_: whole.distribute())
+        sync = self._state.optimizer_params.sync_model_params
+        connect_optimizer(optimizer, sync, self._state.local_steps)
+        optimizer.register_step_post_hook(lambda *_: self._note(False))
+
+    def step_none(self) -> None:
+        """Take part in a step of the others, on a rank without an optimizer of its own."""
+        for whole in self._wholes:
+            whole.collect()
+            whole.distribute()
+        self._state.optimizer_params.sync_model_params()
 
     def warn_of_none(self) -> None:
         """Warn where no optimizer has stepped, and the model's parameters are not what is stepped.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from merak.core.announce import announced
 from merak.core.errors import ArgumentsError
@@ -33,12 +34,14 @@ class Judgement:
         findings: of a trial on each rank that has an optimizer; the worst.
         layout: degrees that cut parameters or share them out, for people to read.
         is_cut: whether ranks have shards of parameters.
+        is_asynchronous: whether the schedule updates weights inside of a step.
     """
 
     name: str
     findings: Findings
     layout: str
     is_cut: bool
+    is_asynchronous: bool = False
 
     @property
     def needs_whole(self) -> bool:
@@ -56,6 +59,12 @@ class Judgement:
                 f"{self.name} looks across all parameters (it steps one alone otherwise than "
                 f"beside others), and {where}; use one that steps every parameter by itself, such "
                 "as AdamW, or replicas alone (dp)."
+            )
+        if self.needs_whole and self.is_asynchronous:
+            return (
+                f"{self.name} steps whole parameters, which ranks with shards of them "
+                f"({self.layout}) would have to exchange inside of a step of an asynchronous "
+                "schedule; use a synchronous one, such as '1f1b', or tp=1."
             )
         if found.unknown and self.is_cut:
             return (
@@ -107,7 +116,8 @@ def judge(state: EngineState, optimizer: torch.optim.Optimizer | None) -> Judgem
     degrees = (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep), ("zero", state.zero))
     layout = ", ".join(f"{n}={d}" for n, d in degrees if d > (n != "zero"))
     named = next((n for n, _ in everyone if n is not None), "no optimizer")
-    return Judgement(named, worst, layout, is_cut)
+    schedule = state.plan_for.base.schedule
+    return Judgement(named, worst, layout, is_cut, not schedule.is_synchronous)
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -165,7 +175,8 @@ def _job_tensors(state: EngineState, optimizer: torch.optim.Optimizer) -> list[J
 def _job_tensor(state: EngineState, name: str, group: int) -> JobTensor:
     item, shard = state.optimizer_params.items[name], state.base.shards.get(name)
     shape = full_shape(item.parameter, shard)
-    replicas = state.optimizer_params.num_replicas(name) if item.rows is not None else 1
+    sharers = None if item.rows is None else state.optimizer_params.group_of(name)
+    replicas = 1 if sharers is None else dist.get_world_size(sharers)
     if shard is None or shard.owner is not None:  # experts that one rank has whole
         return JobTensor(group, shape, row_degree=replicas)
     return JobTensor(group, shape, shard.dim, shard.num_shards, replicas)

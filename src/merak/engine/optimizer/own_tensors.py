@@ -84,7 +84,7 @@ def use_optimizer_tensors(
         changed = [(p, _own_tensor(optimizer, p, found, takes_others)) for p in group["params"]]
         for given, tensor in changed:
             if tensor is not given or _has_other_shapes(optimizer.state.get(given, {}), given):
-                _refuse_state(optimizer, given)
+                refuse_state(optimizer, given)
         tensors = [tensor for _, tensor in changed if tensor is not None]
         group["params"][:] = {id(tensor): tensor for tensor in tensors}.values()
 
@@ -112,7 +112,12 @@ def _has_other_shapes(state: Mapping[str, Any], given: torch.Tensor) -> bool:
     return any(own.dim() == given.dim() and own.shape != given.shape for own in tensors)
 
 
-def _refuse_state(optimizer: torch.optim.Optimizer, given: torch.Tensor) -> None:
+def refuse_state(optimizer: torch.optim.Optimizer, given: torch.Tensor) -> None:
+    """Refuse an optimizer that has a state of a tensor which another one is to replace.
+
+    Raises:
+        ArgumentsError: it has one.
+    """
     if given in optimizer.state:
         raise ArgumentsError(
             f"{type(optimizer).__name__} makes its state before the first step, for parameters "

@@ -100,6 +100,8 @@ class OptimizerParams:
         self.parameters = parameters
         optimizer_params = {name: p for name, p in parameters.items() if p.requires_grad}
         self.items = {name: self._make(name, p) for name, p in optimizer_params.items()}
+        # Whole parameters that an optimizer steps here in place of all ranks' pieces, by name.
+        self.whole_tensors: dict[str, nn.Parameter] = {}
         self.start_step()
 
     @property
@@ -147,10 +149,9 @@ class OptimizerParams:
             return None
         return shard_rows(parameter, dist.get_world_size(group), dist.get_rank(group))
 
-    def num_replicas(self, name: str) -> int:
-        """The number of replicas that share out a parameter's optimizer."""
-        group = self._groups.of(name)
-        return 1 if group is None else dist.get_world_size(group)
+    def group_of(self, name: str) -> dist.ProcessGroup | None:
+        """The replicas that share out a parameter's optimizer; None for this rank alone."""
+        return self._groups.of(name)
 
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""

@@ -76,6 +76,7 @@ class RankView:
         shard_index: which part.
         optimizer_tensors: by name what the optimizer steps in the place of a parameter, where it is
             not the parameter itself.
+        whole: names of the parameters that the optimizer of this rank steps whole, for other ranks.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -85,6 +86,7 @@ class RankView:
     shards: Mapping[str, ParameterShard]
     shard_index: int
     optimizer_tensors: Mapping[str, OptimizerTensor]
+    whole: Collection[str] = ()
 
     def optimizer_tensor(self, name: str) -> OptimizerTensor:
         """The optimizer's tensor of a parameter."""
@@ -97,6 +99,7 @@ def rank_view(
     shards: Mapping[str, ParameterShard],
     mesh: Mesh,
     optimizer_tensors: Mapping[str, OptimizerTensor] | None = None,
+    whole_tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> RankView:
     """Tensors that this rank holds; names that the model's state dict lacks are left out."""
     named = named_tensors(model)
@@ -104,9 +107,12 @@ def rank_view(
     tensors = {firsts[name]: tensor for name, tensor in named.items()}
     others = {firsts[n]: found for n, found in (optimizer_tensors or {}).items() if n in firsts}
     names = {id(tensor): name for name, tensor in tensors.items()}
+    whole = {firsts[n]: tensor for n, tensor in (whole_tensors or {}).items() if n in firsts}
+    names |= {id(found.tensor): name for name, found in others.items()}
     return RankView(
         tensors=tensors,
-        names=names | {id(found.tensor): name for name, found in others.items()},
+        names=names | {id(tensor): name for name, tensor in whole.items()},
+        whole=whole.keys(),
         optimizer_tensors=others,
         owned=frozenset(firsts[name] for name in owned if name in firsts),
         buffers=frozenset(n for n, t in tensors.items() if not isinstance(t, nn.Parameter)),
