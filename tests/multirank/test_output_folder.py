@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ import torch.distributed as dist
 
 import merak
 from merak.arguments import folders
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, SavingError
+from merak.core.files.folder_owner import Owner, Pace, owning
+from merak.trainer import saving
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Setup, make_merak
 
@@ -41,9 +45,14 @@ def starts(folder: str, case: str) -> str:
             patch.setattr("tempfile.TemporaryFile", refuse)
         if case == "full":
             patch.setattr(folders.shutil, "disk_usage", lambda _: Free(2000))
+        pace = Pace(touch_s=0.1, poll_s=0.1)
+        patch.setattr(saving, "owning", partial(owning, pace=pace))
+        is_owned = case == "owned" and rank == 0
+        other = owning(Path(folder, "run"), Owner("of another"), pace)
         try:
-            trainer.train()
-        except ArgumentsError as error:
+            with other if is_owned else nullcontext():
+                trainer.train()
+        except (ArgumentsError, SavingError) as error:
             assert trainer.engine is None
             return str(error)
     assert not list(Path(folder).glob(f"*/{folders.PROBE}*"))
@@ -65,6 +74,8 @@ class Free:
          "checkpoints, or use save_strategy='no'."),
         ("refused", "cannot be written by rank 1 (on {host}: [Errno 13] Permission denied); name "
          "another for the checkpoints, or use save_strategy='no'."),
+        ("owned", "belongs to another job that is running (run id of another), whose checkpoints "
+         "this one would remove; end that job, or name another output_dir."),
         ("full", "has 2.0 kB free, but a checkpoint of this model takes at least 6"),
     ],
 )  # fmt: skip
