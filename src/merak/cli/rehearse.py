@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from merak.cli.options import (
 )
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
+from merak.core.files.json_file import parse_value
 from merak.launch.devices import device_of
 from merak.launch.errors import CommandError
 
@@ -211,10 +211,7 @@ def _schedule_options(given: list[str]) -> Mapping[str, Any]:
         name, equals, value = pair.partition("=")
         if not name or not equals:
             raise CommandError(f"--option {pair} is none; write it as NAME=VALUE.")
-        try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
+        found[name] = parse_value(value)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
+from merak.core.files.json_file import parse_value
 from merak.core.units import counted, seconds
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
@@ -266,10 +266,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ScheduleError(f"--option {text} is not of the form KEY=VALUE.")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return key, parse_value(value)
 
 
 def _write(simulation: Simulation, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from merak.cli.options import (
     recipe_settings,
     shared,
 )
+from merak.core.files.json_file import parse_value
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -217,10 +217,7 @@ def _key_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise CommandError(f"--option {text} is not of the form KEY=VALUE.")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return key, parse_value(value)
 
 
 def _sizes(text: str | None) -> tuple[int, ...] | None:

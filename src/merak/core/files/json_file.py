@@ -122,6 +122,18 @@ def parse_json(
     return found
 
 
+def parse_value(text: str) -> Any:
+    """Parse the value of an option of the command line: JSON, or where it is none, the text.
+
+    Args:
+        text: as it was typed.
+    """
+    try:
+        return parse_json(text, finite=False)
+    except UnreadableFile:
+        return text
+
+
 def _check(value: Any) -> None:
     """Refuse values that functions cannot walk through, and texts that no file or name can hold."""
     level, levels = [value], 0

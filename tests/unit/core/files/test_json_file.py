@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from merak.core.files.json_file import UnreadableFile, parse_json, read_json, read_text
+from merak.core.files.json_file import UnreadableFile, parse_json, parse_value, read_json, read_text
 
 
 def test_a_value_is_read(tmp_path: Path) -> None:
@@ -44,6 +44,12 @@ def test_what_is_no_json_of_one_meaning(text: str, why: str) -> None:
 def test_what_pythons_own_writer_writes_may_be_read() -> None:
     assert parse_json("[Infinity, -Infinity]", finite=False) == [float("inf"), -float("inf")]
     assert parse_json("[" * 100 + "]" * 100)
+
+
+def test_values_of_options() -> None:
+    assert [parse_value(text) for text in ("2", '"2"', "[1]", "true")] == [2, "2", [1], True]
+    for text in ("two", "[1", "[" * 100_000, "1" * 5000, '{"a": 1, "a": 2}'):
+        assert parse_value(text) == text
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
