@@ -28,9 +28,12 @@ def same_class_optimizer(
         own = groups.setdefault(id(one), {**copy.deepcopy(dict(one.options)), "params": []})
         own["params"].append(parameter)
     try:
-        return _constructed(optimizer, tensors[-1][0], list(groups.values()))
+        made = _constructed(optimizer, tensors[-1][0], list(groups.values()))
     except Exception:  # its class wants more than its options, such as another optimizer
-        return _copied(optimizer, tensors, list(groups.values()))
+        made = _copied(optimizer, tensors, list(groups.values()))
+    if callable(begin := getattr(made, "train", None)):  # of schedule-free ones, before any step
+        begin()
+    return made
 
 
 def _constructed(

@@ -140,6 +140,22 @@ def test_an_optimizer_around_another_is_copied() -> None:
     assert found_for(around(optimizers.Lamb)).cut
 
 
+def test_an_optimizer_that_must_be_in_train_mode_is_put_there() -> None:
+    class ScheduleFree(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr=lr)
+            self.is_training = False
+
+        def train(self) -> None:
+            self.is_training = True
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            assert self.is_training
+            super().step()
+
+    assert found_for(ScheduleFree) == Findings()
+
+
 def test_small_tensors_keep_their_kind_and_one_is_large() -> None:
     group: dict[str, Any] = {"lr": 0.1}
     tensors = [
