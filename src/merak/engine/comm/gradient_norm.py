@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from merak.core.gradients import is_low_precision
 from merak.core.shards import ParameterShard, RowShard
 
 
@@ -18,7 +19,8 @@ def pipeline_norm(
 ) -> torch.Tensor:
     """The 2-norm of all gradients of a pipeline without shards, to the last bit torch's own.
 
-    torch takes the norm of the parameters' norms, in the model's order; so must the ranks.
+    torch takes the norm of the parameters' norms, in the model's order; so must the ranks. Those of
+    a lower precision than float32, which torch rounds to that precision, are not rounded here.
 
     Args:
         gradients: those that this rank counts, by name.
@@ -34,7 +36,7 @@ def pipeline_norm(
     # Ranks without gradients do not know how exact those of others are; float32 fits into float64.
     known = [name for name in order if name in gradients]
     values = [_values(gradients[name]) for name in known]
-    own = dict(zip(known, torch._foreach_norm(values) if values else ()))
+    own = dict(zip(known, _norms(values)))
     # Nothing is indexed, for which the host would send places and wait.
     nothing = torch.zeros((), device=device, dtype=torch.float64)
     norms = torch.stack([*(own.get(name, nothing) for name in order), nothing]).double()
@@ -42,6 +44,17 @@ def pipeline_norm(
         dist.all_reduce(norms, group=group)  # of each norm and zeros: it stays as it is
     total: torch.Tensor = torch.linalg.vector_norm(norms if is_exact else norms.float())
     return total
+
+
+def _norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each gradient, in float32 where the gradient has a lower precision."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype in (None, torch.float32):
+        chosen = [i for i, g in enumerate(gradients) if is_low_precision(g) is (dtype is not None)]
+        if chosen:
+            norms = torch._foreach_norm([gradients[i] for i in chosen], 2, dtype)
+            found |= dict(zip(chosen, norms, strict=True))
+    return [found[i] for i in range(len(gradients))]
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
@@ -81,7 +94,7 @@ def global_norm(
     ]
     for copies in sorted({copies for _, copies in pieces}):
         gradients = [gradient for gradient, own in pieces if own == copies]
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        norms = torch.stack(_norms(gradients)).double()
         total += norms.square().sum() / copies
     for group in groups:
         if group is not None:
