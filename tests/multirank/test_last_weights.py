@@ -74,6 +74,7 @@ def save_in_all_ways(trainer: Any, folder: Path) -> None:
     torch.save(model.state_dict(), folder / "state.pt")
     torch.save(model, folder / "model.pt")
     torch.save(next(model.children()).state_dict(), folder / "child.pt")
+    torch.save(next(model.children()), folder / "whole_child.pt")
     save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "state.safetensors")
     trainer.save_model(str(folder / "trainer"))
     if plain:

@@ -294,6 +294,10 @@ class PickleRefusal(Refusal):
             return type(module).__reduce_ex__(module, *args)
         if (whole := self._whole()) is not None:
             return type(whole).__reduce_ex__(whole, *args)
+        if self.place.is_whole and module is not None:
+            with methods_allowed(module):
+                own = copy.deepcopy(module)  # without what takes the place of its methods
+            return type(own).__reduce_ex__(own, *args)
         raise self._refused()
 
 
@@ -319,7 +323,7 @@ def mark_laid_out(model: nn.Module, part: Part, *, runs_whole: bool) -> None:
         is_whole = bool(path) and not part.is_sharded
         is_whole = is_whole and not any(t.is_meta or id(t) in shards for t in own)
         place = Place(weakref.ref(model), weakref.ref(module), path, is_whole)
-        for name in _OF_DISK - {_PICKLES} if path else _INSTEAD:
+        for name in _OF_DISK if path else _INSTEAD:
             method = getattr(type(module), name, None)
             if callable(method) and not (name == "forward" and runs_whole):
                 kind = PickleRefusal if name == _PICKLES else Refusal
