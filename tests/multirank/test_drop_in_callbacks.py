@@ -33,6 +33,13 @@ class Norms(TrainerCallback):
         torch.stack(norms).norm()
 
 
+class Clips(TrainerCallback):
+    """Clips by the norm of the gradients that it sees."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(kwargs["model"].parameters(), 0.01)
+
+
 class Values(TrainerCallback):
     """Reads the value of every parameter."""
 
@@ -99,6 +106,26 @@ def test_callbacks_are_told_that_they_see_a_part(
         assert "as shards" in walks or pp == 2
     assert said.startswith("a callback reads a value that this rank does not have") == (pp == 2)
     assert ("parameter.abs().max().item()" in said) == (pp == 2)
+
+
+def train_clipped(layout: Layout, cache: str) -> str:
+    import merak
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    trainer = make_merak(SETUP, dp, cache, callbacks=[Clips()])
+    try:
+        trainer.train()
+    except TrainingError as error:
+        return f"step {trainer.state.global_step}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (1, 2, 1), slow((2, 1, 1))])
+def test_norms_of_a_part_clip_nothing(pool: RankPool, cache: str, layout: Layout) -> None:
+    for said in pool.run(train_clipped, 2, layout, cache):
+        expected = "step 0: Clips.on_pre_optimizer_step clips gradients by their norm"
+        assert said.startswith(expected) == (layout[0] == 1)
 
 
 def train_averaged(layout: Layout, cache: str) -> tuple[list[str], bool]:

@@ -174,9 +174,6 @@ def told(way: str, zero: int) -> str:
 )
 def test_parameters_that_are_elsewhere_are_not_read(pool: RankPool, way: str, zero: int) -> None:
     all_told = pool.run(told, 2, way, zero)
-    if way == "average" and zero:
-        assert all_told == ["", ""]  # shards of both, on every rank: nothing is read
-        return
     lines = {"average": "mine.data.mul_", "before": ".item()", "submodule": ".mean().item()"}
     # One of the ranks may have all that it reads.
     assert any(all_told)

@@ -59,6 +59,11 @@ class AbsentTensor(torch.Tensor):
         made.source, made.line = source, line
         return made
 
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether it is a parameter, or a view of one, that no rank has whole: nobody writes it."""
+        return not self.line and self.source.endswith(OF_REPLICAS)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -95,7 +100,7 @@ class AbsentTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, AbsentTensor):
+        if not isinstance(value, AbsentTensor) or self.is_nowhere:
             raise _refusal("writes into", self)
         _TENSOR.data.__set__(self, value)
 
@@ -196,6 +201,8 @@ def _check(func: Any, args: Any, kwargs: Any, absent: AbsentTensor) -> None:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
         (written if is_written else read).extend(tensors)
+    if any(isinstance(tensor, AbsentTensor) and tensor.is_nowhere for tensor in written):
+        raise _refusal("writes into", absent)
     if any(_is_here(tensor) for tensor in read):
         raise _refusal("writes into" if _absent_in(written) else "reads", absent)
     if any(not isinstance(tensor, AbsentTensor) for tensor in written):

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, TrainerControl
 
 from merak.core.health.status import waiting_for_all
+from merak.graph.weights.laid_out import engine_of
 from merak.trainer.live.display import JobBoard
 from merak.trainer.subclass.logged_layout import logged_layout
 from merak.trainer.subclass.methods import overriding
@@ -71,6 +73,9 @@ class AgreedCallbacks(CallbackHandler):
             refuse_model_uploads(self.model, self.callbacks)
         if event == "on_train_end":
             self._leave_weights()
+        engine = engine_of(self.model) if isinstance(self.model, nn.Module) else None
+        if engine is not None and event in _own_events(self.callbacks):
+            engine.optimizer_params.wait()  # for what they read of lists that they have kept
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
         with layout, reporting_parts(self.model):

@@ -11,7 +11,7 @@ import logging
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -96,18 +96,24 @@ def check_gradient_readers(
         callbacks: of the trainer, transformers' own ones among them.
 
     Raises:
-        TrainingError: the optimizer steps other tensors than the parameters, which then have no
-            gradients behind the backward pass.
+        TrainingError: one clips by a norm of which each rank has a part; or the optimizer steps
+            other tensors than the parameters, which have no gradients behind the backward pass.
     """
     is_in_parts = isinstance(model, nn.Module) and part_of(model) is not None
     others = f"zero={args.zero}" if args.zero and args.world_size > 1 else ""
     others = others or ("master_weights=True" if args.master_weights else "")
-    for reader in _gradient_readers(callbacks) if is_in_parts or others else ():
+    for reader, names in _gradient_readers(callbacks) if is_in_parts or others else ():
         if others:
             raise TrainingError(
                 f"{reader} reads or writes gradients, but with {others} the optimizer steps "
                 "tensors of its own, and those of the model have none behind the backward pass; "
                 f"leave {others} out, or change gradients in hooks of parameters (register_hook)."
+            )
+        if "clip_grad_norm_" in names:
+            raise TrainingError(
+                f"{reader} clips gradients by their norm (clip_grad_norm_), and each rank has "
+                "those of its part of the model alone; leave it out, and give max_grad_norm among "
+                "the training arguments, which is that of all."
             )
         warn_once(
             logger,
@@ -118,15 +124,17 @@ def check_gradient_readers(
         )
 
 
-def _gradient_readers(callbacks: Iterable[TrainerCallback]) -> Iterator[str]:
-    """The first method of each callback of a script's own that names gradients."""
+def _gradient_readers(
+    callbacks: Iterable[TrainerCallback],
+) -> Iterator[tuple[str, Collection[str]]]:
+    """The first method of each callback of a script's own that names gradients, and which."""
     for cls in {type(callback): None for callback in callbacks}:
         for method in vars(cls).values():
             if not isinstance(method, types.FunctionType):
                 continue
             names = {name for code in codes_of(method.__code__) for name in code.co_names}
             if names & _GRADIENTS and not is_installed(method.__code__.co_filename):
-                yield method.__qualname__
+                yield method.__qualname__, names & _GRADIENTS
                 break
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TrainingError
-from merak.graph.weights.absent import AbsentTensor, read_by, swap
+from merak.graph.weights.absent import OF_REPLICAS, AbsentTensor, read_by, swap
 
 
 def parameter(name: str = "head.weight") -> nn.Parameter:
@@ -138,3 +138,15 @@ def test_copies_of_a_module_keep_its_parameters() -> None:
         ("weight", False),
         ("bias", True),
     ]
+
+
+def test_writes_into_what_no_rank_has_whole_are_refused() -> None:
+    sharded = nn.Parameter(AbsentTensor(torch.empty(2, device="meta"), f"'w' is {OF_REPLICAS}"))
+    assert isinstance(sharded.detach().clone().mul_(2.0), AbsentTensor)
+    for write in (
+        lambda: sharded.data.mul_(0.5),
+        lambda: sharded.detach().view(-1).zero_(),
+        lambda: setattr(sharded, "data", sharded.data * 2),
+    ):
+        with pytest.raises(TrainingError, match=r"^this script writes into a value"):
+            write()
