@@ -46,7 +46,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.tied_parameters import find_holders
-from merak.schedule.channels import links_of, links_of_pipe
+from merak.schedule.steps import links_of, links_of_pipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,9 +174,9 @@ def _rank(work: Work[Result], folder: Path) -> Result:
             os._exit(INTERRUPTED)  # the command says so
         if isinstance(error, SystemExit) and error.code == TERMINATED:
             os._exit(TERMINATED)  # likewise
-        told = in_words(error)
-        if told is not error:
-            reported = f"rank {os.environ['RANK']} on {socket.gethostname()}: {told}"
+        worded = in_words(error)
+        if worded is not error:
+            reported = f"rank {os.environ['RANK']} on {socket.gethostname()}: {worded}"
         elif is_lost_connection(error):
             reported = why_lost(
                 error

@@ -7,10 +7,9 @@ import pytest
 from merak.core.errors import ScheduleError
 from merak.schedule.builders.forward_only import forward_only
 from merak.schedule.catalog import FORMULAS
-from merak.schedule.channels import Link, channel_of, links_of, links_of_pipe
 from merak.schedule.lower import lower
 from merak.schedule.registry import build
-from merak.schedule.steps import Payload
+from merak.schedule.steps import Link, Payload, channel_of, links_of, links_of_pipe
 from merak.schedule.validate.steps import serial_channels_complete
 
 NUM_RANKS = range(2, 9)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from merak.core.errors import ScheduleError
 from merak.schedule.catalog import FORMULAS
-from merak.schedule.channels import MAX_OPEN_SENDS
 from merak.schedule.ir import Schedule
 from merak.schedule.lower import lower
 from merak.schedule.registry import build
-from merak.schedule.steps import Receive
+from merak.schedule.steps import MAX_OPEN_SENDS, Receive
 from tests.unit.schedule.grid import every_schedule
 from tests.unit.schedule.rendezvous import Durations, Run
 

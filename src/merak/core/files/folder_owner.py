@@ -139,7 +139,7 @@ def _take(path: Path, owner: Owner, pace: Pace, wait: Callable[[float], None]) -
 
 def _wait_for_end(path: Path, other: Owner, pace: Pace, wait: Callable[[float], None]) -> None:
     """Wait until another owner has not touched its file for long enough, or see that it lives."""
-    first, is_told = _touched_s(path), False
+    first, is_reported = _touched_s(path), False
     while (touched := _touched_s(path)) and _now_s(path) - touched <= pace.alive_s:
         if touched > first or _read(path) != other:
             raise SavingError(
@@ -147,10 +147,10 @@ def _wait_for_end(path: Path, other: Owner, pace: Pace, wait: Callable[[float], 
                 f"({other}), whose checkpoints this one would remove; end that job, or name "
                 "another output_dir."
             )
-        if not is_told:
+        if not is_reported:
             message = "%s was used by another job (%s); waiting up to %.0f s to see whether it runs"
             logger.warning(message, path.parent, other, pace.alive_s)
-            is_told = True
+            is_reported = True
         with phase("waiting to see whether another job uses output_dir"):
             wait(pace.poll_s)
 

@@ -14,8 +14,7 @@ from merak.core.mesh import Mesh, carried_device, group_of_lines
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
-from merak.schedule.channels import MAX_OPEN_SENDS, Channel, Link, channel_of
-from merak.schedule.steps import Receive, Send
+from merak.schedule.steps import MAX_OPEN_SENDS, Channel, Link, Receive, Send, channel_of
 
 
 class Route:

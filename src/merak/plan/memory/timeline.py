@@ -15,10 +15,17 @@ from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
 from merak.plan.memory.ledger import Category, Ledger, SendWindow
-from merak.schedule.channels import MAX_OPEN_SENDS
 from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action, Kind
-from merak.schedule.steps import OptimizerStep, Payload, Receive, ReduceGradients, Send, Step
+from merak.schedule.steps import (
+    MAX_OPEN_SENDS,
+    OptimizerStep,
+    Payload,
+    Receive,
+    ReduceGradients,
+    Send,
+    Step,
+)
 
 Keys = dict[str, Hashable]
 """Storage of each value by name; None for one that costs nothing."""

@@ -6,16 +6,18 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
-from merak.schedule.channels import MAX_OPEN_SENDS, Link, channel_of
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.steps import (
+    MAX_OPEN_SENDS,
     Compute,
+    Link,
     OptimizerStep,
     Payload,
     Receive,
     ReduceGradients,
     Send,
     Step,
+    channel_of,
 )
 
 Steps = Sequence[Sequence[Step]]
