@@ -30,7 +30,7 @@ from merak.arguments import (
 )
 from merak.arguments.folders import make_output_folder
 from merak.core.announce import announce, show_announcements
-from merak.core.errors import DataError, DoesNotFitError, refuse_unknown
+from merak.core.errors import DataError, DoesNotFitError, WeightsError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
 from merak.core.mesh import current_mesh, mark_used
 from merak.core.rank0 import warn_on_rank0
@@ -50,6 +50,7 @@ from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
+from merak.graph.weights.laid_out import part_of
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
@@ -174,6 +175,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         for name, value in requested:
             setattr(self.args, name, value)
         self.accelerator.device_placement = False
+        self.accelerator.register_save_state_pre_hook(_refuse_parts)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as in transformers; with optuna on several ranks, which train trials together.
@@ -552,6 +554,16 @@ class MerakTrainer(Stepping, Logging, Trainer):
                 config, default = self.model.config, ["past_key_values"]
                 ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
         return self._evaluation.result(inputs, prediction_loss_only, ignore_keys)
+
+
+def _refuse_parts(models: list[nn.Module], *_: Any) -> None:
+    """Refuse accelerator.save_state, whose optimizer would be of this rank's part alone."""
+    for model in models:
+        if (part := part_of(model)) is not None:
+            raise WeightsError(
+                "accelerator.save_state saves the optimizer of one rank, and each has a part of it "
+                f"({part.degrees}); let the trainer save checkpoints (save_strategy='steps')."
+            )
 
 
 @contextmanager
