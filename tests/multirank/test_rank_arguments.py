@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, MeshError, PlanError, TrainingError
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import Classifier, Layout, batch_of
 from tests.tiers import slow
@@ -96,6 +97,52 @@ class Finder(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **of_step: Any) -> None:
         for group in of_step["optimizer"].param_groups:
             group["lr"] = 1e-6 * 10**state.global_step
+
+
+class OwnRate(TrainerCallback):
+    """Sets a learning rate of each rank's own, once there is an optimizer."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of_training: Any) -> None:
+        for group in of_training["optimizer"].param_groups:
+            group["lr"] = (0.1, 0.3)[args.process_index]
+
+
+def models(folder: str) -> tuple[str, str]:
+    """What is said of a callback that sets other rates, and of a model with another dropout."""
+    import merak
+
+    rank = merak.init(pp=2, device="cpu").rank
+    with pytest.raises(TrainingError) as of_rates:
+        train(rank, folder, callbacks=[OwnRate()])
+    model = nn.Sequential(Classifier().wide, nn.Dropout((0.1, 0.2)[rank]), Classifier().narrow)
+    with pytest.raises(PlanError) as of_dropout:
+        merak.parallelize(
+            model, {"input": torch.ones(4, 16)}, loss_fn=lambda outputs, _: outputs.sum()
+        )
+    return str(of_rates.value), str(of_dropout.value)
+
+
+def test_rates_of_a_callback_and_models_are_compared(pool: RankPool, tmp_path: Any) -> None:
+    one, two = pool.run(models, 2, str(tmp_path / "out"))
+    assert one == two
+    assert "lr of optimizer group 0 is 0.1 on rank 0 and 0.3 on rank 1" in one[0]
+    assert "Ranks 0 and 1 have traced different models" in one[1]
+
+
+def other_degrees() -> str:
+    import os
+
+    import merak
+
+    with pytest.raises(MeshError) as caught:
+        merak.init(**({"pp": 2} if os.environ["RANK"] == "0" else {"tp": 2}), device="cpu")
+    return str(caught.value)
+
+
+def test_degrees_are_compared(pool: RankPool) -> None:
+    one, two = pool.run(other_degrees, 2)
+    assert one == two
+    assert "dp=1 × tp=1 × pp=2 × ep=1 on rank 0, dp=1 × tp=2 × pp=1 × ep=1 on rank 1" in one
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])

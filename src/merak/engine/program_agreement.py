@@ -30,10 +30,12 @@ class Digests:
     Args:
         job: of what all ranks share: the partition, the schedule and its pipes.
         segments: of the rewritten segments of the rank's stages, by segment index.
+        traced: of all segments as they were traced, with the loss, which every rank has.
     """
 
     job: str
     segments: Mapping[int, str]
+    traced: tuple[str, ...] = ()
 
 
 def check_programs(program: Program, layout: Layout, mesh: Mesh) -> None:
@@ -57,7 +59,8 @@ def digests_of(program: Program, layout: Layout) -> Digests:
     pipes = (schedule.name, schedule.pipes, schedule.microbatch_pipes)
     job = _digest((repr(layout.partition), repr(pipes)))
     own = [segment for stage in program.stages.values() for segment in stage.segments]
-    return Digests(job, {p.segment.index: _digest(_described(p)) for p in own})
+    traced = tuple(_digest((_text(one.graph),)) for one in layout.graph.segments)
+    return Digests(job, {p.segment.index: _digest(_described(p)) for p in own}, traced)
 
 
 def check_digests(by_rank: Sequence[Digests]) -> None:
@@ -71,6 +74,13 @@ def check_digests(by_rank: Sequence[Digests]) -> None:
     """
     first: dict[int, tuple[int, str]] = {}
     for rank, found in enumerate(by_rank):
+        for index, (mine, others) in enumerate(zip(by_rank[0].traced, found.traced)):
+            if mine != others:
+                raise PlanError(
+                    f"Ranks 0 and {rank} have traced different models: segment {index} differs, "
+                    "such as by a dropout, another number of the config, or the loss; build the "
+                    "same model with the same loss on every rank."
+                )
         if found.job != by_rank[0].job:
             raise _error(0, rank, "planned different stages or schedules")
         for index, digest in found.segments.items():
@@ -81,8 +91,12 @@ def check_digests(by_rank: Sequence[Digests]) -> None:
 
 def _described(program: SegmentProgram) -> Iterable[str]:
     """What decides the collectives of a segment, and when its operators run."""
-    yield _OF_THIS_PROCESS.sub("", str(program.segment.graph))
+    yield _text(program.segment.graph)
     yield repr((program.saved, program.trains, program.selective is None, program.offload is None))
+
+
+def _text(graph: object) -> str:
+    return _OF_THIS_PROCESS.sub("", str(graph))
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ different learning rates and nobody would notice, or ranks would wait for each o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,10 @@ _ABSENT = "absent"
 _LONGEST = 60
 _OPTIMIZER = "optimizer"
 _NOT_OPTIONS = ("params", "param_names")
+_STEP_OPTIONS = ("lr", "weight_decay", "momentum", "betas")
+"""Options that scripts change from step to step; others may be an optimizer's own state."""
+
+_MOST_GROUPS = 8
 _STAND_INS = ((2, 2), (2,))
 """Shapes of the parameters that all ranks show an optimizer's factory: a matrix and a bias."""
 
@@ -51,7 +56,7 @@ def refuse_differences(values: Mapping[str, object]) -> None:
 
 def refuse_different_optimizers(
     optimizer: torch.optim.Optimizer | None, *, with_groups: bool = True
-) -> None:
+) -> bool:
     """Refuse optimizers whose class or options are not the same on all ranks; a collective.
 
     Args:
@@ -60,11 +65,14 @@ def refuse_different_optimizers(
         with_groups: whether the groups of all ranks are the same ones, as far as they are equally
             many; else only those of optimizers with one are.
 
+    Returns:
+        Whether there are other ranks, whose groups are the same ones.
+
     Raises:
         ArgumentsError: two ranks differ; on all ranks, with the values of all of them.
     """
     if not has_peers(current_mesh()):
-        return
+        return False
     own = None
     if optimizer is not None:
         chosen = {_OPTIMIZER: type(optimizer).__qualname__}
@@ -74,7 +82,8 @@ def refuse_different_optimizers(
     known = {rank: one for rank, one in found.items() if one is not None}
     _compare({rank: chosen for rank, (chosen, _) in known.items()})
     counts = {len(groups) for _, groups in known.values()}
-    if len(counts) == 1 and (with_groups or counts == {1}):
+    are_same = len(counts) == 1 and (with_groups or counts == {1})
+    if are_same:
         _compare(
             {
                 rank: {
@@ -85,6 +94,25 @@ def refuse_different_optimizers(
                 for rank, (_, groups) in known.items()
             }
         )
+    return are_same
+
+
+def step_options(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Options of an optimizer's next step as text, by name, to compare between ranks.
+
+    Args:
+        optimizer: whose groups are the same ones on all ranks; of many groups, there is one text.
+    """
+    found = {
+        f"{name} of {_OPTIMIZER} group {number}": text_of(group[name])
+        for number, group in enumerate(optimizer.param_groups)
+        for name in _STEP_OPTIONS
+        if name in group
+    }
+    if len(optimizer.param_groups) <= _MOST_GROUPS:
+        return found
+    digest = hashlib.blake2b(repr(found).encode(), digest_size=8).hexdigest()
+    return {f"digest of the options of the {_OPTIMIZER}'s groups": digest}
 
 
 def stand_in_optimizer(factory: OptimizerFactory | None) -> torch.optim.Optimizer | None:

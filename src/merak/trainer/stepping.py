@@ -24,6 +24,7 @@ from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
+from merak.engine.rank_arguments import step_options
 from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import SkippedSteps
@@ -55,6 +56,7 @@ class Stepping(Saving):
     _rollbacks: Rollbacks
     _ran: _Ran | None
     _is_alone: bool
+    _has_shared_groups: bool = False  # in the optimizers of all ranks
     _traced_loss: tuple[object, ...] = ()
     _batch_exchange: BatchExchange | None
     _counter: TokenCounter | None
@@ -141,7 +143,9 @@ class Stepping(Saving):
         metadata = [self._counter.metadata(batch) for batch in batches]
         samples = [digests_of(batch) for batch in batches]
         assert self.engine is not None
-        state = self.engine.changed_state()
+        state = dict(self.engine.changed_state())
+        if self._has_shared_groups:
+            state |= step_options(self._inner_optimizer())
         exchanged = self._batch_exchange.exchange(batches, metadata, samples, state)
         self._step = StepInputs(batches, exchanged)
         across = self.args.average_tokens_across_devices

@@ -76,7 +76,7 @@ from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.callbacks import AgreedCallbacks
 from merak.trainer.subclass.methods import bound, overriding
 from merak.trainer.subclass.optimizer import parameter_order
-from merak.trainer.subclass.overrides import refuse_overrides
+from merak.trainer.subclass.overrides import refuse_overrides, refuse_replaced_accelerator
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
     by_name,
@@ -223,6 +223,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def _check_methods(self) -> None:
         """Refuse methods of the script's own that the ranks cannot call as transformers does."""
         refuse_overrides(type(self), MerakTrainer, vars(self), extended_only=not self._is_alone)
+        if hasattr(self, "accelerator"):
+            refuse_replaced_accelerator(self.accelerator)
         self._refuse_other_loss()
 
     # ---- the engine ----
@@ -448,7 +450,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             decayed = self.get_decay_parameter_names(self.model)
             self._order = parameter_order(optimizer, self.model, own, decayed)
             self.engine.connect_optimizer(optimizer)
-            refuse_different_optimizers(optimizer)
+            self._has_shared_groups = refuse_different_optimizers(optimizer)
             self._connected = optimizer  # a second `train` goes on with it
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         return wrapped

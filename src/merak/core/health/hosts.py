@@ -16,7 +16,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -42,12 +42,14 @@ class RankHost:
         name: of the host.
         address: of the rank, as the host of the job's store sees it; empty if unknown.
         store: address of the store's host, as the rank's host sees it; empty if unknown.
+        job: the degrees that the rank was given; empty if nobody asks.
     """
 
     node: str
     name: str
     address: str = ""
     store: str = ""
+    job: str = ""
 
 
 def own_host() -> RankHost:
@@ -57,15 +59,16 @@ def own_host() -> RankHost:
     return RankHost(node, socket.gethostname(), address, store)
 
 
-def exchange_hosts(store: Store | None, rank: int, num_ranks: int) -> list[RankHost]:
+def exchange_hosts(store: Store | None, rank: int, num_ranks: int, job: str = "") -> list[RankHost]:
     """Exchange the hosts of all ranks; a collective, by rank.
 
     Args:
         store: the job's, before there is a process group; None where there is one.
         rank: this rank.
         num_ranks: of the job.
+        job: the degrees that this rank was given.
     """
-    own = own_host()
+    own = replace(own_host(), job=job)
     if store is None:
         found: list[RankHost] = [own] * num_ranks
         dist.all_gather_object(found, own)

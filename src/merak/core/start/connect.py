@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,7 +18,7 @@ from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
 from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.quiet import quiet_libraries, quiet_other_ranks
-from merak.core.health.status import waiting
+from merak.core.health.status import named, waiting
 from merak.core.mesh import Mesh
 
 
@@ -57,7 +58,8 @@ def connect(
     with waiting(watchdog.JOINING, tuple(r for r in range(num_ranks) if r != rank)):
         if known is not None:
             known.set_timeout(timeout)
-        found = exchange_hosts(known, rank, num_ranks)
+        found = exchange_hosts(known, rank, num_ranks, f"{degrees} × ep={ep}")
+        _refuse_other_degrees([host.job for host in found])
         names = host_names(found)
         if known is not None:
             choose_interface(found, rank)
@@ -88,6 +90,20 @@ def _check_carries_both(device: torch.device) -> None:
             f"torch.distributed was initialized with {dist.get_backend()!r} alone, and Merak also "
             "sends tensors of the CPU; leave that call to merak.init, or make it "
             "init_process_group('cpu:gloo,cuda:nccl', device_id=…)."
+        )
+
+
+def _refuse_other_degrees(jobs: Sequence[str]) -> None:
+    """Refuse ranks that were given other degrees; they would wait for each other for ever.
+
+    Raises:
+        MeshError: two ranks differ; on all ranks.
+    """
+    ranks = {job: tuple(r for r, one in enumerate(jobs) if one == job) for job in jobs}
+    if len(ranks) > 1:
+        given = ", ".join(f"{job} on {named(own)}" for job, own in ranks.items())
+        raise MeshError(
+            f"merak.init was given other degrees on other ranks: {given}; call it alike on all."
         )
 
 

@@ -15,11 +15,16 @@ from functools import partial, partialmethod
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import accelerate  # type: ignore[import-untyped]
 import transformers
 
 from merak.core.source_lines import MERAK, is_installed
 
-_LIBRARIES = (MERAK, os.path.dirname(str(transformers.__file__)) + os.sep)
+_LIBRARIES = (
+    MERAK,
+    *(os.path.dirname(str(own.__file__)) + os.sep for own in (transformers, accelerate)),
+)
+_PACKAGES = ("merak", "transformers", "accelerate")
 SHARD_LOADER = "_shard_train_loader"
 """Method that a trainer puts in the place of a `get_train_dataloader` of a script's own."""
 
@@ -59,7 +64,7 @@ def overrides_of(
         if name not in vars(owner):
             continue
         if not is_librarys(owner, name, vars(owner)[name]):
-            is_library = _package(owner) in ("merak", "transformers")
+            is_library = _package(owner) in _PACKAGES
             yield Found(owner.__name__, vars(owner)[name], follows_merak, is_library)
         follows_merak |= _package(owner) == "merak"
 
@@ -97,9 +102,7 @@ def is_librarys(owner: type, name: str, method: object) -> bool:
     code = _library_code(method)
     # Some methods of transformers are functions of another file that the class takes as its own.
     named = (name, f"{owner.__qualname__}.{name}")
-    return code is not None and _package(owner) in ("merak", "transformers") and (
-        code.co_qualname in named
-    )  # fmt: skip
+    return code is not None and _package(owner) in _PACKAGES and code.co_qualname in named
 
 
 def _is_librarys_on_object(name: str, method: object) -> bool:

@@ -15,7 +15,7 @@ import transformers
 from transformers import Trainer
 
 from merak.core.errors import ArgumentsError
-from merak.trainer.subclass.methods import Found, calls, describe, overrides_of
+from merak.trainer.subclass.methods import Found, calls, describe, overrides_of, overriding
 
 
 class Decision(Enum):
@@ -115,6 +115,8 @@ def _table() -> Iterator[tuple[str, Override]]:
 _BY_HAND = ("training_step", "prediction_step")
 """Methods whose `super()` Merak calls only where a script calls them outside of a training."""
 
+_OF_ACCELERATE = ("backward", "clip_grad_norm_", "clip_grad_value_")
+
 OVERRIDES: dict[str, Override] = dict(_table())
 """The decision on every method, by its name."""
 
@@ -156,6 +158,25 @@ def refuse_overrides(
                 if found.replaces:
                     does = f"{found.owner}.{name} is replaced by {describe(found.method)}"
                 raise ArgumentsError(f"{does}, {reason}.")
+
+
+def refuse_replaced_accelerator(accelerator: object) -> None:
+    """Refuse methods of accelerate that a script has replaced, and that Merak does not call.
+
+    Args:
+        accelerator: of a trainer.
+
+    Raises:
+        ArgumentsError: there is one.
+    """
+    for name in _OF_ACCELERATE:
+        found = overriding(accelerator, name)
+        if found is not None:
+            raise ArgumentsError(
+                f"Accelerator.{name} is replaced by {describe(found)}, which Merak does not call: "
+                "the engine runs backward and clips over all ranks; override training_step or "
+                "_clip_grad_norm of the trainer, or compute_loss."
+            )
 
 
 def _problem(cls: type, name: str, found: Found, *, extended_only: bool) -> str | None:

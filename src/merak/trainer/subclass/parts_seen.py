@@ -11,6 +11,7 @@ import logging
 import sys
 import traceback
 import types
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -128,8 +129,9 @@ def _gradient_readers(
     callbacks: Iterable[TrainerCallback],
 ) -> Iterator[tuple[str, Collection[str]]]:
     """The first method of each callback of a script's own that names gradients, and which."""
-    for cls in {type(callback): None for callback in callbacks}:
-        for method in vars(cls).values():
+    for callback in callbacks:
+        own = ChainMap(vars(callback), *(dict(vars(cls)) for cls in type(callback).__mro__))
+        for method in (getattr(value, "__func__", value) for value in own.values()):
             if not isinstance(method, types.FunctionType):
                 continue
             names = {name for code in codes_of(method.__code__) for name in code.co_names}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, default_data_collator
@@ -19,7 +20,12 @@ from merak import MerakTrainer
 from merak.core import mesh
 from merak.core.errors import ArgumentsError, TrainingError
 from merak.trainer.subclass.methods import calls, overrides_of, overriding
-from merak.trainer.subclass.overrides import refuse_overrides, trainer_methods
+from merak.trainer.subclass.overrides import (
+    refuse_overrides,
+    refuse_replaced_accelerator,
+    trainer_methods,
+)
+from merak.trainer.subclass.parts_seen import _gradient_readers
 
 
 class Model(nn.Module):
@@ -251,6 +257,37 @@ def test_no_method_of_the_libraries_is_taken_for_a_scripts(tmp_path: Path) -> No
         assert found == []
     trainer = make(tmp_path)
     assert [name for name in trainer_methods() if overriding(trainer, name) is not None] == []
+
+
+def test_a_backward_of_accelerate_that_merak_does_not_call_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path)
+    refuse_replaced_accelerator(trainer.accelerator)
+    with monkeypatch.context() as inside:
+        inside.setattr(Accelerator, "backward", around(Accelerator.backward))
+        with pytest.raises(ArgumentsError, match=r"Accelerator.backward is replaced by around"):
+            make(tmp_path).train()
+    trainer.accelerator.backward = alone
+    with pytest.raises(ArgumentsError, match=r"Accelerator.backward is replaced by alone"):
+        trainer.train()
+
+
+class Base(TrainerCallback):
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        kwargs["model"].weight.grad.zero_()
+
+
+class Inherits(Base):
+    """Has its method from a class of its own."""
+
+
+def test_readers_of_gradients_are_found_where_they_are_inherited_or_assigned() -> None:
+    assigned = TrainerCallback()
+    assigned.on_step_end = MethodType(Base.on_step_end, assigned)  # type: ignore[method-assign]
+    assert list(_gradient_readers([TrainerCallback()])) == []
+    found = [name for name, _ in _gradient_readers([Inherits(), assigned])]
+    assert found == ["Base.on_step_end"] * 2
 
 
 def test_an_event_of_a_callback_may_be_assigned() -> None:
