@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.core.tensor_meta import requires_grad
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import RUNNING_STATISTICS, UNDECLARED_STATISTICS, aten_family
 from merak.graph.ir.reachable import reachable
@@ -176,6 +177,7 @@ def repeat_buffer_mutations(graph: fx.Graph) -> None:
             if source.meta["kind"] is Kind.COLUMN:
                 _copy_column(graph, source, memory)
         if any(source.meta["kind"] is Kind.BUFFER for source in sources):
+            _copy_saved(writes.members[memory], writers, order)
             _move_up(writes, memory, order)
             _copy_after(graph, writes.members[memory], writers[-1], order)
 
@@ -187,6 +189,33 @@ def _copy_column(graph: fx.Graph, column: fx.Node, memory: int) -> None:
     column.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     copy.meta = {k: column.meta[k] for k in ("tensor", "source", "module")} | {"storage": memory}
     column.meta["storage"] = None
+
+
+def _copy_saved(
+    members: Iterable[fx.Node], writers: Sequence[fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Let backward have the values that operators in front of a write have read of a buffer.
+
+    As of a buffer that forward reads, and then assigns a new tensor to.
+    """
+    for member in members:
+        before = (u for u in member.users if order.get(u, len(order)) < order[writers[0]])
+        readers = [u for u in before if requires_grad(u.meta["tensor"]) and not _is_sum(u)]
+        if not readers or requires_grad(member.meta["tensor"]):
+            continue
+        first = min(readers, key=order.__getitem__)
+        with first.graph.inserting_before(first):
+            copy = first.graph.call_function(aten.clone.default, (member,))
+        kept = {k: member.meta[k] for k in ("tensor", "source", "module")}
+        copy.meta = kept | {"storage": None}
+        order[copy] = order[first]
+        for reader in readers:
+            reader.replace_input_with(member, copy)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether an operator's backward needs none of its operands."""
+    return aten_family(node.target) in ("add", "sub")
 
 
 def _move_up(writes: Mutations, memory: int, order: dict[fx.Node, int]) -> None:

@@ -21,13 +21,11 @@ from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.counters import refuse_counters, refuse_left
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.call import LossFunction, does_call_model
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
-from merak.graph.trace.state.containers import LeftContainer
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import parameter_names, trace
 from merak.graph.trace.traced import Trace
@@ -137,10 +135,6 @@ def build_timed(
     seconds = [0.0]
     outputs = ("loss",) if training else None
 
-    def trace_again() -> tuple[ModelGraph, Mapping[str, LeftContainer]]:
-        found = _trace(source, columns)
-        return cut_into_segments(found, outputs=outputs), found.left
-
     def make() -> Made:
         traced = _trace(source, columns, copies_blocks)
         traced_at = time.perf_counter()
@@ -148,17 +142,9 @@ def build_timed(
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
-        refuse_counters(
-            source.model,
-            traced.counted,
-            graph,
-            lambda: trace_again()[0],
-            source.loss_fn,
-        )
-        refuse_left(traced.left, graph, trace_again)
         # What is warned of is warned of again in the next run, and on rank 0 whoever is first.
-        is_stored = not any(one.is_added_to for one in traced.left.values())
-        return graph, traced.sources | loaded_sources(source.model) if is_stored else None
+        files = traced.sources | loaded_sources(source.model)
+        return graph, None if traced.is_warned_of else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
         if source.cache_dir is None or does_call_model(source.loss_fn):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
-from merak.graph.trace.state.containers import LeftContainer
-from merak.graph.trace.traced import KeptTensorError
+from merak.graph.trace.state.left import LeftState
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,11 @@ class Exported:
         outputs: names of the model's outputs, in order.
         parameters: as of `Trace`.
         tied: as of `Trace`.
-        replaced: names of attributes that forward has replaced, by the identity of the tensor.
         columns: names of the batch's columns.
         num_conditions: as of `Trace`.
         sizes: policy for data-dependent sizes.
         reads: as of `Trace`.
-        counted: as of `Trace`.
-        left: as of `Trace`.
+        left: per call, as of `Trace`.
     """
 
     graph: fx.Graph
@@ -45,13 +42,11 @@ class Exported:
     outputs: tuple[str, ...]
     parameters: dict[str, TensorMeta]
     tied: dict[str, str]
-    replaced: Mapping[int, str]
     columns: tuple[str, ...]
     num_conditions: int = 0
     sizes: DynamicSizes = DynamicSizes.REFUSED
     reads: tuple[StateRead, ...] = ()
-    counted: Mapping[StateRead, int | float] = field(default_factory=dict)
-    left: Mapping[str, LeftContainer] = field(default_factory=dict)
+    left: tuple[tuple[LeftState, ...], ...] = ((),)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:
@@ -80,7 +75,6 @@ def lift(exported: Exported) -> dict[str, torch.Tensor]:
                 constants[target] = _with_values(target, exported.constants[spec.target or ""])
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
-    _refuse_state(constants, exported.replaced)
     return constants
 
 
@@ -91,15 +85,6 @@ def _with_values(name: str, constant: Any) -> torch.Tensor:
             "values; register it with register_buffer."
         )
     return constant
-
-
-def _refuse_state(constants: Mapping[str, torch.Tensor], replaced: Mapping[int, str]) -> None:
-    for constant in constants.values():
-        if id(constant) in replaced:
-            raise KeptTensorError(
-                f"the model keeps the tensor {replaced[id(constant)]} from one step to the next in "
-                "no buffer, which a trace would freeze; register it with register_buffer."
-            )
 
 
 def _keep_user_outputs(

@@ -79,6 +79,17 @@ PASSES: tuple[tuple[Pass, str], ...] = (
 """Passes in the order in which they run, and why each runs there."""
 
 
+PLAIN_PASSES: tuple[Pass, ...] = (
+    lambda r: inline_subgraphs(r.graph),
+    erase_assertions,
+    drop_device_indices,
+    gather_regions,
+    set_metadata,
+    erase_no_ops,
+)
+"""Those of them after which values of one graph can be compared; the graph is not to be run."""
+
+
 def run_passes(
     graph: fx.Graph, constants: dict[str, torch.Tensor], sizes: DynamicSizes
 ) -> Rewriting:

@@ -28,7 +28,6 @@ from merak.graph.trace.modes.fakes import (
     fake_weights,
     modules_stay_in_place,
     refuse_host_random,
-    restored_attributes,
 )
 from merak.graph.trace.modes.grad_hooks import TensorHooks
 from merak.graph.trace.modes.grouped_products import GroupedProducts
@@ -44,9 +43,8 @@ from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.repeats.calls import RepeatedCalls
-from merak.graph.trace.state.containers import LeftContainer
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.written import plain_tensors_stay
+from merak.graph.trace.state.snapshot import restored_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,6 @@ class Session:
         checks: notes checks of values that are assumed to pass.
         packed: follows packed sequences.
         autograd: records gradients that the model takes itself.
-        replaced: names of attributes that forward has replaced, by the old tensor's identity.
-        left: lists and dicts of modules that forward has changed, by their labels.
         loops: counts operators in loops.
         copies_blocks: whether calls of equal blocks are copied.
         calls: opaque calls, in the order in which they were recorded.
@@ -87,8 +83,6 @@ class Session:
     checks: ValueChecks = field(default_factory=ValueChecks)
     packed: PackedSequences = field(default_factory=PackedSequences)
     autograd: AutogradCalls = field(default_factory=AutogradCalls)
-    replaced: dict[int, str] = field(default_factory=dict)
-    left: dict[str, LeftContainer] = field(default_factory=dict)
     calls: list[OpaqueCall] = field(default_factory=list)
 
 
@@ -96,7 +90,7 @@ def _noted(session: Session) -> tuple[Any, ...]:
     """What modes have noted of the model so far: a call during which it changes is not copied."""
     conditions = session.conditions
     decided = (len(conditions.made), conditions.asks_batch, len(conditions.seeded))
-    return (*decided, session.packed.is_used, len(session.calls), len(session.replaced))
+    return (*decided, session.packed.is_used, len(session.calls))
 
 
 Enter = Callable[[Session], AbstractContextManager[Any]]
@@ -115,7 +109,10 @@ def _copied_blocks(session: Session) -> AbstractContextManager[Any]:
 
 
 REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
-    (lambda s: restored_attributes(s.model), "what forward sets on modules is undone at the end"),
+    (
+        lambda s: restored_state(s.model, s.reads.loss_fn),
+        "what forward leaves in Python state is undone at the end",
+    ),
     (lambda s: fake_weights(s.model, s.fake, s.device), "parameters and buffers take no memory"),
     (lambda s: eager_masks(s.columns), "transformers chooses attention masks as in eager code"),
     (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
@@ -144,10 +141,6 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (
         lambda s: refuse_host_random(s.model),
         "no function mode: compares the host generators' states before and after the run",
-    ),
-    (
-        lambda s: plain_tensors_stay(s.model, s.reads, s.replaced, s.left),
-        "no function mode: a hook that looks at what forward leaves behind",
     ),
     (_copied_blocks, "no function mode: calls of modules; inside of what records their reads"),
     (lambda s: s.conditions, "last to see a call: what others have answered is not random"),

@@ -7,8 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,10 +24,11 @@ from merak.graph.trace.branches.host_random import (
     HostRandomFunctions,
     seed_host_random,
 )
-from merak.graph.trace.call import Call, LossFunction, call_model
+from merak.graph.trace.call import Call, LossFunction
 from merak.graph.trace.explain import explain
 from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.fallbacks import trace_with_fallbacks
+from merak.graph.trace.further_calls import NUM_CALLS, check_further_calls
 from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
@@ -40,10 +40,12 @@ from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.passes import run_passes
 from merak.graph.trace.repeats.calls import LeftOpen
+from merak.graph.trace.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
+from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
-from merak.graph.trace.traced import KeptTensorError, Trace
+from merak.graph.trace.traced import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ def trace(
             if function is not None and function not in call.host_random:
                 call = replace(call, host_random=(*call.host_random, function))
                 continue
-            if type(error) in (TraceError, KeptTensorError):
+            if type(error) is TraceError:
                 raise
             # Subclasses steer the fallbacks alone: users catch, and read, one class.
             raise TraceError(str(error)) from error.__cause__
@@ -128,7 +130,10 @@ def _traced(
 
     made = trace_with_fallbacks(model, export, opaque)
     seed_host_random(made.graph)
-    return made
+    if not any(one.may_be_read for one in made.left):
+        return made
+    calls = partial(export_model, model, columns, call, device, opaque=opaque, num_calls=NUM_CALLS)
+    return replace(made, is_warned_of=check_further_calls(made.left, calls))
 
 
 def export_model(
@@ -141,6 +146,7 @@ def export_model(
     answers: tuple[bool, ...] = (),
     opaque: OpaqueSelection | None = None,
     copies_blocks: bool = False,
+    num_calls: int = 1,
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -153,6 +159,7 @@ def export_model(
         answers: to the model's random conditions; further ones are False.
         opaque: opaque modules and functions.
         copies_blocks: as of `trace`.
+        num_calls: how often the model is called, each time with such a batch.
 
     Raises:
         LeftOpen: calls were copied that must not be.
@@ -166,34 +173,35 @@ def export_model(
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
     loops = Loops(model, opaque.unrolled)
+    columns = columns_of_calls(columns, num_calls)
     session = Session(
         model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
     )
-    runner = _Runner(model, call, conditions)
+    runner = Runner(model, call, conditions, reads.may_have_read, num_calls)
     program = _run_export(session, runner, call, symbolic)
-    _refuse_growing(program, runner.remade)
+    if num_calls == 1:
+        refuse_growing(program, runner.run.remade)
     session.autograd.refuse_left_frozen()
     session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
     attach_calls(program.graph_module, session.calls)
+    left = runner.run.left
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
         program.constants,
-        runner.outputs(),
+        runner.run.outputs,
         names,
         tied,
-        session.replaced,
-        call.columns,
+        runner.columns,
         len(conditions.made),
         opaque.sizes,
-        reads.outside(opaque.modules),
-        reads.counted,
-        session.left,
+        reads.found(left[0], runner.run.written, opaque.modules),
+        tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
     )
 
 
 def _run_export(
-    session: Session, runner: _Runner, call: Call, symbolic: bool
+    session: Session, runner: Runner, call: Call, symbolic: bool
 ) -> torch.export.ExportedProgram:
     """Export inside all modes of a session, and explain what goes wrong."""
     model, fake = session.model, session.fake
@@ -234,13 +242,12 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         num_conditions=exported.num_conditions,
         parameter_writes=rewriting.parameter_writes,
         reads=exported.reads,
-        counted=exported.counted,
-        left=exported.left,
+        left=exported.left[0],
     )
 
 
 def _export(
-    runner: _Runner, values: tuple[torch.Tensor, ...], symbolic: bool
+    runner: Runner, values: tuple[torch.Tensor, ...], symbolic: bool
 ) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
     sizes = (tuple(dict.fromkeys(range(v.ndim), auto) for v in values),) if symbolic else None
@@ -257,7 +264,7 @@ def _export(
             raise error from None  # of the two errors, the usual one
 
 
-def _call_eagerly(runner: _Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
+def _call_eagerly(runner: Runner, values: tuple[torch.Tensor, ...], mode: FakeTensorMode) -> None:
     with mode:
         runner(*values)
 
@@ -283,66 +290,3 @@ def parameter_names(model: nn.Module) -> tuple[dict[str, TensorMeta], dict[str, 
         else:
             tied[name] = known
     return names, tied
-
-
-class _Runner(nn.Module):
-    """Calls the model with keyword arguments and returns a flat tuple of named tensors."""
-
-    def __init__(self, model: nn.Module, call: Call, conditions: RandomConditions) -> None:
-        super().__init__()
-        self.model = model
-        self.call = call
-        self.conditions = conditions
-        self.training = model.training
-        names: list[str] = []
-        self.remade: set[str] = set()
-        # Export undoes what forward sets on a module itself.
-        self.outputs: Callable[[], tuple[str, ...]] = lambda: tuple(names)
-        self.set_outputs: Callable[[Iterable[str]], None] = lambda found: names.__setitem__(
-            slice(None), found
-        )
-
-    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        batch = dict(zip(self.call.columns, values, strict=True))
-        self.conditions.restart(values)
-        with _written_buffers(self.model, self.remade):
-            outputs = call_model(self.model, batch, self.call)
-        self.set_outputs(outputs)
-        return (*outputs.values(), *self.conditions.made)
-
-
-@contextmanager
-def _written_buffers(model: nn.Module, remade: set[str]) -> Iterator[None]:
-    """Write into a buffer where the model assigns a new tensor to it.
-
-    A tensor of another shape, or in place of None, is a table for that shape: each run computes its
-    own.
-    """
-    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
-    yield
-    for path, module, buffers in before:
-        for name, old in buffers.items():
-            new = module._buffers.get(name)
-            if new is old:
-                continue
-            if old is None or new is None or new.shape != old.shape:
-                remade.add(f"{path}.{name}".removeprefix("."))
-            else:
-                old.copy_(new.detach())
-            module._buffers[name] = old
-
-
-def _refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:
-    """Refuse a table of another shape in each run that is read as the run before has left it.
-
-    Raises:
-        TraceError: one is.
-    """
-    read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
-    for spec in program.graph_signature.input_specs:
-        name = (spec.target or "").removeprefix("model.")
-        if name in remade and getattr(spec.arg, "name", "") in read:
-            raise TraceError(
-                f"the buffer {name} is read, and then gets another shape, so that no two steps "
-                "are alike; let it keep its shape."
-            )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ParameterWrites
 from merak.graph.ir.state_read import StateRead
-from merak.graph.trace.state.containers import LeftContainer
-
-
-class KeptTensorError(TraceError):
-    """Error about a plain tensor that forward replaces and reads, from step to step."""
+from merak.graph.trace.state.left import LeftState
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +30,8 @@ class Trace:
             booleans after the outputs, until `branches` has merged both branches of each.
         parameter_writes: writes into parameters, done before the graph runs.
         reads: Python state that is constant in the graph.
-        counted: numbers that forward reads and sets, as it has left them.
-        left: lists and dicts of modules that forward has changed, by their labels.
+        left: places of Python state that forward has left other values in.
+        is_warned_of: whether people have been warned of these.
     """
 
     graph: fx.Graph
@@ -50,5 +44,5 @@ class Trace:
     num_conditions: int = 0
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
-    counted: Mapping[StateRead, int | float] = field(default_factory=dict)
-    left: Mapping[str, LeftContainer] = field(default_factory=dict)
+    left: tuple[LeftState, ...] = ()
+    is_warned_of: bool = False

@@ -82,7 +82,7 @@ def test_a_trace_that_is_warned_of_is_made_anew(
 ) -> None:
     for number in (1, 2):
         assert not is_known(tmp_path, model=Keeping())
-        assert caplog.text.count("forward keeps values in means") == number
+        assert caplog.text.count("forward keeps values in model.means") == number
 
 
 def test_other_weights_are_found(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -147,40 +145,3 @@ def refuse_host_random(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} draws random numbers with Python's or NumPy's generator while "
             "it runs; a trace would repeat one draw for ever: draw with torch instead."
         )
-
-
-@contextmanager
-def restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a model's modules after its trace.
-
-    Attributes that a forward sets, such as the length of a table or the last loss, hold fake
-    tensors, or the state of a run that never happened.
-    """
-    before = [
-        (vars(module), {n: (v, _items(v)) for n, v in vars(module).items() if n not in _MODULE})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for now, known in before:
-            for name in now.keys() - known.keys() - _MODULE:
-                del now[name]
-            for name, (value, items) in known.items():
-                now[name] = value
-                _refill(value, items)
-
-
-_MODULE = frozenset(name for name in nn.Module().__dict__ if "hooks" not in name)
-"""Attributes of every torch module that a forward does not change; it may register hooks."""
-
-
-def _items(value: Any) -> Any:
-    """A copy of a plain container; None for any other value."""
-    return copy.copy(value) if type(value) in (list, dict, set, OrderedDict) else None
-
-
-def _refill(value: Any, items: Any) -> None:
-    if items is not None:
-        value.clear()
-        value.extend(items) if isinstance(items, list) else value.update(items)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 
@@ -13,7 +14,7 @@ _SPEAKS_OF_FAILURES = "torch.fx.experimental.symbolic_shapes"
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Hold back what `torch.export` prints of a graph that failed."""
+    """Hold back what `torch.export` prints of a graph that failed, or warns of."""
     printed = io.StringIO()
     logger = logging.getLogger(_SPEAKS_OF_FAILURES)
     graph = ""
@@ -23,7 +24,9 @@ def quiet_export() -> Iterator[None]:
 
     logger.addFilter(is_other)
     try:
-        with redirect_stderr(printed):
+        with redirect_stderr(printed), warnings.catch_warnings():
+            # What a forward assigns is compared, and undone, by a snapshot of Python state.
+            warnings.filterwarnings("ignore", message=".*assigned during export")
             yield
     except Exception as error:
         graph = f"{getattr(error, 'partial_fx_graph', '')}\n"

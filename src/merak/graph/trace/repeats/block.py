@@ -9,17 +9,16 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from merak.graph.trace.state.holders import attributes
+from merak.graph.trace.state.holders import attributes, reads_by_dict
+from merak.graph.trace.state.kept import CONSTANT, is_equal
+from merak.graph.trace.state.slots import PLAIN
 
-_PLAIN = (bool, int, float, str, type(None))
-_CONSTANT = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, Enum, type)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _TENSORS = ("_parameters", "_buffers")
 _EVERY_MODULE = attributes(nn.Module())
@@ -28,8 +27,6 @@ _SKIPPED = frozenset(
     (*_TENSORS, "_modules", *(n for n in _EVERY_MODULE if "state_dict" in n or "dict_pre" in n))
 )
 """Attributes of modules that are compared otherwise, or that no forward reads."""
-_BY_DICT = frozenset(("__dict__", "vars", "__getattribute__", "__getstate__"))
-"""Names in code that reads attributes in a way that nothing sees."""
 
 
 class NotRepeatable(Exception):
@@ -167,8 +164,8 @@ def _equal_attributes(
     """Whether attributes of two modules are equal, but for plain ones that the first never read."""
     different = [n for n in own if n not in given or not is_equal(own[n], given[n])]
     return own.keys() == given.keys() and all(
-        type(own[name]) in _PLAIN
-        and type(given[name]) in _PLAIN
+        type(own[name]) in PLAIN
+        and type(given[name]) in PLAIN
         and not reads(module, name)
         and not reads_by_dict(type(module).__mro__)
         for name in different
@@ -195,27 +192,6 @@ def _pairs(
     return True
 
 
-@cache
-def reads_by_dict(bases: tuple[type, ...]) -> bool:
-    """Whether code of a class, or of its bases, may read attributes without asking by name."""
-    for base in bases:
-        if base is nn.Module or base is object:
-            break
-        if "__getattribute__" in vars(base) or "__getattr__" in vars(base):
-            return True
-        for value in vars(base).values():
-            function = getattr(value, "__func__", getattr(value, "fget", value))
-            function = getattr(function, "__wrapped__", function)
-            if isinstance(function, types.FunctionType) and _BY_DICT & _names(function.__code__):
-                return True
-    return False
-
-
-def _names(code: types.CodeType) -> frozenset[str]:
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*map(_names, inner))
-
-
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     """All that an operator may know of a tensor without values."""
     place = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
@@ -223,29 +199,9 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*place, *kind, tensor.is_conj(), tensor.is_neg(), tensor._is_view())
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether two attributes are the same object, or equal plain values."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (*_PLAIN, *_CONSTANT)):
-        return bool(one == other)
-    if isinstance(one, frozenset):
-        return bool(one == other)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
-    if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(is_equal, one, other))
-    if isinstance(one, partial):
-        parts = ((p.func, p.args, p.keywords) for p in (one, other))
-        return is_equal(*parts)
-    return False
-
-
 def is_constant(value: Any) -> bool:
     """Whether a value can be compared, and holds nothing that could change unseen."""
-    if isinstance(value, (*_PLAIN, *_CONSTANT)):
+    if isinstance(value, (*PLAIN, *CONSTANT)):
         return True
     if isinstance(value, _FUNCTIONS):
         return not getattr(value, "__closure__", None)

@@ -29,7 +29,6 @@ from merak.graph.trace.repeats.block import (
     State,
     blocks_of,
     is_constant,
-    is_equal,
     metadata,
     tensors_like,
 )
@@ -44,6 +43,7 @@ from merak.graph.trace.repeats.region import (
     tracked_like,
 )
 from merak.graph.trace.state.holders import attributes
+from merak.graph.trace.state.kept import is_equal
 from merak.graph.trace.state.record import StateReads
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,9 @@ from merak.graph.trace.state.holders import closure
 from merak.graph.trace.state.kept import CONTAINERS
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+"""Operations that set attributes and variables of closures and modules."""
+
 
 def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[StateRead, ...]:
     """Values in globals and closures that forward and the loss function read.
@@ -33,32 +36,44 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
         model: the model.
         loss_fn: its loss function; None for none.
     """
+    held = _method_closures(model)
+    for steps, function in functions_of(loss_fn, ()):
+        held += _closure_reads(LOSS, "", steps, function)
+    found = {(read.root, read.path, read.steps): read for read in held}
+    for function in reached_functions(model, loss_fn):
+        for read in _late_reads(model, function):
+            found.setdefault((read.root, read.path, read.steps), read)
+        for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+            for read in _global_reads(function, name, line):
+                found.setdefault((read.root, read.path, read.steps), read)
+    return tuple(found.values())
+
+
+def reached_functions(
+    model: nn.Module, loss_fn: Callable[..., Any] | None
+) -> Iterator[types.FunctionType]:
+    """The user's own functions that forward and the loss function may call.
+
+    Args:
+        model: the model.
+        loss_fn: its loss function; None for none.
+    """
     classes = [base for cls in {type(m) for m in model.modules()} for base in cls.__mro__]
-    found: dict[tuple[str, str, tuple[str, ...]], StateRead] = {}
     held_functions = [value for m in model.modules() for value in vars(m).values()]
     forwards = [cls.__dict__.get("forward") for cls in classes]
     waiting = [f for f in map(_own_function, [*forwards, *held_functions]) if f is not None]
-    held = _method_closures(model)
-    for steps, function in functions_of(loss_fn, ()):
-        waiting.append(function)
-        held += _closure_reads(LOSS, "", steps, function)
-    for read in held:
-        found[read.root, read.path, read.steps] = read
+    waiting += [function for _, function in functions_of(loss_fn, ())]
     seen: set[types.CodeType] = set()
     while waiting:
         function = waiting.pop()
         if function.__code__ in seen:
             continue
         seen.add(function.__code__)
-        for read in _late_reads(model, function):
-            found.setdefault((read.root, read.path, read.steps), read)
+        yield function
         for name, _ in _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD"):
             waiting += [f for f in (_own_function(cls.__dict__.get(name)) for cls in classes) if f]
-        for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
+        for name, _ in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
             waiting += _called(function, function.__globals__.get(name))
-            for read in _global_reads(function, name, line):
-                found.setdefault((read.root, read.path, read.steps), read)
-    return tuple(found.values())
 
 
 def _method_closures(model: nn.Module) -> list[StateRead]:
@@ -114,6 +129,21 @@ def functions_of(
                 yield from functions_of(value, (*steps, f"({name})"))
 
 
+def line_that_stores(model: nn.Module, loss_fn: Callable[..., Any] | None, name: str) -> str:
+    """The first line of the user's own functions that sets an attribute or variable; "" for none.
+
+    Args:
+        model: the model.
+        loss_fn: its loss function; None for none.
+        name: of the attribute or variable.
+    """
+    for function in reached_functions(model, loss_fn):
+        for found, line in _names(function.__code__, *_STORES):
+            if found == name:
+                return line
+    return ""
+
+
 def _own_function(value: Any) -> types.FunctionType | None:
     """The user's own function that a value is, inside its decorators."""
     function = getattr(value, "__wrapped__", getattr(value, "__func__", value))
@@ -157,12 +187,12 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     elif isinstance(value, types.FunctionType):
         for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
-    elif hasattr(value, "__dict__") and not _is_installed_class(value):
+    elif hasattr(value, "__dict__") and not is_installed_class(value):
         for own in _attributes_read(function, value):
             yield StateRead(GLOBALS, module, (f"[{name}]", own), line)
 
 
-def _is_installed_class(value: Any) -> bool:
+def is_installed_class(value: Any) -> bool:
     """Whether a value is a class that is not the user's own."""
     if not isinstance(value, type):
         return False

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ _NO_HOLDERS = (
     types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
 _OF_PYTHON = frozenset({"builtins", "torch", "numpy", "collections", "functools", "threading"})
+
+_BY_DICT = frozenset(("__dict__", "vars", "__getattribute__", "__getstate__"))
+"""Names in code that reads attributes in a way that nothing sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ def find_holders(model: nn.Module, loss_fn: Callable[..., Any] | None) -> list[H
         if len(holder.steps) >= _MAX_DEPTH or len(found) > _MAX_HOLDERS:
             continue
         for name, value in list(attributes(holder.value).items()):
-            if _is_holder(value) and id(attributes(value)) not in seen:
+            if is_holder(value) and id(attributes(value)) not in seen:
                 seen.add(id(attributes(value)))
                 found.append(Holder(value, holder.root, holder.path, (*holder.steps, name)))
     return found
@@ -84,10 +88,10 @@ def _held_by_function(
     function: Any, root: str, path: str, steps: tuple[str, ...], depth: int
 ) -> Iterator[Holder]:
     """The object of a bound method, and objects in the closure of a function."""
-    if isinstance(function, nn.Module) or _is_holder(function):
+    if isinstance(function, nn.Module) or is_holder(function):
         yield Holder(function, root, path, steps)
     elif isinstance(function, types.MethodType):
-        if _is_holder(function.__self__):
+        if is_holder(function.__self__):
             yield Holder(function.__self__, root, path, (*steps, "__self__"))
     elif isinstance(function, types.FunctionType) and depth < _MAX_DEPTH:
         for name, value in closure(function).items():
@@ -107,7 +111,7 @@ def closure(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-def _is_holder(value: Any) -> bool:
+def is_holder(value: Any) -> bool:
     """Whether a value is an object of a class that keeps its attributes in a dict."""
     cls = type(value)
     if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or cls.__module__.split(".")[0] in _OF_PYTHON:
@@ -116,3 +120,24 @@ def _is_holder(value: Any) -> bool:
         return type(attributes(value)) is dict
     except AttributeError:
         return False
+
+
+@cache
+def reads_by_dict(bases: tuple[type, ...]) -> bool:
+    """Whether code of a class, or of its bases, may read attributes without asking by name."""
+    for base in bases:
+        if base is nn.Module or base is object:
+            break
+        if "__getattribute__" in vars(base) or "__getattr__" in vars(base):
+            return True
+        for value in vars(base).values():
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, types.FunctionType) and _BY_DICT & _names(function.__code__):
+                return True
+    return False
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from merak.graph.trace.state.slots import MISSING, is_plain, is_plain_dict
+from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 """Types of functions that a model may call by the attribute that holds them."""
 
 CONTAINERS = (list, tuple, deque, dict)
 """Types of containers whose items are compared."""
+
+CONSTANT = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, Enum, type)
+"""Types of values beside plain ones that are compared as they are."""
 
 _LARGEST_COPY, _LARGEST_SHOWN = 4096, 16
 _MOST_ITEMS, _MAX_DEPTH = 1000, 4
@@ -144,6 +149,26 @@ def is_same(old: Any, new: Any, *, reads_values: bool = True) -> bool:
     if type(old) is KeptKeys:
         return type(new) is dict and tuple(new) == old.keys
     return old is new or not differs(old, new)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two attributes are the same object, or equal plain values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (*PLAIN, *CONSTANT)):
+        return bool(one == other)
+    if isinstance(one, frozenset):
+        return bool(one == other)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(is_equal, one, other))
+    if isinstance(one, partial):
+        parts = ((p.func, p.args, p.keywords) for p in (one, other))
+        return is_equal(*parts)
+    return False
 
 
 def differs(old: Any, new: Any) -> bool:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 import types
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from merak.core.errors import TraceError
 from merak.core.source_lines import is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
-from merak.graph.trace.state.holders import Holder, attributes, find_holders, label_of
-from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS, differs, is_same, kept, version
+from merak.graph.trace.state.functions import line_that_stores
+from merak.graph.trace.state.holders import Holder, attributes, find_holders, reads_by_dict
+from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
+from merak.graph.trace.state.snapshot import StateLeft
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
 _RECORDED = frozenset((*PLAIN, *CONTAINERS)) | _CONSTANTS
+_NOTED = _RECORDED | {type(MISSING)}
+"""Types of values whose reads are recorded, and of none."""
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -41,9 +43,8 @@ class StateReads:
     Attributes:
         loss_fn: as given.
         holders: modules, configs and other objects, by the identity of their attributes.
-        found: the reads, once forward has run.
-        counted: numbers that forward reads and sets, as it has left them.
-        lines: of the model, which first read lists and dicts, by label.
+        lines: of the model, which first read lists and dicts, by attributes' identity and name.
+        writes: the line that has last set an attribute, likewise.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -51,52 +52,43 @@ class StateReads:
         holders = find_holders(model, loss_fn)
         # A module may run under another object, which torch.export makes, with the same attributes.
         self.holders = {id(attributes(holder.value)): holder for holder in holders}
-        self._before = {key: _copied(holder) for key, holder in self.holders.items()}
-        self._versions = {
-            (key, name): version(value)
-            for key, values in self._before.items()
-            for name, value in values.items()
-            if type(value) is torch.Tensor
-        }
-        self._items = {
-            (key, name): kept(value)
-            for key, values in self._before.items()
-            for name, value in values.items()
-            if type(value) in CONTAINERS
-        }
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
         self._names: defaultdict[int, list[str]] = defaultdict(list)
-        self._written: dict[tuple[int, str], Any] = {}
-        self.found: tuple[StateRead, ...] = ()
-        self.counted: dict[StateRead, int | float] = {}
-        self.lines: dict[str, str] = {}
+        self.lines: dict[tuple[int, str], str] = {}
+        self.writes: dict[tuple[int, str], str] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context in which reads are recorded."""
-        # By the end of the context torch.export has undone what forward set on a module.
-        handle = self._model.register_forward_hook(lambda *_: self._find_written())
+        """Context in which reads, and writes of attributes, are recorded."""
         held = {type(h.value) for h in self.holders.values() if not _is_module(h)}
         classes: list[Any] = [cls for cls in (nn.Module, *held) if _can_patch(cls)]
-        patched: list[tuple[Any, Any]] = []
+        patched: list[tuple[Any, str, Any]] = []
         try:
             for cls in classes:
-                patched.append((cls, cls.__dict__.get("__getattribute__")))
-                cls.__getattribute__ = self._recording(cls.__getattribute__)
+                for name, around in (
+                    ("__getattribute__", self._recording),
+                    ("__setattr__", self._noting_writes),
+                ):
+                    patched.append((cls, name, cls.__dict__.get(name)))
+                    setattr(cls, name, around(getattr(cls, name)))
             yield
-            self._find_written()  # of the loss function, too
-            self.found = tuple(self._reads())
-            self.counted = dict(self._counters())
-            self._refuse_first_calls()
         finally:
-            handle.remove()
-            for cls, own in reversed(patched):
+            for cls, name, own in reversed(patched):
                 if own is None:
-                    del cls.__getattribute__
+                    delattr(cls, name)
                 else:
-                    cls.__getattribute__ = own
+                    setattr(cls, name, own)
+
+    def _noting_writes(self, original: Callable[[Any, str, Any], None]) -> Callable[..., None]:
+        writes, dict_of = self.writes, object.__getattribute__
+
+        def noting(holder: Any, name: str, value: Any) -> None:
+            writes[id(dict_of(holder, "__dict__")), name] = model_line(sys._getframe(1))
+            original(holder, name, value)
+
+        return noting
 
     def _recording(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
         whole = {type(holder.value) for holder in self.holders.values()}
@@ -128,12 +120,12 @@ class StateReads:
         if type(value) not in _RECORDED:  # such as a SimpleNamespace, whose reads nothing sees
             line = model_line(sys._getframe(2))
             inner = id(attributes(value))
-            known = self._before.get(inner, {})
+            known = attributes(value)
             self._sources |= {(inner, n): line for n, v in known.items() if is_plain(v)}
             self._sources[inner, "__dict__"] = line  # for names that come later
             return
         if type(value) in CONTAINERS:
-            self.lines[label_of(self.holders[key[0]], name)] = model_line(sys._getframe(2))
+            self.lines[key] = model_line(sys._getframe(2))
         if type(value) is types.MethodType and is_library(sys._getframe(2).f_code.co_filename):
             return  # of torch's modules, by their own code
         name = getattr(type(holder), "attribute_map", {}).get(name, name)
@@ -174,69 +166,65 @@ class StateReads:
                     if (key, name) in known:
                         known[other, name] = known[key, name]
 
-    def outside(self, modules: Collection[str]) -> tuple[StateRead, ...]:
-        """The reads of other places than some modules.
+    def may_have_read(self, left: StateLeft) -> bool:
+        """Whether code may have read what a call has left in some place, or would have."""
+        key = left.attribute if left.place.kind is object else None
+        if key is None or key[0] not in self.holders or type(left.old) not in _NOTED:
+            return True
+        return key in self._seen or reads_by_dict(type(self.holders[key[0]].value).__mro__)
+
+    def before(self, left: StateLeft) -> Any:
+        """The value that code read in a place before a call; an object may have its class's."""
+        key = left.attribute
+        if left.old is not MISSING or left.place.kind is not object or key is None:
+            return left.old
+        holder = self.holders.get(key[0])
+        return left.old if holder is None else getattr(type(holder.value), key[1], MISSING)
+
+    def line(self, left: StateLeft) -> str:
+        """The line of the model that writes what a call has left; else one that reads its place."""
+        key, is_item = left.attribute, left.place.kind in (list, deque, dict, set, torch.Tensor)
+        name = str(left.key or left.place.label.rpartition(".")[2])
+        if is_item and key is not None:
+            return self.lines.get(key) or self._sources.get(key) or self._absent.get(key, "")
+        written = "" if key is None else self.writes.get(key, "")
+        if not written and not is_item:
+            written = line_that_stores(self._model, self.loss_fn, name)
+        return written or left.place.source
+
+    def found(
+        self,
+        left: Iterable[StateLeft],
+        written: Set[tuple[int, str] | None],
+        opaque: Collection[str],
+    ) -> tuple[StateRead, ...]:
+        """The reads of constants.
 
         Args:
-            modules: paths of opaque modules, whose own code runs, and reads, in every step.
+            left: what the model has set, which is none.
+            written: attributes whose tensors it has written into.
+            opaque: paths of opaque modules, whose own code runs, and reads, in every step.
         """
-        inner = tuple(f"{path}." for path in modules)
+        inner = tuple(f"{path}." for path in opaque)
         return tuple(
             read
-            for read in self.found
+            for read in self._reads({one.attribute for one in left} | written)
             if read.root != MODEL or not f"{read.path}.".startswith(inner)
         )
 
-    def _find_written(self) -> None:
-        for key, name in (*self._sources, *self._absent):
-            before = self._before[key].get(name, MISSING)
-            now = attributes(self.holders[key].value).get(name, MISSING)
-            is_mutated = type(now) is torch.Tensor and version(now) != self._versions.get(
-                (key, name)
-            )
-            items = self._items.get((key, name))
-            if items is None:
-                is_other = differs(before, now)
-            else:
-                is_other = not is_same(items, now, reads_values=False)
-            if is_mutated or is_other:
-                self._written.setdefault((key, name), now)
-
-    def _counters(self) -> Iterator[tuple[StateRead, int | float]]:
-        for (key, name), now in self._written.items():
-            holder = self.holders[key]
-            before = self._before[key].get(name, getattr(type(holder.value), name, None))
-            if type(now) in (int, float) and type(before) in (int, float):
-                steps, source = (*holder.steps, name), self._sources[key, name]
-                yield StateRead(holder.root, holder.path, steps, source), now
-
-    def _refuse_first_calls(self) -> None:
-        """Refuse writes into a tensor that a flag of the same module allows in some calls alone."""
-        for (key, name), now in self._written.items():
-            before, holder = self._before[key].get(name), self.holders[key]
-            tensors = (n for k, n in self._written if (k, n) in self._versions and k == key)
-            is_flag = type(now) is bool and type(before) is bool
-            if is_flag and (tensor := next(tensors, None)) and before is not now:
-                raise TraceError(
-                    f"forward writes into the plain tensor {tensor} of {holder.path or 'the model'}"
-                    f" and sets {name} from {before} to {now}, which it reads at "
-                    f"{self._sources[key, name]}, so that its first call is another than those "
-                    "after it; run one forward before training, or write in __init__."
-                )
-
-    def _reads(self) -> Iterator[StateRead]:
+    def _reads(self, written: set[tuple[int, str] | None]) -> Iterator[StateRead]:
         for (key, name), source in self._sources.items():
-            if (key, name) in self._written:
+            if (key, name) in written:
                 continue
             holder = self.holders[key]
             steps = (*holder.steps, name)
-            value = self._before[key].get(name)
+            value = attributes(holder.value).get(name)
             keys = [f"[{item}]" for item in value] if is_plain_dict(value) else []
             for end in (steps, *((*steps, item) for item in keys)):
                 yield StateRead(holder.root, holder.path, end, source)
         for (key, name), source in self._absent.items():
             holder = self.holders[key]
-            if (key, name) not in self._written and not _has(holder.value, name):
+            if (key, name) not in written and not _has(holder.value, name):
                 yield StateRead(holder.root, holder.path, (*holder.steps, name), source)
 
 
@@ -255,12 +243,6 @@ def _is_module(holder: Holder) -> bool:
 def _can_patch(cls: Any) -> bool:
     """Whether a class may be given another `__getattribute__`: it is not built into Python."""
     return bool(cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE)
-
-
-def _copied(holder: Holder) -> dict[str, Any]:
-    own = attributes(holder.value)
-    return {n: copy.copy(v) if type(v) in (list, dict) else v for n, v in own.items()
-            if type(v) in _RECORDED}  # fmt: skip
 
 
 def _is_of_class(cls: type, name: str) -> bool:

@@ -267,7 +267,7 @@ class Annealing(nn.Module):
 def test_a_counter_that_forward_computes_with_is_refused() -> None:
     with pytest.raises(TraceError) as caught:
         build_graph(GraphSource(Annealing(computes=True)), COLUMNS, training=True)
-    assert str(caught.value).startswith("forward sets model.num_steps and computes with it")
+    assert str(caught.value).startswith("forward leaves values in model.num_")
     assert "`self.num_steps += 1`" in str(caught.value)
     assert "register_buffer" in str(caught.value)
 

@@ -1,0 +1,180 @@
+"""Calls of a model behind its first: whether what one leaves in Python state changes the next.
+
+A trace records one call, and a graph runs it for ever. Where a call leaves something in Python
+state, the model is called three times in one trace, each time with a batch of its own, and the
+operators of the calls are compared. A table that the first call makes and later ones read is made
+by the same operators; what depends on the batch of another call, or on other numbers, is not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from merak.core.errors import TraceError
+from merak.core.rank0 import warn_on_rank0
+from merak.graph.ir.ir import Kind, returned_nodes
+from merak.graph.trace.exported import Exported, lift
+from merak.graph.trace.normalize import Rewriting
+from merak.graph.trace.passes import PLAIN_PASSES
+from merak.graph.trace.runner import BEGINS, plain_name, split_call
+from merak.graph.trace.state.left import LeftState
+from merak.graph.trace.state.value_keys import ValueKeys, tensor_key
+from merak.graph.trace.verify import is_fake_or_meta
+
+logger = logging.getLogger(__name__)
+
+NUM_CALLS = 3
+"""Calls that are compared: the first, one that finds what it has left, and one behind that."""
+
+_MOST_NAMED = 3
+_ADVICE = (
+    "keep it in a tensor of register_buffer, written in place (copy_, add_), choose by it with "
+    "torch.where, or let a callback change it between steps"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherCalls:
+    """Comparison of the calls of a model with its first.
+
+    Args:
+        left: per call, what it has left.
+        differs: per call, whether it computes something else than the first.
+    """
+
+    left: tuple[tuple[LeftState, ...], ...]
+    differs: tuple[bool, ...]
+
+
+def check_further_calls(left: Sequence[LeftState], export: Callable[[], Exported]) -> bool:
+    """Check that calls of a model behind its first compute the same, whatever one leaves.
+
+    Args:
+        left: what the first has left.
+        export: traces several calls.
+
+    Returns:
+        Whether anything is warned of.
+
+    Raises:
+        TraceError: they do not.
+    """
+    try:
+        found = compare_calls(export())
+    except TraceError as error:
+        names = ", ".join(one.label for one in left if one.may_be_read)
+        warn_on_rank0(
+            logger,
+            "forward leaves values in %s, and whether its next call computes with them cannot be "
+            "told (%s).",
+            names,
+            error,
+        )
+        return True
+    refuse_further_calls(found)
+    return warn_of_left(found)
+
+
+def compare_calls(exported: Exported) -> FurtherCalls:
+    """Compare the calls of a model in one trace.
+
+    Args:
+        exported: a trace of several calls; its graph is consumed.
+    """
+    rewriting = Rewriting(exported.graph, lift(exported), exported.sizes)
+    for run in PLAIN_PASSES:
+        run(rewriting)
+    outputs: dict[tuple[int, str], fx.Node] = {
+        split_call(name): node
+        for name, node in zip(exported.outputs, returned_nodes(exported.graph), strict=False)
+    }
+    found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
+    return FurtherCalls(exported.left, tuple(one != found[0] for one in found))
+
+
+def _described(
+    number: int, outputs: Mapping[tuple[int, str], fx.Node], rewriting: Rewriting
+) -> dict[str, str]:
+    """Keys of what a call returns and leaves in buffers, by name."""
+    begins = {
+        node: f"buffer {name.removeprefix(BEGINS)}"
+        for (_, name), node in outputs.items()
+        if name.startswith(BEGINS)
+    }
+    known = set(begins.values())
+
+    def source(node: fx.Node) -> str:
+        name = str(node.meta.get("name", node.target))
+        kind = node.meta.get("kind")
+        if kind is Kind.COLUMN:
+            of, column = split_call(name)
+            return f"column {column} {of == number}"
+        constant = rewriting.constants.get(name)
+        if constant is None or is_fake_or_meta(constant):
+            return f"{'buffer' if kind is Kind.BUFFER else kind or node.op} {name}"
+        plain = f"buffer {plain_name(constant)}"
+        return plain if plain in known else tensor_key(constant)
+
+    keys = ValueKeys(rewriting.graph, source, begins)
+    return {
+        name: keys[node]
+        for (of, name), node in outputs.items()
+        if of == number and not name.startswith(BEGINS)
+    }
+
+
+def refuse_further_calls(found: FurtherCalls) -> None:
+    """Refuse a model whose next calls compute something else than its first.
+
+    Raises:
+        TraceError: they do, naming what the first has left, and the lines that write it.
+    """
+    if not any(found.differs):
+        return
+    differing = found.differs.index(True)
+    before = [one for calls in found.left[:differing] for one in calls if one.may_be_read]
+    named = list(dict.fromkeys(f"{one.label}{one.where}" for one in before))
+    more = len(named) - _MOST_NAMED
+    places = ", and ".join(named[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
+    first = ""
+    if all(found.differs[1:]) and not found.left[1]:
+        first = "run one forward before training, if its first call alone is to be another one; or "
+    raise TraceError(
+        f"forward leaves values in {places}, and its next call computes with them, which a trace "
+        f"would freeze; {first}{_ADVICE}."
+    )
+
+
+def warn_of_left(found: FurtherCalls) -> bool:
+    """Warn of what every call leaves in Python state without an effect on the next.
+
+    Returns:
+        Whether anything is warned of.
+    """
+    every: Sequence[LeftState] = found.left[-1]
+    numbers = [one for one in every if one.is_number and not one.container[0]]
+    for one in numbers:
+        warn_on_rank0(
+            logger,
+            "forward sets %s%s, which has no effect on later steps: a trace sets it once. "
+            "What depends on it, in forward or in a callback, stays as in the first step; use "
+            "register_buffer and count in place (add_), or count in a callback.",
+            one.label,
+            one.where,
+        )
+    kept = {one.container: one for one in every if one.container[0]}
+    for (label, kind), one in kept.items():
+        warn_on_rank0(
+            logger,
+            "forward keeps values in %s, a %s%s, which stays as it was before training: a trace "
+            "adds nothing to it. A callback that reads there what steps have kept finds "
+            "nothing; use register_buffer, and write into it in place.",
+            label,
+            kind,
+            one.where,
+        )
+    return bool(numbers or kept)

@@ -1,0 +1,205 @@
+"""The module that a trace exports: it calls the model, once or several times in a row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from merak.core.errors import TraceError
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.branches.conditions import RandomConditions
+from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.state.kept import version
+from merak.graph.trace.state.snapshot import Snapshot, StateLeft
+
+BEGINS, ENDS = "begins with ", "ends with "
+"""Beginnings of names of tensors that a call finds in a buffer, and that it leaves there."""
+
+
+def of_call(number: int, name: str) -> str:
+    """Name of a column or output of one of several calls; of the first call, the name itself."""
+    return f"call {number}: {name}" if number else name
+
+
+def split_call(name: str) -> tuple[int, str]:
+    """Number of the call that a column or output is of, and its own name."""
+    found = _OF_CALL.match(name)
+    return (int(found[1]), name[found.end() :]) if found else (0, name)
+
+
+_OF_CALL = re.compile(r"call (\d+): ")
+
+
+def columns_of_calls(columns: Mapping[str, TensorMeta], num_calls: int) -> dict[str, TensorMeta]:
+    """Columns of the batches of several calls.
+
+    Args:
+        columns: of one batch.
+        num_calls: how many.
+    """
+    return {of_call(i, name): meta for i in range(num_calls) for name, meta in columns.items()}
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run has found out; export undoes what forward sets on a module itself.
+
+    Args:
+        outputs: names of the outputs.
+        remade: buffers that have got another shape.
+        left: per call, what it has left in Python state that the one before had not.
+        written: attributes, as of `StateLeft`, whose tensors have been written into.
+    """
+
+    outputs: tuple[str, ...] = ()
+    remade: set[str] = field(default_factory=set)
+    left: list[list[StateLeft]] = field(default_factory=list)
+    written: set[tuple[int, str] | None] = field(default_factory=set)
+
+
+class Runner(nn.Module):
+    """Calls the model with keyword arguments and returns a flat tuple of named tensors.
+
+    Where it is called several times, each call has a batch of its own and finds tensors of its own
+    in buffers that the one before has written: what it reads of another call is Python state.
+
+    Args:
+        model: the model.
+        call: how it is called.
+        conditions: random conditions of its control flow.
+        is_read: whether code may read what a call has left in some place.
+        num_calls: how often it is called.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        conditions: RandomConditions,
+        is_read: Callable[[StateLeft], bool],
+        num_calls: int = 1,
+    ) -> None:
+        super().__init__()
+        self.is_read = is_read
+        self.model = model
+        self.call = call
+        self.conditions = conditions
+        self.training = model.training
+        self.num_calls = num_calls
+        self.run = Run()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns of all calls."""
+        return tuple(of_call(i, n) for i in range(self.num_calls) for n in self.call.columns)
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the model with batches, one after another."""
+        found: dict[str, torch.Tensor] = {}
+        width = len(self.call.columns)
+        self.run.left.clear()
+        with _tables_anew(self.model, self.run.remade):
+            for number in range(self.num_calls):
+                own = values[number * width : (number + 1) * width]
+                is_last = number + 1 == self.num_calls
+                before = Snapshot.take(self.model, self.call.loss_fn)
+                buffers = _versions(self.model)
+                self.conditions.restart(own)
+                with _written_buffers(self.model):
+                    batch = dict(zip(self.call.columns, own, strict=True))
+                    outputs = call_model(self.model, batch, self.call)
+                    before.write_in_place(self.is_read)
+                self.run.left.append(before.changes())
+                self.run.written |= {h.place.attribute for h in before.written()}
+                found |= {of_call(number, name): value for name, value in outputs.items()}
+                if self.num_calls > 1:
+                    found |= _ended(number, _written(before, buffers), is_last)
+        self.run.outputs = tuple(found)
+        return (*found.values(), *self.conditions.made)
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
+    return {name: (buffer, version(buffer)) for name, buffer in model.named_buffers()}
+
+
+def _written(
+    before: Snapshot, buffers: Mapping[str, tuple[torch.Tensor, int]]
+) -> dict[str, torch.Tensor]:
+    """Buffers and plain tensors that a call has written into, and that the next may read."""
+    found = {name: buffer for name, (buffer, known) in buffers.items() if version(buffer) != known}
+    return found | {plain_name(held.tensor): held.tensor for held in before.written()}
+
+
+def plain_name(tensor: torch.Tensor) -> str:
+    """Name of a plain tensor, whichever attributes hold it."""
+    return f"tensor {id(tensor)}"
+
+
+def _ended(
+    number: int, written: Mapping[str, torch.Tensor], is_last: bool
+) -> dict[str, torch.Tensor]:
+    """What a call has written, and what the next one finds in its place."""
+    found: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, tensor in written.items():
+            found[of_call(number, ENDS + name)] = tensor.clone()
+            if not is_last:
+                anew = torch.empty_like(tensor)
+                tensor.copy_(anew)
+                found[of_call(number + 1, BEGINS + name)] = anew
+    return found
+
+
+@contextmanager
+def _written_buffers(model: nn.Module) -> Iterator[None]:
+    """Write into a buffer where the model assigns a new tensor of its shape to it."""
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    yield
+    for module, buffers in before:
+        for name, old in buffers.items():
+            new = module._buffers.get(name)
+            if old is None or new is None or new is old:
+                continue
+            if new.shape == old.shape:
+                old.copy_(new.detach())
+                module._buffers[name] = old
+
+
+@contextmanager
+def _tables_anew(model: nn.Module, remade: set[str]) -> Iterator[None]:
+    """Forget what a model assigns to a buffer that had another shape, or was None.
+
+    It is a table for that shape: each run computes its own.
+    """
+    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    yield
+    for path, module, buffers in before:
+        for name, old in buffers.items():
+            if module._buffers.get(name) is not old:
+                remade.add(f"{path}.{name}".removeprefix("."))
+                module._buffers[name] = old
+
+
+def refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:
+    """Refuse a table of another shape in each run that is read as the run before has left it.
+
+    Args:
+        program: as exported.
+        remade: as of `Run`.
+
+    Raises:
+        TraceError: one is.
+    """
+    read = {node.name for node in program.graph.find_nodes(op="placeholder") if node.users}
+    for spec in program.graph_signature.input_specs:
+        name = (spec.target or "").removeprefix("model.")
+        if name in remade and getattr(spec.arg, "name", "") in read:
+            raise TraceError(
+                f"the buffer {name} is read, and then gets another shape, so that no two steps "
+                "are alike; let it keep its shape."
+            )

@@ -1,0 +1,60 @@
+"""What a call of a model has left in Python state, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from merak.core.source_lines import with_text
+from merak.graph.ir.state_read import LOSS
+from merak.graph.trace.state.record import StateReads
+from merak.graph.trace.state.snapshot import StateLeft
+
+
+@dataclass(frozen=True, slots=True)
+class LeftState:
+    """A place that a call of a model has left another value in.
+
+    Args:
+        label: the place, as people write it.
+        container: the list, dict or set that it is in, and its type; empty for none.
+        line: of the model, as "file:number", which writes it or, of a container, reads it; empty
+            where none is known.
+        may_be_read: whether code may read it.
+        is_number: whether a number has become another number.
+        is_of_loss: whether the loss function's object has it.
+    """
+
+    label: str
+    container: tuple[str, str]
+    line: str
+    may_be_read: bool
+    is_number: bool
+    is_of_loss: bool
+
+    @staticmethod
+    def of(left: StateLeft, reads: StateReads) -> LeftState:
+        """What is left, in words.
+
+        Args:
+            left: as of a snapshot.
+            reads: of the trace.
+        """
+        kind = left.place.kind
+        held = kind.__name__ in ("list", "deque", "dict", "set")
+        return LeftState(
+            str(left),
+            (left.place.label, type(left.place.owner).__name__) if held else ("", ""),
+            reads.line(left),
+            reads.may_have_read(left),
+            _is_number(reads.before(left)) and _is_number(left.new),
+            left.place.root == LOSS,
+        )
+
+    @property
+    def where(self) -> str:
+        """The line with its text, to be put behind a place."""
+        return f", at {with_text(self.line)}" if self.line else ""
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)

@@ -1,0 +1,93 @@
+"""Keys of values of a graph: equal where the same operators make them of the same sources."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import fx
+
+from merak.graph.ir.mutation import find_mutations, mutated_arguments
+
+
+class ValueKeys:
+    """Keys of the values of a graph, whatever the order in which its operators stand there.
+
+    A value that an operator has written into gets another key from there on.
+
+    Args:
+        graph: with the storages of its nodes; nothing is changed.
+        source: the key of a placeholder or attribute, by its node.
+        begins: nodes with a key of their own; what is copied from one has that key again.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        source: Callable[[fx.Node], str],
+        begins: Mapping[fx.Node, str],
+    ) -> None:
+        self._source, self._begins = source, begins
+        self._written = find_mutations(graph).writers.keys()
+        self._made: dict[fx.Node, str] = {}
+        self._states: dict[int, str] = {}
+        for node in graph.nodes:
+            if node.op != "output":
+                self._made[node] = self._make(node)
+                self._write(node)
+
+    def __getitem__(self, node: fx.Node) -> str:
+        """Key of a node's value as it is at the end of the graph."""
+        made, storage = self._made[node], node.meta.get("storage")
+        state = self._states.get(storage) if storage in self._written else None
+        return made if state is None else _key(made, state)
+
+    def _make(self, node: fx.Node) -> str:
+        if node in self._begins:
+            return self._begins[node]
+        if node.op != "call_function":
+            return self._source(node)
+        storage = node.meta.get("storage") if node.meta.get("storage") in self._written else None
+        region = node.meta.get("region")
+        parts = self._arguments(node, storage)
+        return _key(str(node.target), parts, "" if region is None else repr(region))
+
+    def _arguments(self, node: fx.Node, storage: int | None) -> str:
+        """Arguments as text; of those in a storage, what part of it they are and not its state."""
+
+        def argument(value: fx.Node) -> _Text:
+            is_inside = storage is not None and value.meta.get("storage") == storage
+            return _Text(self._made[value] if is_inside else self[value])
+
+        return repr(fx.node.map_arg((node.args, dict(node.kwargs)), argument))
+
+    def _write(self, node: fx.Node) -> None:
+        for written in mutated_arguments(node):
+            storage = written.meta.get("storage")
+            if not isinstance(storage, int):
+                continue
+            value = node.args[1] if len(node.args) > 1 else None
+            if isinstance(value, fx.Node) and value in self._begins:
+                self._states.pop(storage, None)
+                continue
+            before, parts = self._states.get(storage, ""), self._arguments(node, storage)
+            self._states[storage] = _key(before, str(node.target), parts)
+
+
+class _Text(str):
+    """Key in the text of an operator's arguments."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def tensor_key(tensor: torch.Tensor) -> str:
+    """Key of a constant: of its values."""
+    data = tensor.detach().cpu().contiguous().view(-1)
+    values = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return _key(str(tuple(tensor.shape)), str(tensor.dtype), hashlib.sha1(values).hexdigest())
+
+
+def _key(*parts: str) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
