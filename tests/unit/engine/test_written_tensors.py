@@ -27,7 +27,7 @@ class Writes(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("scratch", torch.zeros(2, 4))
         self.mean = torch.zeros(4)
-        self.means = [torch.zeros(4)]
+        self.means = [torch.zeros(4), torch.ones(4), 2 * torch.ones(4)]
         self.table = {"mean": torch.zeros(4)}
         self.parts: list[torch.Tensor] = []
 
@@ -75,6 +75,13 @@ def replace_saved(model: Any, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def shift(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out = x - model.means[-1]
+    model.means.insert(0, x.detach().mean(0))
+    model.means.pop()
+    return out
+
+
 FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a scratch is subtracted": lambda m, x: x - 3 * filled(m.scratch, x),
     "a scratch is a factor": lambda m, x: x * filled(m.scratch, x),
@@ -86,6 +93,7 @@ FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "a tensor in a list that is replaced": replace_item,
     "a tensor in a dict that is replaced": replace_value,
     "a tensor that is replaced": replace_behind,
+    "a queue": shift,
     "a tensor that is replaced, and its old value saved": replace_saved,
 }
 
@@ -108,7 +116,7 @@ def test_what_is_written_is_read_behind_it(
             torch.testing.assert_close(engine.parameters[name].grad, parameter.grad)
         for ours, theirs in [
             (model.mean, expected.mean),
-            (model.means[0], expected.means[0]),
+            *zip(model.means, expected.means, strict=True),
             (model.table["mean"], expected.table["mean"]),
         ]:
             torch.testing.assert_close(ours, theirs)

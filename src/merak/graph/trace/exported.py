@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Exported:
         sizes: policy for data-dependent sizes.
         reads: as of `Trace`.
         left: per call, as of `Trace`.
+        thresholds: values to come of counters at which code may decide otherwise, by label.
     """
 
     graph: fx.Graph
@@ -47,6 +48,7 @@ class Exported:
     sizes: DynamicSizes = DynamicSizes.REFUSED
     reads: tuple[StateRead, ...] = ()
     left: tuple[tuple[LeftState, ...], ...] = ((),)
+    thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

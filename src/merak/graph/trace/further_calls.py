@@ -50,12 +50,12 @@ class FurtherCalls:
     differs: tuple[bool, ...]
 
 
-def check_further_calls(left: Sequence[LeftState], export: Callable[[], Exported]) -> bool:
+def check_further_calls(left: Sequence[LeftState], export: Callable[..., Exported]) -> bool:
     """Check that calls of a model behind its first compute the same, whatever one leaves.
 
     Args:
         left: what the first has left.
-        export: traces several calls.
+        export: traces `num_calls` calls, with `counts` of counters before them.
 
     Returns:
         Whether anything is warned of.
@@ -64,7 +64,16 @@ def check_further_calls(left: Sequence[LeftState], export: Callable[[], Exported
         TraceError: they do not.
     """
     try:
-        found = compare_calls(export())
+        traced = export(num_calls=NUM_CALLS)
+        thresholds = traced.thresholds
+        found = compare_calls(traced)
+        refuse_further_calls(found)
+        counts = [{label: value} for label, values in thresholds.items() for value in values]
+        if counts:
+            late = compare_calls(export(num_calls=1 + len(counts), counts=[{}, *counts]))
+            _refuse_late_calls(late, counts)
+    except _Refusal as error:
+        raise TraceError(str(error)) from None
     except TraceError as error:
         names = ", ".join(one.label for one in left if one.may_be_read)
         warn_on_rank0(
@@ -75,8 +84,11 @@ def check_further_calls(left: Sequence[LeftState], export: Callable[[], Exported
             error,
         )
         return True
-    refuse_further_calls(found)
-    return warn_of_left(found)
+    return warn_of_left(found.left[-1])
+
+
+class _Refusal(TraceError):
+    """A call computes something else than the first."""
 
 
 def compare_calls(exported: Exported) -> FurtherCalls:
@@ -143,19 +155,33 @@ def refuse_further_calls(found: FurtherCalls) -> None:
     first = ""
     if all(found.differs[1:]) and not found.left[1]:
         first = "run one forward before training, if its first call alone is to be another one; or "
-    raise TraceError(
+    raise _Refusal(
         f"forward leaves values in {places}, and its next call computes with them, which a trace "
         f"would freeze; {first}{_ADVICE}."
     )
 
 
-def warn_of_left(found: FurtherCalls) -> bool:
+def _refuse_late_calls(found: FurtherCalls, counts: Sequence[Mapping[str, float]]) -> None:
+    """Refuse a model that computes something else once a counter has some value."""
+    for differs, count in zip(found.differs[1:], counts, strict=True):
+        if differs:
+            ((label, value),) = count.items()
+            (where, *_) = [o.where for o in found.left[0] if o.label == label] or [""]
+            raise _Refusal(
+                f"forward counts in {label}{where}, and computes something else once that is "
+                f"{value}, which a trace would never; {_ADVICE}."
+            )
+
+
+def warn_of_left(every: Sequence[LeftState]) -> bool:
     """Warn of what every call leaves in Python state without an effect on the next.
+
+    Args:
+        every: what it leaves.
 
     Returns:
         Whether anything is warned of.
     """
-    every: Sequence[LeftState] = found.left[-1]
     numbers = [one for one in every if one.is_number and not one.container[0]]
     for one in numbers:
         warn_on_rank0(
@@ -163,6 +189,16 @@ def warn_of_left(found: FurtherCalls) -> bool:
             "forward sets %s%s, which has no effect on later steps: a trace sets it once. "
             "What depends on it, in forward or in a callback, stays as in the first step; use "
             "register_buffer and count in place (add_), or count in a callback.",
+            one.label,
+            one.where,
+        )
+    lost = [one for one in every if one.is_lost and not one.container[0]]
+    for one in lost:
+        warn_on_rank0(
+            logger,
+            "forward keeps a value in %s%s, which stays as it was before training: a trace has no "
+            "values. A callback or log that reads it finds what was there; keep it in a buffer of "
+            "the model (register_buffer, written in place), or log from a callback.",
             one.label,
             one.where,
         )
@@ -177,4 +213,4 @@ def warn_of_left(found: FurtherCalls) -> bool:
             kind,
             one.where,
         )
-    return bool(numbers or kept)
+    return bool(numbers or kept or lost)

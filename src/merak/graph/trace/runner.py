@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.snapshot import Snapshot, StateLeft
 
@@ -54,12 +55,14 @@ class Run:
         remade: buffers that have got another shape.
         left: per call, what it has left in Python state that the one before had not.
         written: attributes, as of `StateLeft`, whose tensors have been written into.
+        counters: by label, counters that have been compared with numbers.
     """
 
     outputs: tuple[str, ...] = ()
     remade: set[str] = field(default_factory=set)
     left: list[list[StateLeft]] = field(default_factory=list)
     written: set[tuple[int, str] | None] = field(default_factory=set)
+    counters: dict[str, Counter] = field(default_factory=dict)
 
 
 class Runner(nn.Module):
@@ -74,6 +77,7 @@ class Runner(nn.Module):
         conditions: random conditions of its control flow.
         is_read: whether code may read what a call has left in some place.
         num_calls: how often it is called.
+        counts: per call, values that counters are set to before it, by their label.
     """
 
     def __init__(
@@ -83,8 +87,10 @@ class Runner(nn.Module):
         conditions: RandomConditions,
         is_read: Callable[[StateLeft], bool],
         num_calls: int = 1,
+        counts: Sequence[Mapping[str, float]] = (),
     ) -> None:
         super().__init__()
+        self.counts = tuple(counts)
         self.is_read = is_read
         self.model = model
         self.call = call
@@ -102,25 +108,58 @@ class Runner(nn.Module):
         """Call the model with batches, one after another."""
         found: dict[str, torch.Tensor] = {}
         width = len(self.call.columns)
+        left: list[StateLeft] = []
         self.run.left.clear()
         with _tables_anew(self.model, self.run.remade):
             for number in range(self.num_calls):
                 own = values[number * width : (number + 1) * width]
                 is_last = number + 1 == self.num_calls
-                before = Snapshot.take(self.model, self.call.loss_fn)
+                before = self._taken(number)
                 buffers = _versions(self.model)
                 self.conditions.restart(own)
-                with _written_buffers(self.model):
+                with _written_buffers(self.model), self._watched_counters(left):
                     batch = dict(zip(self.call.columns, own, strict=True))
                     outputs = call_model(self.model, batch, self.call)
                     before.write_in_place(self.is_read)
-                self.run.left.append(before.changes())
+                left = before.changes()
+                self.run.left.append(left)
                 self.run.written |= {h.place.attribute for h in before.written()}
                 found |= {of_call(number, name): value for name, value in outputs.items()}
                 if self.num_calls > 1:
                     found |= _ended(number, _written(before, buffers), is_last)
         self.run.outputs = tuple(found)
         return (*found.values(), *self.conditions.made)
+
+    def _taken(self, number: int) -> Snapshot:
+        """Snapshot before a call, with counters set to what they are to be then."""
+        found = Snapshot.take(self.model, self.call.loss_fn)
+        counts = self.counts[number] if number < len(self.counts) else {}
+        if not counts:
+            return found
+        for place in found.places:
+            for key in place.items if place.kind in (object, dict) else ():
+                label = str(StateLeft(place, key, None, None))
+                if label in counts:
+                    place.owner[key] = counts[label]
+        return Snapshot.take(self.model, self.call.loss_fn)
+
+    @contextmanager
+    def _watched_counters(self, left: Iterable[StateLeft]) -> Iterator[None]:
+        """Context with numbers that note what they are compared with in the place of counters."""
+        counters = [(one.place.owner, one.key, str(one)) for one in left if _is_counter(one)]
+        for owner, key, label in counters:
+            if type(owner.get(key)) in (int, float):
+                counter = self.run.counters.setdefault(label, Counter(owner[key]))
+                counter.value = owner[key]
+                owner[key] = watched(owner[key], counter)
+        yield
+        for owner, key, _ in counters:
+            if key in owner:
+                owner[key] = plain(owner[key])
+
+
+def _is_counter(left: StateLeft) -> bool:
+    return left.place.kind in (object, dict) and type(left.new) in (int, float)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:

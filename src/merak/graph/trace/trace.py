@@ -7,7 +7,7 @@ what comes out is the operators that one device would run, in their order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from merak.graph.trace.call import Call, LossFunction
 from merak.graph.trace.explain import explain
 from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.fallbacks import trace_with_fallbacks
-from merak.graph.trace.further_calls import NUM_CALLS, check_further_calls
+from merak.graph.trace.further_calls import check_further_calls, warn_of_left
 from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
@@ -131,8 +131,8 @@ def _traced(
     made = trace_with_fallbacks(model, export, opaque)
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
-        return made
-    calls = partial(export_model, model, columns, call, device, opaque=opaque, num_calls=NUM_CALLS)
+        return replace(made, is_warned_of=warn_of_left(made.left))
+    calls = partial(export_model, model, columns, call, device, opaque=opaque)
     return replace(made, is_warned_of=check_further_calls(made.left, calls))
 
 
@@ -147,6 +147,7 @@ def export_model(
     opaque: OpaqueSelection | None = None,
     copies_blocks: bool = False,
     num_calls: int = 1,
+    counts: Sequence[Mapping[str, float]] = (),
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -160,6 +161,7 @@ def export_model(
         opaque: opaque modules and functions.
         copies_blocks: as of `trace`.
         num_calls: how often the model is called, each time with such a batch.
+        counts: per call, values that counters are set to before it, by their label.
 
     Raises:
         LeftOpen: calls were copied that must not be.
@@ -177,7 +179,7 @@ def export_model(
     session = Session(
         model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
     )
-    runner = Runner(model, call, conditions, reads.may_have_read, num_calls)
+    runner = Runner(model, call, conditions, reads.may_have_read, num_calls, counts)
     program = _run_export(session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
@@ -197,6 +199,7 @@ def export_model(
         opaque.sizes,
         reads.found(left[0], runner.run.written, opaque.modules),
         tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
+        {label: counter.values() for label, counter in runner.run.counters.items()},
     )
 
 

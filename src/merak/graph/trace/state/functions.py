@@ -22,9 +22,6 @@ from merak.graph.trace.state.holders import closure
 from merak.graph.trace.state.kept import CONTAINERS
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
-_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
-"""Operations that set attributes and variables of closures and modules."""
-
 
 def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tuple[StateRead, ...]:
     """Values in globals and closures that forward and the loss function read.
@@ -129,16 +126,19 @@ def functions_of(
                 yield from functions_of(value, (*steps, f"({name})"))
 
 
-def line_that_stores(model: nn.Module, loss_fn: Callable[..., Any] | None, name: str) -> str:
+def line_that_stores(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, name: str, *operations: str
+) -> str:
     """The first line of the user's own functions that sets an attribute or variable; "" for none.
 
     Args:
         model: the model.
         loss_fn: its loss function; None for none.
         name: of the attribute or variable.
+        *operations: of Python's bytecode, such as "STORE_ATTR".
     """
     for function in reached_functions(model, loss_fn):
-        for found, line in _names(function.__code__, *_STORES):
+        for found, line in _names(function.__code__, *operations):
             if found == name:
                 return line
     return ""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from merak.core.source_lines import with_text
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.snapshot import StateLeft
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of numbers that a forward takes of a tensor, as `.item()` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,8 @@ class LeftState:
             where none is known.
         may_be_read: whether code may read it.
         is_number: whether a number has become another number.
-        is_of_loss: whether the loss function's object has it.
+        is_lost: whether it is a number that forward has computed, or, of the loss function's
+            object, a tensor: a trace has no value of it.
     """
 
     label: str
@@ -29,7 +35,7 @@ class LeftState:
     line: str
     may_be_read: bool
     is_number: bool
-    is_of_loss: bool
+    is_lost: bool
 
     @staticmethod
     def of(left: StateLeft, reads: StateReads) -> LeftState:
@@ -47,7 +53,8 @@ class LeftState:
             reads.line(left),
             reads.may_have_read(left),
             _is_number(reads.before(left)) and _is_number(left.new),
-            left.place.root == LOSS,
+            isinstance(left.new, _SYMBOLS)
+            or (left.place.root == LOSS and isinstance(left.new, torch.Tensor)),
         )
 
     @property

@@ -18,13 +18,18 @@ from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.functions import line_that_stores
 from merak.graph.trace.state.holders import Holder, attributes, find_holders, reads_by_dict
 from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS
-from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
+from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, is_plain_dict
 from merak.graph.trace.state.snapshot import StateLeft
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
 _RECORDED = frozenset((*PLAIN, *CONTAINERS)) | _CONSTANTS
 _NOTED = _RECORDED | {type(MISSING)}
 """Types of values whose reads are recorded, and of none."""
+_STORES: dict[type, tuple[str, ...]] = {
+    Slot: ("STORE_GLOBAL", "STORE_NAME"),
+    types.FunctionType: ("STORE_DEREF",),
+}
+"""Operations of Python's bytecode that set a global, and a variable of a closure."""
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -189,7 +194,9 @@ class StateReads:
             return self.lines.get(key) or self._sources.get(key) or self._absent.get(key, "")
         written = "" if key is None else self.writes.get(key, "")
         if not written and not is_item:
-            written = line_that_stores(self._model, self.loss_fn, name)
+            written = line_that_stores(
+                self._model, self.loss_fn, name, *_STORES.get(left.place.kind, ("STORE_ATTR",))
+            )
         return written or left.place.source
 
     def found(

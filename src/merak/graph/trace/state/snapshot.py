@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -72,12 +73,12 @@ class Place:
         now = self.now()
         for key in dict.fromkeys((*self.items, *now)):
             old, new = self.items.get(key, MISSING), now.get(key, MISSING)
-            if self.kind is Iterator or not is_equal(old, new):
+            if (self.kind is Iterator and new is None) or not is_equal(old, new):
                 yield StateLeft(self, key, old, new)
 
     def restore(self) -> None:
         """Let it hold what it held; an iterator goes on from where it is."""
-        now = self.now()
+        now = self.now() if self.kind is not Iterator else self.items
         if list(now) == list(self.items) and all(now[k] is v for k, v in self.items.items()):
             return
         if self.kind is Slot:
@@ -216,16 +217,20 @@ class Snapshot:
             is_read: whether code may read what has been left in some place.
         """
         count = Counter(id(value) for place in self.places for value in place.items.values())
-        for place in self.places:
-            now = place.now() if place.kind in (object, list, dict) else {}
-            for key, old in place.items.items():
-                new = now.get(key)
-                is_alone = type(old) is torch.Tensor and count[id(old)] == 1 and old._base is None
-                if new is None or new is old or not is_alone or not _is_alike(old, new):
-                    continue
-                if is_read(StateLeft(place, key, old, new)):
-                    old.copy_(new.detach())
-                    place.owner[key] = old
+        replaced = [
+            left
+            for place in self.places
+            if place.kind in (object, list, dict) and place.root != GLOBALS
+            for left in place.changes()
+            if count[id(left.old)] == 1 and _is_alike(left.old, left.new) and is_read(left)
+        ]
+        # Of a queue, whose tensors take the place of each other, before any of them is written.
+        olds = {id(left.old) for left in replaced}
+        values = [one.new.detach() for one in replaced]
+        copied = [v.clone() if id(one.new) in olds else v for one, v in zip(replaced, values)]
+        for left, value in zip(replaced, copied, strict=True):
+            left.old.copy_(value)
+            left.place.owner[left.key] = left.old
 
     def restore(self) -> None:
         """Put everything back as it was."""
@@ -332,7 +337,8 @@ class _Walk:
             self.tensors.append(held)
         elif isinstance(value, Iterator) and root != LOSS:
             self.seen.add(id(value))
-            self.places.append(Place(label, value, {"": value}, Iterator, root, None, source))
+            items = _items(value, Iterator)
+            self.places.append(Place(label, value, items, Iterator, root, None, source))
         elif isinstance(value, (*_KINDS, tuple)) and len(value) <= _MAX_ITEMS:
             self.seen.add(id(value))
             kind = next((kind for kind in _KINDS if isinstance(value, kind)), tuple)
@@ -344,18 +350,19 @@ class _Walk:
                 self.value(item, inner, root, attribute, source, depth + 1)
 
 
-def _is_alike(old: torch.Tensor, new: Any) -> bool:
-    """Whether a tensor may be written into another that has values, and carries no gradient."""
-    if not isinstance(new, torch.Tensor) or old.is_meta or old.requires_grad:
+def _is_alike(old: Any, new: Any) -> bool:
+    """Whether a tensor may be written into a plain one, which has values and no gradient."""
+    if type(old) is not torch.Tensor or not isinstance(new, torch.Tensor):
         return False
-    return (old.shape, old.dtype) == (new.shape, new.dtype)
+    is_own = not (old.is_meta or old.requires_grad or old._base is not None)
+    return is_own and (old.shape, old.dtype) == (new.shape, new.dtype)
 
 
 def _items(owner: Any, kind: Any) -> dict[Any, Any]:
     if kind is Slot:
         return {"": owner.get()}
     if kind is Iterator:
-        return {"": owner}
+        return {"": length_hint(owner) if hasattr(owner, "__length_hint__") else None}
     if kind is object:
         return {name: value for name, value in owner.items() if name not in _OF_TORCH}
     if kind is type:

@@ -1,0 +1,229 @@
+"""What a forward leaves in Python state: refused where the next computes with it, else traced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from merak.core.errors import TraceError
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.state.snapshot import Snapshot
+
+COLUMNS = {"x": TensorMeta((4, 4), torch.float32)}
+COUNT = 0
+Use = Callable[[Any, Tensor], Tensor]
+
+
+class Held:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.mean: Tensor | None = None
+
+
+class Leaves(nn.Module):
+    total = 0
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use, self.linear = use, nn.Linear(4, 4)
+        self.register_buffer("centre", torch.zeros(4))
+        self.is_first, self.calls, self.held = True, 0, Held()
+        self.last: Tensor | None = None
+        self.objects, self.tables = [Held()], dict[Any, Tensor]()
+        self.numbers = iter([1.0, 2.0] * 99)
+        self.counted = counting()
+        self.cos = self.sin = None
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.use(self, torch.tanh(self.linear(x))).square().mean()}
+
+
+def counting() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def counted(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x * calls
+
+    return counted
+
+
+def flag(model: Any, x: Tensor) -> Tensor:
+    x = 2 * x if model.is_first else x
+    model.is_first = False
+    return x
+
+
+def late_centre(model: Any, x: Tensor) -> Tensor:
+    if not model.is_first:
+        model.centre.copy_(0.9 * model.centre + 0.1 * model.last)
+    model.is_first, model.last = False, x.detach().mean(0)
+    return x - model.centre
+
+
+def none_to_tensor(model: Any, x: Tensor) -> Tensor:
+    out = x if model.last is None else x - model.last
+    model.last = x.detach().mean(0)
+    return out
+
+
+def of_the_first_batch(model: Any, x: Tensor) -> Tensor:
+    if model.last is None:
+        model.last = (x > 0).float()
+    return x * model.last
+
+
+def held_object(model: Any, x: Tensor) -> Tensor:
+    model.held.calls += 1
+    return x * model.held.calls
+
+
+def object_in_a_list(model: Any, x: Tensor) -> Tensor:
+    model.objects[0].calls += 1
+    return x * model.objects[0].calls
+
+
+def of_the_class(model: Any, x: Tensor) -> Tensor:
+    type(model).total += 1
+    return x * model.total
+
+
+def of_a_function(model: Any, x: Tensor) -> Tensor:
+    own: Any = of_a_function
+    own.calls = getattr(own, "calls", 0) + 1
+    return x * own.calls
+
+
+def of_a_global(model: Any, x: Tensor) -> Tensor:
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def of_a_closure(model: Any, x: Tensor) -> Tensor:
+    return model.counted(x)  # type: ignore[no-any-return]
+
+
+def of_an_iterator(model: Any, x: Tensor) -> Tensor:
+    return x * next(model.numbers)
+
+
+REFUSED: dict[Use, str] = {
+    flag: "values in model.is_first, at .*: `model.is_first = False`.*run one forward before",
+    late_centre: "values in model.is_first, at .*: `model.is_first, model.last = ",
+    none_to_tensor: "values in model.last, at .*: `model.last = x",
+    of_the_first_batch: "values in model.last, at .*: `model.last = .x > 0",
+    held_object: "values in model.held.calls, at .*: `model.held.calls \\+= 1",
+    object_in_a_list: r"values in model.objects.0..calls, at .*: `model.objects",
+    of_the_class: "values in Leaves.total, at .*: `type.model..total",
+    of_a_function: "values in model.use.calls, at .*: `own.calls = getattr",
+    of_a_global: "values in .*COUNT, at .*: `COUNT ",
+    of_a_closure: "values in model.counted.calls, at .*: `calls ",
+    of_an_iterator: "values in model.numbers, and its next call",
+}
+
+
+def built(use: Use) -> Leaves:
+    model = Leaves(use)
+    build_graph(GraphSource(model), COLUMNS, training=True)
+    return model
+
+
+@pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
+def test_what_the_next_call_computes_with_is_refused_with_its_line(use: Use) -> None:
+    with pytest.raises(TraceError, match=REFUSED[use]):
+        built(use)
+    assert (Leaves.total, COUNT, getattr(of_a_function, "calls", 0)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("is_late", "value"),
+    [
+        (lambda calls: calls > 1000, 1000),
+        (lambda calls: calls == 70, 69),
+        (lambda calls: calls % 50 == 0, 49),
+        (lambda calls: min(1.0, calls / 10 - 4) > 0.5, 45),
+    ],
+)
+def test_a_counter_that_decides_much_later_is_refused(
+    is_late: Callable[[int], bool], value: int
+) -> None:
+    def curriculum(model: Any, x: Tensor) -> Tensor:
+        model.calls += 1
+        return 2 * x if is_late(model.calls) else x
+
+    with pytest.raises(TraceError, match=f"counts in model.calls.*something else once .* {value},"):
+        built(curriculum)
+
+
+def warns_once(model: Any, x: Tensor) -> Tensor:
+    if model.is_first:
+        logging.getLogger(__name__).info("hello")
+        model.is_first = False
+    return x
+
+
+def logs_sometimes(model: Any, x: Tensor) -> Tensor:
+    model.calls += 1
+    if model.calls % 100 == 0 or model.calls > 5000:
+        logging.getLogger(__name__).info("%d calls", model.calls)
+    return x
+
+
+def rotary_table(model: Any, x: Tensor) -> Tensor:
+    if model.calls < len(x):
+        model.calls = len(x)
+        angles = torch.zeros(len(x), 4)
+        angles[:, 0::2] = angles[:, 1::2] = torch.outer(torch.arange(len(x)), torch.ones(2))
+        model.cos, model.sin = angles.cos(), angles.sin()
+    return x * model.cos[: len(x)] + x.roll(1, -1) * model.sin[: len(x)]
+
+
+def masks_by_shape(model: Any, x: Tensor) -> Tensor:
+    if x.shape not in model.tables:
+        model.tables[x.shape] = torch.ones(len(x), len(x)).tril()
+    return model.tables[x.shape] @ x  # type: ignore[no-any-return]
+
+
+def keeps_the_last(model: Any, x: Tensor) -> Tensor:
+    model.last = x
+    return model.last  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "use", [warns_once, logs_sometimes, rotary_table, masks_by_shape, keeps_the_last]
+)
+def test_what_is_made_once_or_changes_nothing_is_traced(use: Use) -> None:
+    model = built(use)
+    assert (model.is_first, model.calls, model.last, model.tables) == (True, 0, None, {})
+
+
+def test_a_snapshot_is_compared_restored_and_told_apart() -> None:
+    model = Leaves(flag)
+    before = Snapshot.take(model, copies=True)
+    digest = before.digest()
+    assert before.changes() == []
+    model.held.mean = torch.zeros(2)
+    model.objects.append(Held())
+    model.tables["x"] = torch.zeros(2)
+    Leaves.total = 3
+    assert {str(left) for left in before.changes()} == {
+        "model.held.mean",
+        "model.objects",
+        "model.tables['x']",
+        "Leaves.total",
+    }
+    assert Snapshot.take(model).digest() != digest
+    before.restore()
+    assert before.changes() == []
+    assert (model.held.mean, len(model.objects), model.tables, Leaves.total) == (None, 1, {}, 0)
+    assert Snapshot.take(model).digest() == digest
