@@ -75,7 +75,7 @@ class Runner(nn.Module):
         model: the model.
         call: how it is called.
         conditions: random conditions of its control flow.
-        is_read: whether code may read what a call has left in some place.
+        goes_on: whether a plain tensor that a call has replaced is one that the next call reads.
         num_calls: how often it is called.
         counts: per call, values that counters are set to before it, by their label.
     """
@@ -85,13 +85,13 @@ class Runner(nn.Module):
         model: nn.Module,
         call: Call,
         conditions: RandomConditions,
-        is_read: Callable[[StateLeft], bool],
+        goes_on: Callable[[StateLeft], bool],
         num_calls: int = 1,
         counts: Sequence[Mapping[str, float]] = (),
     ) -> None:
         super().__init__()
         self.counts = tuple(counts)
-        self.is_read = is_read
+        self.goes_on = goes_on
         self.model = model
         self.call = call
         self.conditions = conditions
@@ -120,7 +120,7 @@ class Runner(nn.Module):
                 with _written_buffers(self.model), self._watched_counters(left):
                     batch = dict(zip(self.call.columns, own, strict=True))
                     outputs = call_model(self.model, batch, self.call)
-                    before.write_in_place(self.is_read)
+                    before.write_in_place(self.goes_on)
                 left = before.changes()
                 self.run.left.append(left)
                 self.run.written |= {h.place.attribute for h in before.written()}

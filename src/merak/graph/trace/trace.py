@@ -45,6 +45,7 @@ from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
+from merak.graph.trace.state.snapshot import StateLeft
 from merak.graph.trace.traced import Trace
 
 logger = logging.getLogger(__name__)
@@ -179,14 +180,20 @@ def export_model(
     session = Session(
         model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
     )
-    runner = Runner(model, call, conditions, reads.may_have_read, num_calls, counts)
+    own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
+
+    def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
+        return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
+
+    runner = Runner(model, call, conditions, goes_on, num_calls, counts)
     program = _run_export(session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
     session.autograd.refuse_left_frozen()
     session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
     attach_calls(program.graph_module, session.calls)
-    left = runner.run.left
+    # What Merak's own code sets, such as the trainer's around a loss, is no state of the model.
+    left = [[one for one in found if not reads.is_mine(one)] for found in runner.run.left]
     return Exported(
         program.graph_module.graph,
         program.graph_signature,

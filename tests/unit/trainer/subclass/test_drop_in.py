@@ -180,10 +180,17 @@ class ReadingSeen(OwnLoss):
         return total
 
 
+class LateBranch(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return loss if self.calls < 100 else loss * 2
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
         (Counting, "forward leaves values in the loss function.self.calls, at"),
+        (LateBranch, "counts in the loss function.self.calls, at"),
         (LoggingLoss, "compute_loss calls log with own, but it is traced once"),
         (ReadingSeen, "forward leaves values in the loss function.self.seen"),
     ],
@@ -198,22 +205,31 @@ def test_a_loss_of_ones_own_that_changes_the_trainer_is_refused(
     assert not any(trainer.seen.values())
 
 
-class LateBranch(OwnLoss):
-    def beside(self, loss: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return loss if self.calls < 100 else loss * 2
-
-
 class KeepingLosses(OwnLoss):
     def beside(self, loss: torch.Tensor) -> torch.Tensor:
-        self.seen["loss"].append(loss.detach())
+        self.seen["loss"].append(loss.item())
+        return loss
+
+
+class RunningLoss(OwnLoss):
+    running: float = 0.0
+
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.running += loss.item()
+        return loss
+
+
+class CountingOnly(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         return loss
 
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        (LateBranch, "forward sets the loss function.self.calls, at"),
+        (RunningLoss, "forward keeps a value in the loss function.self.running, at"),
+        (CountingOnly, "forward sets the loss function.self.calls, at"),
         (KeepingLosses, "forward keeps values in the loss function.self.seen"),
     ],
 )

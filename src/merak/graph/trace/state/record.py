@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.core.source_lines import is_library, model_line
+from merak.core.source_lines import MERAK, is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.functions import line_that_stores
 from merak.graph.trace.state.holders import Holder, attributes, find_holders, reads_by_dict
@@ -60,6 +60,7 @@ class StateReads:
         self._sources: dict[tuple[int, str], str] = {}
         self._absent: dict[tuple[int, str], str] = {}
         self._seen: set[tuple[int, str]] = set()
+        self._unread: set[tuple[int, str]] = set()  # set before anything has read them
         self._names: defaultdict[int, list[str]] = defaultdict(list)
         self.lines: dict[tuple[int, str], str] = {}
         self.writes: dict[tuple[int, str], str] = {}
@@ -88,9 +89,13 @@ class StateReads:
 
     def _noting_writes(self, original: Callable[[Any, str, Any], None]) -> Callable[..., None]:
         writes, dict_of = self.writes, object.__getattribute__
+        seen, unread = self._seen, self._unread
 
         def noting(holder: Any, name: str, value: Any) -> None:
-            writes[id(dict_of(holder, "__dict__")), name] = model_line(sys._getframe(1))
+            key = id(dict_of(holder, "__dict__")), name
+            if key not in writes and key not in seen:
+                unread.add(key)
+            writes[key] = model_line(sys._getframe(1))
             original(holder, name, value)
 
         return noting
@@ -177,6 +182,15 @@ class StateReads:
         if key is None or key[0] not in self.holders or type(left.old) not in _NOTED:
             return True
         return key in self._seen or reads_by_dict(type(self.holders[key[0]].value).__mro__)
+
+    def goes_on(self, left: StateLeft) -> bool:
+        """Whether code has read what was in a place before it has set something else there."""
+        return left.attribute not in self._unread and self.may_have_read(left)
+
+    def is_mine(self, left: StateLeft) -> bool:
+        """Whether Merak's own code has set an attribute."""
+        key = left.attribute
+        return key is not None and self.writes.get(key, "").startswith(MERAK)
 
     def before(self, left: StateLeft) -> Any:
         """The value that code read in a place before a call; an object may have its class's."""

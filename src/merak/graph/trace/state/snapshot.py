@@ -207,14 +207,14 @@ class Snapshot:
         """The plain tensors of modules, and of what these hold, that have been written into."""
         return [held for held in self.tensors if held.is_written and not held.is_shared]
 
-    def write_in_place(self, is_read: Callable[[StateLeft], bool]) -> None:
+    def write_in_place(self, goes_on: Callable[[StateLeft], bool]) -> None:
         """Write into a plain tensor of a module where a tensor of its kind has taken its place.
 
         It is then as a buffer is: its values go on from call to call. A tensor that two places
         have, or that shares its storage, stays as it is, and so do globals.
 
         Args:
-            is_read: whether code may read what has been left in some place.
+            goes_on: whether the next call reads what has been replaced in some place.
         """
         count = Counter(id(value) for place in self.places for value in place.items.values())
         replaced = [
@@ -222,7 +222,7 @@ class Snapshot:
             for place in self.places
             if place.kind in (object, list, dict) and place.root != GLOBALS
             for left in place.changes()
-            if count[id(left.old)] == 1 and _is_alike(left.old, left.new) and is_read(left)
+            if count[id(left.old)] == 1 and _is_alike(left.old, left.new) and goes_on(left)
         ]
         # Of a queue, whose tensors take the place of each other, before any of them is written.
         olds = {id(left.old) for left in replaced}
