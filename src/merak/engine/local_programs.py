@@ -137,7 +137,12 @@ class ProgramCache:
     def _graphs_by_shape(self, first: ModelGraph | None) -> dict[bool, GraphsByShape]:
         trains = self._base_key[1]
         return {
-            mode: GraphsByShape(self.source, training=mode, first=first if mode is trains else None)
+            mode: GraphsByShape(
+                self.source,
+                training=mode,
+                first=first if mode is trains else None,
+                earlier=None if first is None else first.columns,
+            )
             for mode in (True, False)
         }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.core.garbage import paused_collector
 from merak.core.health.status import phase
+from merak.core.rank0 import warn_once
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
@@ -23,14 +25,18 @@ from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
-from merak.graph.trace.call import LossFunction, does_call_model
+from merak.graph.trace.call import Call, LossFunction, does_call_model
+from merak.graph.trace.exported import Exported
+from merak.graph.trace.further_calls import reads_other_shape
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
-from merak.graph.trace.trace import parameter_names, trace
+from merak.graph.trace.trace import export_model, parameter_names, trace
 from merak.graph.trace.traced import Trace
 from merak.graph.weights.laid_out import methods_allowed
 from merak.graph.weights.rank_agreement import is_distributed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +54,8 @@ class GraphSource:
         numbers: places of Python numbers that are inputs of the graph, by their column.
         dropped: blocks that are dropped by chance in training; None for those of the model's own.
 
-    It remembers which modules a trace runs as opaque modules, and the full shapes of parameters
+    It remembers which modules a trace runs as opaque modules, whether a forward leaves values that
+    the next one may read, and the full shapes of parameters
     from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
     them.
     """
@@ -64,6 +71,7 @@ class GraphSource:
     dropped: Stacks | None = None
     parameters: Mapping[str, TensorMeta] = field(init=False)
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
+    leaves: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         """Remember every parameter's full shape, by all of its names.
@@ -105,9 +113,25 @@ def build_graph(
     *,
     training: bool,
     copies_blocks: bool = False,
+    earlier: Mapping[str, TensorMeta] | None = None,
 ) -> ModelGraph:
-    """Model graph of a source at some shapes; see `build_timed`."""
-    return build_timed(source, columns, training=training, copies_blocks=copies_blocks).graph
+    """Model graph of a source at some shapes; see `build_timed`.
+
+    Args:
+        source: as of `build_timed`.
+        columns: as of `build_timed`.
+        training: as of `build_timed`.
+        copies_blocks: as of `build_timed`.
+        earlier: columns of a batch of another shape, behind which this one must compute the same.
+
+    Raises:
+        TraceError: as of `build_timed`, or it does not.
+    """
+    graph = build_timed(source, columns, training=training, copies_blocks=copies_blocks).graph
+    if source.leaves and earlier is not None and earlier != dict(columns):
+        with as_traced(source, training), phase("tracing batches of two shapes"):
+            _check_shapes(source, columns, earlier)
+    return graph
 
 
 def build_timed(
@@ -137,6 +161,7 @@ def build_timed(
 
     def make() -> Made:
         traced = _trace(source, columns, copies_blocks)
+        source.leaves |= traced.leaves
         traced_at = time.perf_counter()
         graph = cut_into_segments(traced, outputs=outputs)
         if training:
@@ -144,7 +169,7 @@ def build_timed(
         seconds[0] = time.perf_counter() - traced_at
         # What is warned of is warned of again in the next run, and on rank 0 whoever is first.
         files = traced.sources | loaded_sources(source.model)
-        return graph, None if traced.is_warned_of else files
+        return graph, None if traced.is_warned_of or traced.leaves else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
         if source.cache_dir is None or does_call_model(source.loss_fn):
@@ -184,6 +209,52 @@ def _trace(
             f"{', '.join(columns)}; return a loss, or a dict, tuple or dataclass of tensors."
         )
     return traced
+
+
+def call_of(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Call:
+    """How a source's model is called with a batch."""
+    device, autocast = source.device.type, source.autocast
+    return Call(
+        tuple(columns),
+        dict(source.fixed),
+        source.loss_fn,
+        source.loss_columns,
+        None if autocast is None else partial(torch.autocast, device, autocast),
+        numbers=source.numbers,
+    )
+
+
+def _check_shapes(
+    source: GraphSource, columns: Mapping[str, TensorMeta], earlier: Mapping[str, TensorMeta]
+) -> None:
+    """Refuse a model whose forward leaves what changes a batch of another shape.
+
+    Raises:
+        TraceError: it does.
+    """
+    if list(columns) != list(earlier):
+        return
+    device = torch.device(source.device.type)
+
+    def export(batches: Sequence[Mapping[str, TensorMeta]]) -> Exported:
+        call = call_of(source, columns)
+        return export_model(
+            source.model, columns, call, device, opaque=source.opaque, batches=batches
+        )
+
+    try:
+        found = reads_other_shape(export, columns, earlier, dict(source.model.named_buffers()))
+    except TraceError as error:
+        warn_once(logger, "Whether batches of other shapes change each other cannot be told (%s).",
+                  error)  # fmt: skip
+        return
+    if found is not None:
+        raise TraceError(
+            f"forward keeps {found} from one batch to the next, and a batch behind one of another "
+            "shape computes something else with that, so that losses depend on the order of "
+            "batches, which a trace does not follow; compute it in each forward from its own "
+            "batch, or pad all batches to one length."
+        )
 
 
 def _check_loss(model: nn.Module, graph: ModelGraph) -> None:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment.build import GraphSource, as_traced, build_graph
+from merak.graph.segment.build import GraphSource, as_traced, build_graph, call_of
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.segment.same_graph import is_same_graph
-from merak.graph.trace.call import Call
 from merak.graph.trace.exported import Exported
 from merak.graph.trace.specialize import NotResizable, at_sizes
 from merak.graph.trace.trace import export_model
@@ -37,14 +35,21 @@ class GraphsByShape:
         source: the model.
         training: train mode with the loss alone, or eval mode with all outputs.
         first: a graph that is known already.
+        earlier: columns of batches in the other mode, if there is none.
     """
 
     def __init__(
-        self, source: GraphSource, *, training: bool, first: ModelGraph | None = None
+        self,
+        source: GraphSource,
+        *,
+        training: bool,
+        first: ModelGraph | None = None,
+        earlier: Mapping[str, TensorMeta] | None = None,
     ) -> None:
         self._source = source
         self._training = training
         self._first = first
+        self._earlier = earlier if first is None else first.columns
         self._num_traced = 0 if first is None else 1
         self._symbolic: Exported | None = None
         self._is_hopeless = False
@@ -59,7 +64,9 @@ class GraphsByShape:
             graph = self._resized(columns)
             if graph is not None:
                 return graph
-        graph = build_graph(self._source, columns, training=self._training)
+        earlier, training = self._earlier, self._training
+        graph = build_graph(self._source, columns, training=training, earlier=earlier)
+        self._earlier = earlier or columns
         self._first = graph if self._first is None else self._first
         self._num_traced += 1
         return graph
@@ -82,16 +89,7 @@ class GraphsByShape:
         source, first = self._source, self._first
         assert first is not None
         self._is_hopeless = True
-        autocast = source.autocast
-        casts = None if autocast is None else partial(torch.autocast, source.device.type, autocast)
-        call = Call(
-            tuple(first.columns),
-            dict(source.fixed),
-            source.loss_fn,
-            source.loss_columns,
-            casts,
-            numbers=source.numbers,
-        )
+        call = call_of(source, first.columns)
         device = torch.device(source.device.type)
         try:
             with as_traced(source, self._training):

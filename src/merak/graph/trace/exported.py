@@ -35,6 +35,7 @@ class Exported:
         reads: as of `Trace`.
         left: per call, as of `Trace`.
         thresholds: values to come of counters at which code may decide otherwise, by label.
+        remade: buffers that forward has replaced by tensors of another shape.
     """
 
     graph: fx.Graph
@@ -49,6 +50,7 @@ class Exported:
     reads: tuple[StateRead, ...] = ()
     left: tuple[tuple[LeftState, ...], ...] = ((),)
     thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    remade: tuple[str, ...] = ()
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

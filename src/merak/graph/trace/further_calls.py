@@ -12,20 +12,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from merak.core.errors import TraceError
 from merak.core.rank0 import warn_on_rank0
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.normalize import Rewriting
 from merak.graph.trace.passes import PLAIN_PASSES
-from merak.graph.trace.runner import BEGINS, plain_name, split_call
+from merak.graph.trace.runner import BEGINS, ENDS, plain_name, split_call
+from merak.graph.trace.state.known_values import KnownValues
 from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.value_keys import ValueKeys, tensor_key
 from merak.graph.trace.verify import is_fake_or_meta
 
 logger = logging.getLogger(__name__)
+
+Columns = Mapping[str, TensorMeta]
 
 NUM_CALLS = 3
 """Calls that are compared: the first, one that finds what it has left, and one behind that."""
@@ -97,19 +102,82 @@ def compare_calls(exported: Exported) -> FurtherCalls:
     Args:
         exported: a trace of several calls; its graph is consumed.
     """
-    rewriting = Rewriting(exported.graph, lift(exported), exported.sizes)
-    for run in PLAIN_PASSES:
-        run(rewriting)
-    outputs: dict[tuple[int, str], fx.Node] = {
-        split_call(name): node
-        for name, node in zip(exported.outputs, returned_nodes(exported.graph), strict=False)
-    }
+    rewriting, outputs = _comparable(exported)
     found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
     return FurtherCalls(exported.left, tuple(one != found[0] for one in found))
 
 
+def _comparable(exported: Exported) -> tuple[Rewriting, dict[tuple[int, str], fx.Node]]:
+    """A graph whose values can be compared, and its outputs by call and name."""
+    rewriting = Rewriting(exported.graph, lift(exported), exported.sizes)
+    for run in PLAIN_PASSES:
+        run(rewriting)
+    names = map(split_call, exported.outputs)
+    return rewriting, dict(zip(names, returned_nodes(exported.graph), strict=False))
+
+
+def reads_other_shape(
+    export: Callable[[Sequence[Columns]], Exported],
+    columns: Columns,
+    earlier: Columns,
+    buffers: Mapping[str, torch.Tensor],
+) -> str | None:
+    """What a batch reads, behind one of another shape, and that makes it compute something else.
+
+    Each shape has a graph of its own, which begins with what the model had before training. A
+    table that grows with the longest batch may do so as long as its first rows stay as they are.
+
+    Args:
+        export: traces calls with batches of these columns.
+        columns: of a batch.
+        earlier: of a batch of another shape.
+        buffers: of the model, by name.
+
+    Returns:
+        The places, with their lines where these are known; None where a batch computes the same.
+
+    Raises:
+        TraceError: that cannot be told.
+    """
+    values, absent, written = KnownValues(), set[str](), set[str]()
+
+    def calls(*batches: Columns) -> tuple[Exported, list[dict[str, str]]]:
+        exported = export(batches)
+        rewriting, outputs = _comparable(exported)
+        written.update(name.removeprefix(BEGINS) for _, name in outputs if name.startswith(BEGINS))
+
+        def source(node: fx.Node) -> torch.Tensor | None:
+            name = str(node.meta.get("name", node.target))
+            found = rewriting.constants.get(name, buffers.get(name))
+            if found is None or is_fake_or_meta(found):
+                absent.update([name] if found is not None and node.users else [])
+                return None
+            return None if name in written or plain_name(found) in written else found
+
+        found = []
+        for number in range(len(exported.left)):
+            computed = values.computed(source)
+            keys = _described(number, outputs, rewriting, computed)
+            found.append({name: k for name, k in keys.items() if not name.startswith(ENDS)})
+        return exported, found
+
+    both, (first, behind, again) = calls(earlier, columns, earlier)
+    _, (alone,) = calls(columns)
+    if (alone, first) == (behind, again):
+        return None
+    if absent:
+        raise TraceError(f"the buffer {min(absent)} has no values on this rank")
+    labels = [one.label + one.where for call in both.left for one in call if one.may_be_read]
+    places = list(dict.fromkeys((*both.remade, *labels))) or ["values"]
+    more = len(places) - _MOST_NAMED
+    return ", ".join(places[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
 def _described(
-    number: int, outputs: Mapping[tuple[int, str], fx.Node], rewriting: Rewriting
+    number: int,
+    outputs: Mapping[tuple[int, str], fx.Node],
+    rewriting: Rewriting,
+    computed: Callable[[fx.Node], str | None] = lambda _: None,
 ) -> dict[str, str]:
     """Keys of what a call returns and leaves in buffers, by name."""
     begins = {
@@ -131,7 +199,7 @@ def _described(
         plain = f"buffer {plain_name(constant)}"
         return plain if plain in known else tensor_key(constant)
 
-    keys = ValueKeys(rewriting.graph, source, begins)
+    keys = ValueKeys(rewriting.graph, source, begins, computed)
     return {
         name: keys[node]
         for (of, name), node in outputs.items()

@@ -36,14 +36,13 @@ def split_call(name: str) -> tuple[int, str]:
 _OF_CALL = re.compile(r"call (\d+): ")
 
 
-def columns_of_calls(columns: Mapping[str, TensorMeta], num_calls: int) -> dict[str, TensorMeta]:
+def columns_of_calls(batches: Sequence[Mapping[str, TensorMeta]]) -> dict[str, TensorMeta]:
     """Columns of the batches of several calls.
 
     Args:
-        columns: of one batch.
-        num_calls: how many.
+        batches: of each call, its columns.
     """
-    return {of_call(i, name): meta for i in range(num_calls) for name, meta in columns.items()}
+    return {of_call(i, name): meta for i, own in enumerate(batches) for name, meta in own.items()}
 
 
 @dataclass(slots=True)
@@ -170,8 +169,16 @@ def _written(
     before: Snapshot, buffers: Mapping[str, tuple[torch.Tensor, int]]
 ) -> dict[str, torch.Tensor]:
     """Buffers and plain tensors that a call has written into, and that the next may read."""
-    found = {name: buffer for name, (buffer, known) in buffers.items() if version(buffer) != known}
+    found = {
+        name: buffer
+        for name, (buffer, known) in buffers.items()
+        if version(buffer) != known or name.rpartition(".")[2] in _RUNNING
+    }
     return found | {plain_name(held.tensor): held.tensor for held in before.written()}
+
+
+_RUNNING = ("running_mean", "running_var")
+"""Buffers that norms of a batch write inside of an operator that counts no version of fakes."""
 
 
 def plain_name(tensor: torch.Tensor) -> str:

@@ -149,6 +149,7 @@ def export_model(
     copies_blocks: bool = False,
     num_calls: int = 1,
     counts: Sequence[Mapping[str, float]] = (),
+    batches: Sequence[Mapping[str, TensorMeta]] = (),
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -163,6 +164,7 @@ def export_model(
         copies_blocks: as of `trace`.
         num_calls: how often the model is called, each time with such a batch.
         counts: per call, values that counters are set to before it, by their label.
+        batches: the columns of each call, where these differ; none for `num_calls` like ones.
 
     Raises:
         LeftOpen: calls were copied that must not be.
@@ -176,7 +178,8 @@ def export_model(
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
     loops = Loops(model, opaque.unrolled)
-    columns = columns_of_calls(columns, num_calls)
+    batches = batches or [columns] * num_calls
+    columns, num_calls = columns_of_calls(batches), len(batches)
     session = Session(
         model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
     )
@@ -207,6 +210,7 @@ def export_model(
         reads.found(left[0], runner.run.written, opaque.modules),
         tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
         {label: counter.values() for label, counter in runner.run.counters.items()},
+        tuple(sorted(runner.run.remade)),
     )
 
 
@@ -253,6 +257,7 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         parameter_writes=rewriting.parameter_writes,
         reads=exported.reads,
         left=exported.left[0],
+        remade=exported.remade,
     )
 
 

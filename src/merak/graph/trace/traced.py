@@ -31,6 +31,7 @@ class Trace:
         parameter_writes: writes into parameters, done before the graph runs.
         reads: Python state that is constant in the graph.
         left: places of Python state that forward has left other values in.
+        remade: buffers that forward has replaced by tensors of another shape.
         is_warned_of: whether people have been warned of these.
     """
 
@@ -45,4 +46,10 @@ class Trace:
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
     left: tuple[LeftState, ...] = ()
+    remade: tuple[str, ...] = ()
     is_warned_of: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """Whether forward leaves values that the next one may read."""
+        return bool(self.remade) or any(one.may_be_read for one in self.left)

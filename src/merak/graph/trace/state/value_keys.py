@@ -20,6 +20,7 @@ class ValueKeys:
         graph: with the storages of its nodes; nothing is changed.
         source: the key of a placeholder or attribute, by its node.
         begins: nodes with a key of their own; what is copied from one has that key again.
+        known: the key of a value that is computed, by its node; None for none.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class ValueKeys:
         graph: fx.Graph,
         source: Callable[[fx.Node], str],
         begins: Mapping[fx.Node, str],
+        known: Callable[[fx.Node], str | None] = lambda _: None,
     ) -> None:
-        self._source, self._begins = source, begins
+        self._source, self._begins, self._known = source, begins, known
         self._written = find_mutations(graph).writers.keys()
         self._made: dict[fx.Node, str] = {}
         self._states: dict[int, str] = {}
@@ -36,9 +38,12 @@ class ValueKeys:
             if node.op != "output":
                 self._made[node] = self._make(node)
                 self._write(node)
+                known(node)
 
     def __getitem__(self, node: fx.Node) -> str:
         """Key of a node's value as it is at the end of the graph."""
+        if (known := self._known(node)) is not None:
+            return known
         made, storage = self._made[node], node.meta.get("storage")
         state = self._states.get(storage) if storage in self._written else None
         return made if state is None else _key(made, state)
@@ -49,6 +54,9 @@ class ValueKeys:
         if node.op != "call_function":
             return self._source(node)
         storage = node.meta.get("storage") if node.meta.get("storage") in self._written else None
+        own = [n for n in mutated_arguments(node) if n.meta.get("storage") == storage is not None]
+        if own and own[0].meta["tensor"] == node.meta["tensor"]:
+            return self._made[own[0]]  # the same part of it, whatever its state
         region = node.meta.get("region")
         parts = self._arguments(node, storage)
         return _key(str(node.target), parts, "" if region is None else repr(region))
