@@ -52,7 +52,7 @@ from merak.engine.recording.recorder import RunRecorder
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
-from merak.graph.trace.call import LossFunction
+from merak.graph.trace.calls.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.activations.forecast import Forecast
 from merak.plan.engine_options import EngineOptions

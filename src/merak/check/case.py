@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from merak.graph.trace.call import LossFunction
+from merak.graph.trace.calls.call import LossFunction
 
 _PROBABILITIES = ("drop", "noise", "jitter", "mask_time_prob", "mask_feature_prob")
 """Parts of the names of attributes that hold a probability, or the size, of random draws."""

@@ -21,7 +21,7 @@ from merak.data import signature
 from merak.engine import Engine, build_engine
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
-from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.weights.holders import named_tensors
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.cost.device import DeviceProfile, preset

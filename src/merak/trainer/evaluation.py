@@ -22,7 +22,7 @@ from merak.data.digest import digest_columns, digests_of
 from merak.data.fetch import is_iterable
 from merak.engine import Engine
 from merak.engine.build import lay_out_evaluation
-from merak.graph.trace.outputs import LOSS, nested
+from merak.graph.trace.calls.outputs import LOSS, nested
 from merak.trainer.batch_exchange import Batch, BatchExchange
 from merak.trainer.health.evaluated import FiniteLosses
 from merak.trainer.tokens import TOKENS, TokenCounter

@@ -48,7 +48,7 @@ from merak.engine.rank_arguments import refuse_different_optimizers
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
-from merak.graph.trace.call import calls_model
+from merak.graph.trace.calls.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
 from merak.graph.weights.laid_out import part_of
 from merak.plan.engine_options import EngineOptions

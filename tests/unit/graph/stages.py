@@ -11,7 +11,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.call import LossFunction
+from merak.graph.trace.calls.call import LossFunction
 
 Tensors = dict[str, torch.Tensor]
 

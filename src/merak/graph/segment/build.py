@@ -25,9 +25,9 @@ from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
-from merak.graph.trace.call import Call, LossFunction, does_call_model
-from merak.graph.trace.exported import Exported
-from merak.graph.trace.further_calls import reads_other_shape
+from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
+from merak.graph.trace.calls.exported import Exported
+from merak.graph.trace.calls.further_calls import reads_other_shape
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot

@@ -15,7 +15,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, as_traced, build_graph, call_of
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.segment.same_graph import is_same_graph
-from merak.graph.trace.exported import Exported
+from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.specialize import NotResizable, at_sizes
 from merak.graph.trace.trace import export_model
 

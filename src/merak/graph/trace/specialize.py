@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.types import py_sym_types
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.exported import Exported
+from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.trace import normalized
 from merak.graph.trace.traced import Trace
 

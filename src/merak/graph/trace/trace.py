@@ -24,11 +24,12 @@ from merak.graph.trace.branches.host_random import (
     HostRandomFunctions,
     seed_host_random,
 )
-from merak.graph.trace.call import Call, LossFunction
+from merak.graph.trace.calls.call import Call, LossFunction
+from merak.graph.trace.calls.exported import Exported, lift
+from merak.graph.trace.calls.further_calls import check_further_calls, warn_of_left
+from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
-from merak.graph.trace.exported import Exported, lift
 from merak.graph.trace.fallbacks import trace_with_fallbacks
-from merak.graph.trace.further_calls import check_further_calls, warn_of_left
 from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
@@ -40,7 +41,6 @@ from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.passes import run_passes
 from merak.graph.trace.repeats.calls import LeftOpen
-from merak.graph.trace.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.record import StateReads
@@ -170,7 +170,6 @@ def export_model(
         LeftOpen: calls were copied that must not be.
         TraceError: as of `trace`.
     """
-    names, tied = parameter_names(model)
     _refuse_trained_loss(call.loss_fn)
     opaque = OpaqueSelection() if opaque is None else opaque
     conditions = RandomConditions(answers, opaque.by_batch)
@@ -195,22 +194,29 @@ def export_model(
     session.autograd.refuse_left_frozen()
     session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
     attach_calls(program.graph_module, session.calls)
+    return _exported(program, session, runner)
+
+
+def _exported(program: torch.export.ExportedProgram, session: Session, runner: Runner) -> Exported:
+    """An exported program, and what its session and its calls have found out."""
+    names, tied = parameter_names(session.model)
+    reads, opaque, run = session.reads, session.opaque, runner.run
     # What Merak's own code sets, such as the trainer's around a loss, is no state of the model.
-    left = [[one for one in found if not reads.is_mine(one)] for found in runner.run.left]
+    left = [[one for one in found if not reads.is_mine(one)] for found in run.left]
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
         program.constants,
-        runner.run.outputs,
+        run.outputs,
         names,
         tied,
         runner.columns,
-        len(conditions.made),
+        len(session.conditions.made),
         opaque.sizes,
-        reads.found(left[0], runner.run.written, opaque.modules),
+        reads.found(left[0], run.written, opaque.modules),
         tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
-        {label: counter.values() for label, counter in runner.run.counters.items()},
-        tuple(sorted(runner.run.remade)),
+        {label: counter.values() for label, counter in run.counters.items()},
+        tuple(sorted(run.remade)),
     )
 
 

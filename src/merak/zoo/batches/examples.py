@@ -10,7 +10,7 @@ from itertools import chain
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.reference import is_without_loss
-from merak.graph.trace.call import LossFunction
+from merak.graph.trace.calls.call import LossFunction
 from merak.zoo.batches.batch import (
     TARGETS,
     documented_columns,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from merak.graph.trace.outputs import LOSS, named_outputs
+from merak.graph.trace.calls.outputs import LOSS, named_outputs
 
 
 def class_loss(outputs: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.cut import cut_into_segments, slice_outputs
-from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.trace import trace
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers

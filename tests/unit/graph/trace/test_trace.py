@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
-from merak.graph.trace.call import Call, LossFunction, call_model
+from merak.graph.trace.calls.call import Call, LossFunction, call_model
 from merak.graph.trace.trace import parameter_names, trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers

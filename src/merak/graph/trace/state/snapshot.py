@@ -222,7 +222,7 @@ class Snapshot:
             for place in self.places
             if place.kind in (object, list, dict) and place.root != GLOBALS
             for left in place.changes()
-            if count[id(left.old)] == 1 and _is_alike(left.old, left.new) and goes_on(left)
+            if count[id(left.old)] == 1 and _is_same(left.old, left.new) and goes_on(left)
         ]
         # Of a queue, whose tensors take the place of each other, before any of them is written.
         olds = {id(left.old) for left in replaced}
@@ -350,7 +350,7 @@ class _Walk:
                 self.value(item, inner, root, attribute, source, depth + 1)
 
 
-def _is_alike(old: Any, new: Any) -> bool:
+def _is_same(old: Any, new: Any) -> bool:
     """Whether a tensor may be written into a plain one, which has values and no gradient."""
     if type(old) is not torch.Tensor or not isinstance(new, torch.Tensor):
         return False

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
-from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.opaque.operator import opaque_calls
 from tests.unit.graph import gradient_models as g
 from tests.unit.graph import gradient_parts as parts

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 
-from merak.graph.trace.outputs import named_outputs
+from merak.graph.trace.calls.outputs import named_outputs
 from merak.graph.trace.state.slots import Slot, numbers_as_inputs
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]

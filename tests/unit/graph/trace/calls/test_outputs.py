@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import MaskedLMOutput
 
-from merak.graph.trace.outputs import named_outputs, nested
+from merak.graph.trace.calls.outputs import named_outputs, nested
 
 a, b, c, loss = torch.ones(2), torch.zeros(2, 3), torch.ones(1), torch.tensor(1.0)
 

@@ -13,7 +13,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.branches.conditions import RandomConditions
-from merak.graph.trace.call import Call, call_model
+from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.snapshot import Snapshot, StateLeft
