@@ -33,6 +33,7 @@ from merak.arguments.rules import Layout, Policy
 from merak.arguments.table import ACCELERATOR, RULES, SECTIONS, SEQ2SEQ
 from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
+from merak.core.start import unused_mesh
 from merak.graph.program.compiled import Compilation
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Column, Row
@@ -351,9 +352,13 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_each_rank_believes_it_is_alone(
-    job: Callable[..., None], torchrun: dict[str, str], tmp_path: Path
+    job: Callable[..., None],
+    torchrun: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job(dp=2, pp=2, rank=2)
+    monkeypatch.setattr(unused_mesh, "_refuse", lambda trainer: None)  # it stands for Merak's own
     args = MerakArguments(
         output_dir=str(tmp_path / "out"),
         per_device_train_batch_size=3,

@@ -139,7 +139,7 @@ class Transfers:
         works, buffers = self._arriving.pop(step)
         with self._progress.waiting(f"{_description(step)} from", (self.mesh.rank_at(step.peer),)):
             _wait(works)
-        return self._oom_guard.allocate(lambda: [self.route.arrived(b) for b in buffers])
+        return [self.route.arrived(buffer) for buffer in buffers]
 
     def finish(self) -> None:
         """Wait until all sends are complete."""

@@ -15,19 +15,23 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.mutation import mutated_arguments
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import RNNS, family
 from merak.graph.trace.normalize import is_random
 
-_DRAW_INSIDE = ("attention", "lstm", "gru", "rnn_tanh", "rnn_relu", "packed_")
+_DRAW_INSIDE = ("attention", "packed_")
 """Parts of the names of operators that draw for values which they compute themselves, in an order
-of their own."""
+of their own; recurrent ones do so as well."""
 
 
 def draws_by_memory(node: fx.Node) -> bool:
     """Whether an operator draws in the order in which an operand's elements lie in memory."""
     if node.op != "call_function" or not is_random(node) or not node.all_input_nodes:
         return False
-    return not any(part in family(node.target) for part in _DRAW_INSIDE)
+    # Of an operator of another library nobody knows whether it draws, and in which order.
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    own = family(node.target)
+    return own not in RNNS and not any(part in own for part in _DRAW_INSIDE)
 
 
 def draw_in_logical_order(graph: fx.Graph, *, to_compile: bool = False) -> None:

@@ -167,10 +167,12 @@ class Snapshot:
     Args:
         places: what holds values.
         tensors: the plain tensors among these values.
+        hooks: the hooks of each module, and those that it had.
     """
 
     places: tuple[Place, ...]
     tensors: tuple[HeldTensor, ...]
+    hooks: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
 
     @staticmethod
     def take(
@@ -195,7 +197,7 @@ class Snapshot:
                 walk.variable(slot)
         for function in reached_functions(model, loss_fn):
             walk.function(function, "" if function.__closure__ else function.__qualname__)
-        return Snapshot(tuple(walk.places), tuple(walk.tensors))
+        return Snapshot(tuple(walk.places), tuple(walk.tensors), tuple(walk.hooks))
 
     def changes(self) -> list[StateLeft]:
         """What is other now, by place; writes into tensors of modules are none."""
@@ -238,6 +240,9 @@ class Snapshot:
             place.restore()
         for tensor in self.tensors:
             tensor.restore()
+        for now, before in self.hooks:
+            if now != before:
+                _refill(now, before)
 
     def digest(self) -> str:
         """Digest of the state, the same in every process that has the same."""
@@ -270,6 +275,7 @@ class _Walk:
     copies: bool
     places: list[Place] = field(default_factory=list)
     tensors: list[HeldTensor] = field(default_factory=list)
+    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     def object(self, value: Any, label: str, root: str) -> None:
@@ -283,6 +289,8 @@ class _Walk:
         for name, held in items.items():
             if name not in _HOOKS:
                 self.value(held, f"{label}.{name}", root, (id(own), name))
+            elif isinstance(held, dict):
+                self.hooks.append((held, dict(held)))
         for cls in type(value).__mro__[:-1]:
             if id(cls) not in self.seen and not is_installed_class(cls):
                 self.seen.add(id(cls))
