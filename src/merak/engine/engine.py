@@ -148,8 +148,11 @@ class Engine:
 
     @property
     def evaluates_at_once(self) -> bool:
-        """Whether an evaluation runs all microbatches before any outputs are there (ZeRO 3)."""
-        return self._state.fsdp is not None
+        """Whether replicas run an evaluation's microbatches together, whoever takes outputs.
+
+        They gather each other's parameters (ZeRO 3), or compute rows for each other's experts.
+        """
+        return self._state.fsdp is not None or self.mesh.spreads_experts
 
     @property
     def updates_inside(self) -> bool:
