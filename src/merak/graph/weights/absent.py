@@ -42,8 +42,7 @@ class AbsentTensor(torch.Tensor):
 
     Shape, type and all else that needs no numbers can be read; its device is meta.
 
-    Args:
-        data: its shape and type, on meta.
+    Attributes:
         source: the parameter, as sentences name it.
         line: where it was computed; empty for the parameter itself and views of it.
     """
@@ -53,7 +52,7 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, source: str, line: str = "") -> AbsentTensor:
-        """Make one; torch makes tensors in `__new__`."""
+        """Make one of the shape and type of `data`; torch makes tensors in `__new__`."""
         with no_dispatch():
             made: AbsentTensor = torch.Tensor._make_subclass(cls, data.detach())
         made.source, made.line = source, line
