@@ -82,11 +82,8 @@ def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout
     assert lines[0] == f"[merak] 2 ranks on 1 host (cpu): dp {dp} × tp {tp} × pp {pp}"
     assert lines[1] == "[merak] tracing GPT2LMHeadModel …"
     assert any("forecast of a rank" in line for line in lines)
-    weights = ("[merak] the weights of step 2 are in ",) if tp * pp > 1 else ()
-    ends = ("[merak] building the stages took ", *weights)
-    assert [line.startswith(end) for line, end in zip(lines[-len(ends) :], ends)] == [True] * len(
-        ends
-    )
+    assert any(line.startswith("[merak] building the stages took ") for line in lines)
+    assert lines[-1].startswith("[merak] the weights of step 2 are in ") or tp * pp == 1
     assert "[merak]" not in found[1][2]
     record, logs = found[0][3], found[0][1]
     assert [log.step for log in record.logs] == [1, 2]
