@@ -111,12 +111,7 @@ def _rendezvous_completes(schedule: Schedule, steps: Steps) -> Iterator[str]:
                         break
                 position[rank] += 1
                 moving = True
-    for rank, own in enumerate(steps):
-        if position[rank] < len(own):
-            yield (
-                f"if every send waits for its receive, rank {rank} hangs at step "
-                f"{position[rank]}, {own[position[rank]]}."
-            )
+    yield from _hangs("every send waits for its receive", steps, position)
 
 
 class _SerialTransfers:
@@ -193,12 +188,15 @@ def serial_channels_complete(
                     sends[rank].extend([started] * isinstance(step, Send))
                 position[rank] += 1
                 moving = True
+    when = "transfers of a channel run one after another, as over NCCL"
+    yield from _hangs(when, steps, position)
+
+
+def _hangs(when: str, steps: Steps, position: Sequence[int]) -> Iterator[str]:
+    """A sentence for each rank that has not come to the end of its steps."""
     for rank, own in enumerate(steps):
         if position[rank] < len(own):
-            yield (
-                f"if transfers of a channel run one after another, as over NCCL, rank {rank} hangs "
-                f"at step {position[rank]}, {own[position[rank]]}."
-            )
+            yield f"if {when}, rank {rank} hangs at step {position[rank]}, {own[position[rank]]}."
 
 
 def _gradients_are_reduced_once(schedule: Schedule, steps: Steps) -> Iterator[str]:
