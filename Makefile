@@ -21,7 +21,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all lint format docs examples package compat bench gpu-first gpu zoo check clean
+.PHONY: help setup demo test test-slow test-nccl-rules test-all lint format docs examples package compat bench gpu-first gpu zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test: $(STAMP) ## run the essential tests: units beside those with real ranks
 
 test-slow: $(STAMP) ## run the slow tests, which take more than an hour on two cores
 	$(PYTEST) -m slow $(TESTS)
+
+test-nccl-rules: $(STAMP) ## run all tests with real ranks again, over groups that keep NCCL's rules
+	MERAK_TEST_BACKEND=nccl_rules $(PYTEST) tests/multirank
 
 test-all: test test-slow ## run every test: the essential ones, then the slow ones
 

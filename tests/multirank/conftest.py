@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import shared_cache
+from tests import nccl_rules, shared_cache
 from tests.multirank.network import Network, NotPermittedError
 from tests.multirank.ranks import RankPool
 
@@ -15,6 +15,18 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Connect the ranks of a test that is marked so by groups that keep NCCL's rules."""
+    if request.node.get_closest_marker("nccl_rules") is None:
+        yield
+        return
+    ranks = request.getfixturevalue("pool")
+    before, ranks.backend = ranks.backend, nccl_rules.NAME
+    yield
+    ranks.backend = before
 
 
 @pytest.fixture

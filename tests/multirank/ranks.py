@@ -49,6 +49,7 @@ class RankPool:
     """
 
     def __init__(self) -> None:
+        self.backend = os.environ.get("MERAK_TEST_BACKEND", "gloo")  # or `nccl_rules.NAME`
         self._context: Any = multiprocessing.get_context(_way_to_start())
         self._folder = Path(tempfile.mkdtemp(prefix="merak-ranks-"))
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -61,7 +62,7 @@ class RankPool:
         *args: object,
         timeout_s: float = 600.0,
     ) -> list[Any]:
-        """Call `function(*args)` on ranks 0 … world_size − 1, with gloo connected between them.
+        """Call `function(*args)` on ranks 0 … world_size − 1, connected with each other.
 
         The function calls `merak.init` itself if it wants a mesh; mesh and process
         groups are gone after each run. It must be importable: defined at the top of a module.
@@ -83,7 +84,7 @@ class RankPool:
         store = self._folder / f"store{self._num_runs}"
         connections = [connection for _, connection in self._workers[:world_size]]
         for rank, connection in enumerate(connections):
-            job = (function, args, rank, world_size, str(store))
+            job = (function, args, rank, world_size, str(store), self.backend)
             connection.send_bytes(pickle.dumps(job))
         results = self._collect(connections, timeout_s)
         store.unlink(missing_ok=True)
@@ -172,19 +173,27 @@ def _serve(connection: Connection) -> None:
 
 
 def _run_job(
-    function: Callable[..., Any], args: Sequence[Any], rank: int, world_size: int, store: str
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    backend: str,
 ) -> Any:
     import torch.distributed as dist
 
     from merak.core import mesh
+    from tests import nccl_rules
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    nccl_rules.register()
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
     try:
-        return function(*args)
+        with nccl_rules.kept():
+            return function(*args)
     finally:
         mesh.reset()
         dist.destroy_process_group()

@@ -148,6 +148,7 @@ def delays(schedule: str, pp: int, per_update: int) -> Any:
     return lambda stage, m: max(0, m // per_update - 1)
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     ("schedule", "degrees", "counts", "per_update"),
     [

@@ -297,6 +297,7 @@ def without_a_break() -> dict[str, Any]:
     return values_of(laid, model, optimizer)
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     ("before", "after"),
     [

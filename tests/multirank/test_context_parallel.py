@@ -283,6 +283,7 @@ def rows(batch: dict[str, torch.Tensor], rank: int, number: int) -> dict[str, to
     return {name: column.chunk(number)[rank] for name, column in batch.items()}
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(("cp", "dp"), [(2, 1), slow(2, 2)])
 def test_states_are_sharded_over_all_replicas(pool: RankPool, cp: int, dp: int) -> None:
     zeros = (0, 1, 2, 3)

@@ -158,6 +158,7 @@ def _quiet(trainer: Trainer) -> Trainer:
     return trainer
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     "layout", [(1, 1, 2), *(slow(layout) for layout in LAYOUTS if layout != (1, 1, 2))]
 )

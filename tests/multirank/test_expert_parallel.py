@@ -51,6 +51,7 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
     return found
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     ("kind", "first", "then", "zero"),
     [

@@ -115,6 +115,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(("layout", "setup"), ROWS)
 def test_a_resumed_job_equals_the_one_that_went_on(
     pool: RankPool, tmp_path: Path, cache: str, layout: Layout, setup: Setup

@@ -109,6 +109,7 @@ def own_schedule(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(("pp", "counts"), [(2, [4, 1, 3]), slow(4, [8, 3])])
 def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp_path, pp, counts):
     # The same dropout patterns come from the same engine on one rank; parity of that engine with

@@ -47,6 +47,7 @@ def loss_and_gradients(
     return loss.item(), gradients, shards
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("tp,dropout", [(2, 0.0), (2, 0.2), (4, 0.2)])

@@ -166,6 +166,7 @@ def count_logits(layout: Layout, options: Seen, cache: str) -> Seen:
     return {"evaluated": _numbers(trainer.evaluate()), "counted": counted}
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     "layout,options",
     [

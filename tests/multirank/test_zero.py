@@ -76,6 +76,7 @@ def train(layout: Layout, name: str, schedule: str, settings: list[dict[str, Any
     return results
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [((2, 1, 2), "1f1b"), slow((2, 2, 1), "1f1b"), slow((2, 1, 2), "interleaved_1f1b")],

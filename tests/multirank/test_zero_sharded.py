@@ -35,6 +35,7 @@ def train(layout: Layout, name: str, settings: list[dict[str, Any]]) -> list[Any
     return results
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)])
 def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout) -> None:
     settings = [{}, {"zero": 3}, {"zero": 3, "recompute": "full"}]

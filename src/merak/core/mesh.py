@@ -239,14 +239,14 @@ def group_of_lines(lines: Sequence[Sequence[int]], what: str) -> dist.ProcessGro
 def connect_group(group: dist.ProcessGroup | None) -> None:
     """Sum a number over a new group, where NCCL connects ranks when they first meet, on the host.
 
-    So no step waits for that, and a network that carries nothing is found at the start.
+    So no step waits for that, and a network that carries nothing is found at the start. Gloo has
+    connected its ranks already.
 
     Args:
         group: whose ranks call it together; None for that of a rank alone.
     """
-    device = carried_device()
-    if group is not None and device.type != "cpu":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if group is not None and dist.get_backend(group) != "gloo":
+        dist.all_reduce(torch.zeros(1, device=carried_device()), group=group)
 
 
 def _whole() -> dist.ProcessGroup:

@@ -64,7 +64,7 @@ class Route:
         return buffer.to(self._device)
 
 
-_CARRIED = {
+CARRIED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
@@ -76,7 +76,7 @@ def as_carried(buffer: torch.Tensor) -> torch.Tensor:
 
     NCCL refuses complex numbers and short integers; these go as their bytes.
     """
-    return buffer if buffer.dtype in _CARRIED else buffer.view(-1).view(torch.uint8)
+    return buffer if buffer.dtype in CARRIED else buffer.view(-1).view(torch.uint8)
 
 
 class Transfers:
