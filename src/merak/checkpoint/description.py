@@ -34,9 +34,9 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         model: with or without weights.
     """
     described: dict[str, Any] = {"class": type(model).__name__}
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "to_dict"):
-        described["config"] = _plain(config.to_dict())
+    config = _dict_of(getattr(model, "config", None))
+    if config is not None:
+        described["config"] = _plain(config)
     else:
         described["modules"] = {
             name: {"class": type(module).__name__} | _attributes(module)
@@ -46,6 +46,14 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     if isinstance(adapters, Mapping):
         described["adapters"] = {str(n): _plain(one.to_dict()) for n, one in adapters.items()}
     return described
+
+
+def _dict_of(config: Any) -> Any:
+    """A config as transformers' gives itself; None for a config of any other class."""
+    try:
+        return config.to_dict()
+    except Exception:  # whatever the config is, its attributes may be code
+        return None
 
 
 def first_difference(

@@ -73,6 +73,20 @@ def is_generated(file: str) -> bool:
     return file.startswith("<") and file != "<stdin>"  # which is a script of the user
 
 
+def module_file(name: str) -> str | None:
+    """Source file of an imported module; a lazy one, whose attributes import more, is not asked.
+
+    Args:
+        name: of the module.
+    """
+    try:
+        held = object.__getattribute__(sys.modules.get(name), "__dict__")
+    except AttributeError:  # not imported, or an object in the place of a module
+        return None
+    file = held.get("__file__")
+    return file if isinstance(file, str) else None
+
+
 def model_frame(frame: FrameType | None = None) -> FrameType:
     """The innermost call of a model's own code that is under way.
 

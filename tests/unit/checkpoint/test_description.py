@@ -70,3 +70,15 @@ def test_plain_modules() -> None:
     assert difference(Heads(2), gpt2()) == (
         "class is 'Heads' in the checkpoint and 'GPT2LMHeadModel' in the model"
     )
+
+
+class _Raises:
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize("config", [{"hidden": 4}, _Raises(), "base", 3], ids=type)
+def test_a_config_of_any_class(config: Any) -> None:
+    model = nn.Linear(2, 2)
+    vars(model)["config"] = config
+    assert describe_model(model)["modules"][""]["in_features"] == 2

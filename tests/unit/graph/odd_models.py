@@ -258,8 +258,20 @@ straight_through = StraightThrough.apply
 
 
 class OwnBackwardByAnotherName(Layers):
+    """A function's `apply` bound to a name, as torch's tutorial has it; and its forward alone."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.b(straight_through(self.a(x), 3.0)).pow(2).mean()
+
+
+class ReshapesInput(Layers):
+    """Changes the shape of its own input in place, which the batch's own tensor must not get."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.t_()
+        rows = x.t().relu()
+        x.t_().unsqueeze_(0)
+        return self.b(self.a(x) + rows).pow(2).mean()
 
 
 class PlainTensors(Layers):
@@ -442,6 +454,7 @@ TRAINABLE: tuple[type[nn.Module], ...] = (
     Mlp, InPlaceActivation, ResNet, UNet, WrittenBufferOfOnes, WrittenColumn, ShiftedLabels,
     Counter, InnerCounter, ViewedParameters, SharedModule, Frozen, Unused, ComplexValues,
     IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
+    OwnBackwardByAnotherName, ReshapesInput,
     PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Bounded, Chunks,
     NumberOfTheBatch, DataAttributes,
     Everything, LossTwice, DataclassOutput, ParameterIsLoss,

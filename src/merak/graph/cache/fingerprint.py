@@ -8,7 +8,7 @@ every parameter, which may be terabytes or on the meta device.
 from __future__ import annotations
 
 import hashlib
-import inspect
+import logging
 import platform
 import sys
 import types
@@ -22,8 +22,10 @@ import torch
 import transformers
 from torch import nn
 
-from merak.core.source_lines import is_installed
+from merak.core.source_lines import is_installed, module_file
 from merak.core.tensor_meta import TensorMeta
+
+logger = logging.getLogger(__name__)
 
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _VERSIONED = ("torch", "transformers", "builtins")
@@ -47,8 +49,17 @@ def fingerprint(model: nn.Module, *others: Any) -> str:
         others: whatever else the graph depends on: shapes, a loss function, versions.
 
     Returns:
-        A hexadecimal string; equal for equal models, on every rank.
+        A hexadecimal string, equal for equal models on every rank; "" where code of an object that
+        the model holds, such as its length or how it is pickled, raises an error.
     """
+    try:
+        return _fingerprint(model, others)
+    except Exception as error:
+        logger.info("The trace is not stored: hashing the model ends with %r.", error)
+        return ""
+
+
+def _fingerprint(model: nn.Module, others: Iterable[Any]) -> str:
     describer = _Describer(model)
     describer.add(("merak", _own_sources(), torch.__version__, transformers.__version__))
     describer.add((platform.python_version(), torch.get_default_dtype()))
@@ -79,8 +90,8 @@ def loaded_sources(model: nn.Module) -> frozenset[str]:
     """
     packages = _packages(model) - {*_VERSIONED, "merak"}
     files = set()
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+    for name in list(sys.modules):
+        file = module_file(name)
         if not file or not file.endswith(".py") or _package(name) == "merak":
             continue
         if _package(name) in packages or not is_installed(file):
@@ -92,7 +103,7 @@ def is_code_of(model: nn.Module, module: str) -> bool:
     """Whether a loaded module is the user's own, or of the package that the model is from."""
     if _package(module) in _packages(model) - {"torch", "builtins"}:
         return True
-    file = getattr(sys.modules.get(module), "__file__", None)
+    file = module_file(module)
     return bool(file) and not is_installed(str(file))
 
 
@@ -241,8 +252,7 @@ class _Describer:
         if self._is_known(cls):
             return
         for base in cls.__mro__[:-1]:
-            module = inspect.getmodule(base)
-            self._write(base.__qualname__, file_hash(getattr(module, "__file__", None) or ""))
+            self._write(base.__qualname__, file_hash(module_file(base.__module__) or ""))
             self._methods(base)
 
     def _methods(self, cls: type) -> None:

@@ -172,12 +172,12 @@ def build_timed(
         return graph, None if traced.is_warned_of or traced.leaves else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
-        if source.cache_dir is None or does_call_model(source.loss_fn):
+        folder = None if does_call_model(source.loss_fn) else source.cache_dir
+        key = "" if folder is None else _key(source, columns, copies_blocks)
+        if folder is None or not key:
             graph, known = make()[0], False
         else:
-            adopt = partial(_adopt, source.model)
-            key = _key(source, columns, copies_blocks)
-            graph, known = cached(source.cache_dir, key, make, adopt)
+            graph, known = cached(folder, key, make, partial(_adopt, source.model))
     total = time.perf_counter() - start
     return BuiltGraph(graph, known, total - seconds[0], seconds[0])
 

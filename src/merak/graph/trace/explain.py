@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from merak.core.errors import TraceError
-from merak.core.source_lines import is_library, with_text
+from merak.core.source_lines import is_library, module_file, with_text
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _DEPENDS_ON_VALUES = (*_NEEDS_VALUES, GuardOnDataDependentSymNode)
@@ -156,7 +156,7 @@ def _file(cls: type) -> str | None:
     code = getattr(inspect.unwrap(forward), "__code__", None) if callable(forward) else None
     if code is not None:
         return str(code.co_filename)
-    return getattr(inspect.getmodule(cls), "__file__", None)
+    return module_file(cls.__module__)
 
 
 def _forward_of(model: nn.Module) -> str:

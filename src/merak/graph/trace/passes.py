@@ -9,7 +9,6 @@ from torch import fx
 
 from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.expand import expand_autograd
-from merak.graph.trace.modes.autograd_functions import refuse_seen_through
 from merak.graph.trace.normalize import (
     Rewriting,
     drop_device_indices,
@@ -66,10 +65,6 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     ),
     (lambda r: eliminate_dead_code(r.graph), "what only erased nodes have read goes"),
     (slice_neighbours, "sharding rules know slices, and see through no list of indices"),
-    (
-        lambda r: refuse_seen_through(r.graph),
-        "only of live operators: a function's lost backward matters where a gradient passes",
-    ),
     (
         lambda r: refuse_lost_writes(r.graph),
         "last of those that look at writes: marks opaque calls beside which there are some",

@@ -24,7 +24,7 @@ from merak.graph.trace.branches.host_random import (
     HostRandomFunctions,
     seed_host_random,
 )
-from merak.graph.trace.calls.call import Call, LossFunction
+from merak.graph.trace.calls.call import Call, InputReshaped, LossFunction
 from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.further_calls import check_further_calls, warn_of_left
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
@@ -101,6 +101,9 @@ def trace(
             function = error.function if isinstance(error, HostRandomError) else None
             if function is not None and function not in call.host_random:
                 call = replace(call, host_random=(*call.host_random, function))
+                continue
+            if isinstance(error, InputReshaped) and not call.reshapes:
+                call = replace(call, reshapes=True)
                 continue
             if type(error) is TraceError:
                 raise

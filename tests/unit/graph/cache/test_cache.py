@@ -26,6 +26,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model
 from merak.graph.segment.build import GraphSource, build_timed
 from tests.unit.graph import odd_models
+from tests.unit.graph.cache.test_fingerprint import RAISING, raising
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, metas
 
@@ -451,3 +452,12 @@ def test_the_model_comes_whole_from_disk(tmp_path: Path) -> None:
     assert again.cached
     assert again.graph.parameters["a.weight"].shape == (8, 8)
     assert model.a.weight.shape == (4, 8)
+
+
+@pytest.mark.parametrize(("method", "bases"), RAISING)
+def test_an_object_whose_code_fails_ends_no_trace(
+    method: str, bases: tuple[type, ...], tmp_path: Path
+) -> None:
+    model = Scaled()
+    vars(model)["held"] = raising(method, bases)
+    assert not is_known(tmp_path, model=model)

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from merak import empty_weights
-from merak.graph.cache.fingerprint import file_hash, file_hashes, fingerprint
+from merak.graph.cache.fingerprint import file_hash, file_hashes, fingerprint, loaded_sources
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers
 
@@ -249,3 +249,40 @@ def test_hashes_of_files(tmp_path: Any) -> None:
     hashes = file_hashes([str(one), str(other)])
     assert len(set(hashes.values())) == 2
     assert file_hash(str(tmp_path / "missing.py")) == ""
+
+
+RAISING: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("__len__", (tuple,)),
+    ("__iter__", (list,)),
+    ("__getitem__", (dict,)),
+    ("items", (dict,)),
+    ("__repr__", (int,)),
+    ("__eq__", ()),
+    ("__getattr__", ()),
+    ("__reduce_ex__", ()),
+)
+"""Methods that raise, as some of e3nn and speechbrain do, and the bases of their class."""
+
+
+def raising(method: str, bases: tuple[type, ...]) -> Any:
+    def fail(self: Any, *args: Any) -> Any:
+        raise NotImplementedError(method)
+
+    return type("Raises", bases, {"__hash__": object.__hash__, method: fail})()
+
+
+@pytest.mark.parametrize(("method", "bases"), RAISING)
+def test_an_object_whose_code_fails_ends_nothing(method: str, bases: tuple[type, ...]) -> None:
+    held = raising(method, bases)
+    assert len(fingerprint(with_state(held=held, within=[{"key": held}], kinds={held}))) in (0, 40)
+
+
+def test_a_lazy_module_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ImportError(f"{self.__name__} is not installed")
+
+    before = fingerprint(odd_models.Mlp())
+    monkeypatch.setitem(sys.modules, "lazy_thing", Lazy("lazy_thing"))
+    assert fingerprint(odd_models.Mlp()) == before
+    assert loaded_sources(odd_models.Mlp())

@@ -243,8 +243,9 @@ def test_functions_that_other_ranks_could_not_call(model: nn.Module, said: str) 
         traced(model)
 
 
-def test_a_function_is_one_operator() -> None:
-    found = targets(traced(odd_models.OwnBackward()).graph)
+@pytest.mark.parametrize("kind", [odd_models.OwnBackward, odd_models.OwnBackwardByAnotherName])
+def test_a_function_is_one_operator(kind: type[nn.Module]) -> None:
+    found = targets(traced(kind()).graph)
     assert "merak.autograd_function.default" in found
     assert "aten.sign.default" not in found
 

@@ -315,12 +315,6 @@ def test_a_loss_function_with_parameters() -> None:
     assert "the loss function Distance has parameters of its own" in said
 
 
-def test_an_autograd_function_by_another_name() -> None:
-    said = message(odd_models.OwnBackwardByAnotherName())
-    assert "the autograd function StraightThrough is called by another name" in said
-    assert "odd_models.py:" in said
-
-
 class MovesItself(Layers):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

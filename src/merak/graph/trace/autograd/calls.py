@@ -8,14 +8,19 @@ of the backward. So is `requires_grad_()` on a tensor that is no parameter.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
@@ -25,10 +30,27 @@ from merak.core.source_lines import is_library, is_tracing_code, model_line, wit
 from merak.graph.ir.custom_operators import Role, register, role_of
 from merak.graph.trace.explain import UntraceableError
 
+_APPLY: Any = inspect.getattr_static(_SingleLevelFunction, "apply")
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _SWITCHES = (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD)
 _FLAGS = (torch.Tensor.requires_grad.__get__, torch.Tensor.is_leaf.__get__)  # type: ignore[attr-defined]
+
+
+def applying(apply: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Context with another way to apply autograd functions, beneath torch's `Function.apply`.
+
+    An alias, `cube = Cube.apply` at the top of a file, is bound to torch's method, and comes here.
+
+    Args:
+        apply: `apply(function, *args)`.
+    """
+    return mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply))
+
+
+def plain_apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """Apply an autograd function as torch does beneath its `Function.apply`."""
+    return _APPLY.__get__(None, function)(*args, **kwargs)
 
 
 def _grad(

@@ -7,12 +7,10 @@ of the backward.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -24,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from merak.graph.ir.ir import Kind
 from merak.graph.trace.autograd.calls import (
+    applying,
     creates_graph,
     differentiate,
     input_leaves,
     is_autograd_call,
     is_gradient_switch,
+    plain_apply,
 )
-
-_APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
 AUTOCAST = "autocast"
 """In the meta of a call of autograd: the autocast that it runs under."""
@@ -173,13 +171,12 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
         return function(*args, **kwargs)
     autocast = node.meta.get(AUTOCAST)
-    apply = mock.patch.object(Function, "apply", classmethod(_refuse_apply))
-    with torch.autocast(*autocast) if autocast else nullcontext(), apply:
+    with torch.autocast(*autocast) if autocast else nullcontext(), applying(_refuse_apply):
         return [gradient for gradient in differentiate(*args[:6]) if gradient is not None]
 
 
 def _refuse_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     """Refuse an autograd function in a backward: recorded steps would lose its own backward."""
     if cls.__module__.startswith("torch."):
-        return _APPLY(cls, *args, **kwargs)
+        return plain_apply(cls, *args, **kwargs)
     raise RuntimeError(f"a backward calls the autograd function {cls.__qualname__}")

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
 
+from merak.core.errors import TraceError
 from merak.graph.trace.calls.outputs import named_outputs
 from merak.graph.trace.state.slots import Slot, numbers_as_inputs
 
@@ -54,6 +55,7 @@ class Call:
         autocast: makes the context that the model runs under in mixed precision.
         host_random: names, "module:name", of the model's functions that draw on the host.
         numbers: places of Python numbers that are inputs, by their column.
+        reshapes: whether the model changes the shape of its own inputs in place, and gets views.
     """
 
     columns: tuple[str, ...]
@@ -63,6 +65,11 @@ class Call:
     autocast: Callable[[], AbstractContextManager[Any]] | None = None
     host_random: tuple[str, ...] = ()
     numbers: dict[str, Slot] = field(default_factory=dict)
+    reshapes: bool = False
+
+
+class InputReshaped(TraceError):
+    """The model changes the shape of its own inputs in place, and must get views of the batch."""
 
 
 def call_model(
@@ -73,6 +80,8 @@ def call_model(
     In evaluation a loss function is not called with a batch that has nothing for it, such as one of
     samples without labels, to be predicted.
     """
+    if call.reshapes:
+        batch = {name: tensor.view_as(tensor) for name, tensor in batch.items()}
     with numbers_as_inputs(batch, call.numbers) as own:
         return _called(model, own, call)
 

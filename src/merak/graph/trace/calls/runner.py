@@ -13,7 +13,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.branches.conditions import RandomConditions
-from merak.graph.trace.calls.call import Call, call_model
+from merak.graph.trace.calls.call import Call, InputReshaped, call_model
 from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.snapshot import Snapshot, StateLeft
@@ -118,7 +118,8 @@ class Runner(nn.Module):
                 self.conditions.restart(own)
                 with _written_buffers(self.model), self._watched_counters(left):
                     batch = dict(zip(self.call.columns, own, strict=True))
-                    outputs = call_model(self.model, batch, self.call)
+                    with _shapes_stay(batch):
+                        outputs = call_model(self.model, batch, self.call)
                     before.write_in_place(self.goes_on)
                 left = before.changes()
                 self.run.left.append(left)
@@ -155,6 +156,20 @@ class Runner(nn.Module):
         for owner, key, _ in counters:
             if key in owner:
                 owner[key] = plain(owner[key])
+
+
+@contextmanager
+def _shapes_stay(batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Raise behind a call that has changed the shape of the batch's own tensors in place."""
+    before = {name: _geometry(tensor) for name, tensor in batch.items()}
+    yield
+    for name, tensor in batch.items():
+        if _geometry(tensor) != before[name]:
+            raise InputReshaped(f"the model changes the shape of the column {name} in place.")
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.untyped_storage()._cdata
 
 
 def _is_counter(left: StateLeft) -> bool:

@@ -1,14 +1,13 @@
 """Autograd functions with a backward of their own, recorded as one operator each.
 
 A trace sees only what a function's forward does, so its own backward would be lost. While a model
-is traced, `Function.apply` therefore calls the operator `merak::autograd_function` instead, which
-the trace records, and which applies the function when the segment runs.
+is traced, `Function.apply` therefore comes to the operator `merak::autograd_function`, which the
+trace records, and which applies the function when the segment runs.
 """
 
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
@@ -16,15 +15,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 from torch.autograd import Function
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
-from merak.core.errors import TraceError
-from merak.core.tensor_meta import requires_grad
 from merak.graph.ir.custom_operators import Role, pack_arguments, register, unpack_arguments
-from merak.graph.trace.autograd.calls import is_recording
+from merak.graph.trace.autograd.calls import applying, is_recording, plain_apply
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.opaque.collectives import refuse_in_function
 
@@ -71,14 +67,14 @@ def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
             return run(*own)
         is_known = cls.__module__.startswith(("torch.", "merak.graph."))
         if depth or is_known or not torch.is_grad_enabled():
-            return _APPLY(cls, *args, **kwargs)
+            return plain_apply(cls, *args, **kwargs)
         depth.append(cls)
         try:
             return _recorded(model, cls, args, kwargs)
         finally:
             depth.pop()
 
-    with mock.patch.object(Function, "apply", classmethod(apply)), _plain_checkpoints():
+    with applying(apply), _plain_checkpoints():
         yield
 
 
@@ -124,36 +120,3 @@ def _recorded(
     with mock.patch.dict(globals(), {"_APPLY": seen}):
         results = AUTOGRAD_FUNCTION(packed[0], name, packed[1])
     return results[0] if single[0] else tuple(results)
-
-
-def refuse_seen_through(graph: fx.Graph) -> None:
-    """Refuse autograd functions that were called past `Function.apply`: their backward is lost.
-
-    Raises:
-        TraceError: there is one.
-    """
-    bodies = _bodies()
-    for node in graph.nodes:
-        file, _, line = str(node.meta.get("source", "")).rpartition(":")
-        for lines, name in bodies.get(file, ()):
-            if int(line) in lines and requires_grad(node.meta["tensor"]):
-                raise TraceError(
-                    f"the autograd function {name} is called by another name, so the trace misses "
-                    f"its own backward ({file}:{line}); call it as {name}.apply(…) in the model."
-                )
-
-
-def _bodies() -> dict[str, list[tuple[range, str]]]:
-    """Source lines of the forwards of autograd functions outside torch: file → lines and name."""
-    found: dict[str, list[tuple[range, str]]] = {}
-    todo: list[type] = [Function]
-    while todo:
-        cls = todo.pop()
-        todo += cls.__subclasses__()
-        forward = cls.__dict__.get("forward")
-        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if isinstance(code, types.CodeType) and not cls.__module__.startswith("torch."):
-            lines = [line for *_, line in code.co_lines() if line is not None]
-            where = range(code.co_firstlineno, max(lines) + 1)
-            found.setdefault(code.co_filename, []).append((where, cls.__qualname__))
-    return found

@@ -20,7 +20,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.autograd.calls import applying, plain_apply
 from merak.graph.trace.explain import causes
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.collectives import (
@@ -41,7 +41,6 @@ from merak.graph.trace.opaque.run import attributes, autocast_of, invoke, set_at
 
 _MODULE_CALL = nn.Module._wrapped_call_impl
 _MODULE_GETATTR = nn.Module.__getattr__
-_APPLY = vars(Function)["apply"]
 _MOST_BYTES = 2**30
 """Weights of more bytes than this are one number seen as many, so that they take no memory."""
 
@@ -362,7 +361,7 @@ def undisturbed(call: OpaqueCall) -> Iterator[None]:
     forward = vars(module).pop("forward", None)
     with (
         patch(nn.Module, __call__=_MODULE_CALL, __getattr__=_MODULE_GETATTR),
-        patch(Function, apply=_APPLY),
+        applying(plain_apply),
         patch(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False),
         torch.random.fork_rng(),
         refused_collectives(),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.core.source_lines import is_installed
+from merak.core.source_lines import is_installed, module_file
 from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
 from merak.graph.trace.state.holders import closure
 from merak.graph.trace.state.kept import CONTAINERS
@@ -146,7 +146,10 @@ def line_that_stores(
 
 def _own_function(value: Any) -> types.FunctionType | None:
     """The user's own function that a value is, inside its decorators."""
-    function = getattr(value, "__wrapped__", getattr(value, "__func__", value))
+    try:
+        function = getattr(value, "__wrapped__", getattr(value, "__func__", value))
+    except Exception:  # of the object's own `__getattr__`, such as a lazy module's
+        return None
     if not isinstance(function, types.FunctionType):
         return None
     return None if is_installed(function.__code__.co_filename) else function
@@ -181,13 +184,13 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     if _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
         yield from _reads_of(value, GLOBALS, module, (f"[{name}]",), line)
     elif isinstance(value, types.ModuleType):
-        if not is_installed(getattr(value, "__file__", None) or "<built in>"):
+        if not is_installed(module_file(value.__name__) or "<built in>"):
             for own in _attributes_read(function, value):
                 yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
     elif isinstance(value, types.FunctionType):
         for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
-    elif hasattr(value, "__dict__") and not is_installed_class(value):
+    elif type(value).__dictoffset__ and not is_installed_class(value):
         for own in _attributes_read(function, value):
             yield StateRead(GLOBALS, module, (f"[{name}]", own), line)
 
@@ -196,7 +199,7 @@ def is_installed_class(value: Any) -> bool:
     """Whether a value is a class that is not the user's own."""
     if not isinstance(value, type):
         return False
-    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    file = module_file(value.__module__)
     return value.__module__ != "__main__" and is_installed(file or "<built in>")
 
 
