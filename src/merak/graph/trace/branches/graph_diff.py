@@ -188,7 +188,7 @@ class _Aligner:
         """Find the condition that skips a value, and the value read in place of it."""
         without = [other for other in self.others if made in other.instead]
         condition = self._condition(made, without)
-        found = [(self._twin(other, other.instead[made]), other) for other in without]
+        found = [(self._twin(other, other.instead[made], made), other) for other in without]
         candidates = [node for node, _ in found if node is not None]
         if len(candidates) < len(found):
             raise self._refusal(made, "is replaced by something that is computed in its place")
@@ -214,10 +214,16 @@ class _Aligner:
             raise self._refusal(made, "depends on several conditions at once")
         return fitting[0]
 
-    def _twin(self, other: _Other, node: fx.Node) -> fx.Node | None:
-        """The node of the full trace at the same place in the code."""
+    def _twin(self, other: _Other, node: fx.Node, made: fx.Node) -> fx.Node | None:
+        """The node of the full trace at the same place in the code, before a skipped one.
+
+        One line in a loop computes several: those behind the skipped node have their twins already.
+        """
         paired = [mine for mine, its in other.same.items() if its is node]
-        found = paired or self.by_key[other.keys[node]]
+        known, last = other.same, self.places[made]
+        found = paired or [
+            n for n in self.by_key[other.keys[node]] if n not in known and self.places[n] < last
+        ]
         return found[-1] if found else None
 
     def _check(self, other: _Other) -> None:
