@@ -67,6 +67,37 @@ class Written(Padded):
         return mask if rows.any() else None
 
 
+class InOneLoop(Padded):
+    """Reads its mask in a line that runs for each layer, beside what it computes without one."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.encoded(x)).flatten(0, 1), y.flatten())
+
+    def encoded(self, x: torch.Tensor) -> torch.Tensor:
+        mask, h = self.padding(x), self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h, None)
+            if mask is not None:
+                h = h.masked_fill(mask.unsqueeze(-1), 0)
+        return h
+
+
+class OneLevelDown(nn.Module):
+    """An encoder that makes no mask, with a head around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.encoder(x).flatten(0, 1), y.flatten())
+
+
+class Encoder(InOneLoop):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.head(self.encoded(x))  # type: ignore[no-any-return]
+
+
 class LongTexts(Padded):
     """Runs its last layer for some batches alone."""
 
@@ -85,7 +116,7 @@ def batch_of(low: int, high: int) -> dict[str, torch.Tensor]:
     return {"x": x, "y": y}
 
 
-@pytest.mark.parametrize("kind", [Padded, Item, Written, LongTexts])
+@pytest.mark.parametrize("kind", [Padded, Item, Written, InOneLoop, OneLevelDown, LongTexts])
 def test_either_way_is_that_of_eager_code(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model = kind()
