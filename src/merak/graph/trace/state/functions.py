@@ -190,9 +190,14 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     elif isinstance(value, types.FunctionType):
         for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
-    elif type(value).__dictoffset__ and not is_installed_class(value):
+    elif _has_dict(value) and not is_installed_class(value):
         for own in _attributes_read(function, value):
             yield StateRead(GLOBALS, module, (f"[{name}]", own), line)
+
+
+def _has_dict(value: Any) -> bool:
+    """Whether an object keeps attributes in a dict; its own code is not asked."""
+    return bool(type(value).__dictoffset__)
 
 
 def is_installed_class(value: Any) -> bool:
