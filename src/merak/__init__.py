@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from merak.trainer import MerakSeq2SeqTrainer, MerakTrainer
     from merak.trainer.subclass.teacher_average import TeacherAverage
 
+    __version__: str
+
 _HOMES = {
     "Column": "merak.graph.tensor_parallel.features",
     "MerakArguments": "merak.arguments",
@@ -56,6 +58,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: transformers' trainer takes seconds to load."""
+    if name == "__version__":
+        from merak.core.packages import installed_version
+
+        return installed_version("merak-train")
     if name not in _HOMES:
         raise AttributeError(f"module 'merak' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

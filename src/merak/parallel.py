@@ -56,6 +56,7 @@ from merak.graph.trace.calls.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.activations.forecast import Forecast
 from merak.plan.engine_options import EngineOptions
+from merak.schedule.registry import is_synchronous
 
 logger = logging.getLogger(__name__)
 
@@ -369,12 +370,12 @@ def parallelize(
     columns, plain = split_non_tensors(example_batch)
     source = _source(model, loss_fn, plain, autocast)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
-    built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)
     scaler = LossScale() if autocast == torch.float16 else None
-    if built.engine.updates_inside:
-        _refuse_what_needs_all_gradients(chosen.schedule, max_grad_norm, scaler, not_finite)
-    loop = _loop_figures(built, autocast, run_record)
-    rest = (optimizer, max_grad_norm, scaler, not_finite, plain, loop)
+    needs = max_grad_norm, scaler, not_finite
+    _refuse_what_needs_all_gradients(_updates_inside(chosen, plan), chosen.schedule, *needs)
+    built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)
+    _refuse_what_needs_all_gradients(built.engine.updates_inside, chosen.schedule, *needs)
+    rest = optimizer, *needs, plain, _loop_figures(built, autocast, run_record)
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
 
 
@@ -512,17 +513,28 @@ def _not_finite(nan_policy: str, locate_nan: bool) -> NotFinite | None:
     return NotFinite(nan_policy == "stop", locate_nan)
 
 
+def _updates_inside(options: EngineOptions, plan: str | None) -> bool:
+    """Whether a schedule is known to be asynchronous, before a plan is searched."""
+    if plan is not None:
+        return False
+    name, chosen = options.schedule, options.schedule_options or {}
+    return not is_synchronous(name, current_mesh().pp, options.num_microbatches, chosen)
+
+
 def _refuse_what_needs_all_gradients(
+    updates_inside: bool,
     schedule: str,
     max_grad_norm: float | None,
     scaler: LossScale | None,
     not_finite: NotFinite | None,
 ) -> None:
-    """Refuse what needs all gradients of a step under an asynchronous schedule.
+    """Refuse what needs all gradients of a step where a schedule updates stages inside of it.
 
     Raises:
         ScheduleError: an option that does.
     """
+    if not updates_inside:
+        return
     if max_grad_norm is not None:
         raise ScheduleError(
             f"schedule={schedule!r} updates stages at different times, so there is no norm "

@@ -27,8 +27,9 @@ def missing() -> None:
 
 
 def twice() -> None:
-    merak.init(pp=2, device="cpu")
-    merak.init(pp=2, device="cpu")
+    mesh = merak.init(pp=2, device="cpu")
+    assert merak.init(pp=2, device="cpu") is mesh
+    merak.init(dp=2, device="cpu")
 
 
 def dataset() -> None:

@@ -54,7 +54,7 @@ def run(case: str, folder: Path, num_ranks: int = 2) -> Ended:
     [
         ("degrees", "dp=2 × tp=1 × pp=2 = 4 ranks, but torchrun started 2; make the product"),
         ("missing", "merak.init has not been called; call merak.init(dp=…, tp=…, pp=…)"),
-        slow("twice", "merak.init was called twice; call it once"),
+        slow("twice", "is a second call, but merak.init(pp=2, device='cpu') has laid the ranks"),
         slow("stages", "1 segments cannot fill 2 stages (pp=2); use pp ≤ 1."),
         slow("not_a_number", "or leave such steps out with nan_policy='skip'."),
     ],

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 import merak
+from merak.core.packages import installed_version
 
 
 @pytest.mark.parametrize("name", merak.__all__)
@@ -17,3 +18,7 @@ def test_a_public_name_is_the_same_thing_each_time(name: str) -> None:
 def test_other_names_are_unknown() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         _ = merak.nonsense  # type: ignore[attr-defined]
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert merak.__version__ == installed_version("merak-train")

@@ -10,9 +10,10 @@ from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
 from merak.core.errors import keyword_names, refuse_unknown, takes_any_name
+from merak.core.units import read_bytes
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
 from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
-from merak.plan.options import taken
+from merak.plan.options import READS, taken
 
 AUTO = "auto"
 """The microbatch that is chosen when the model and its batches are known."""
@@ -62,6 +63,21 @@ else:
             return AutoBatch() if text == AUTO else int(text)
 
 
+if TYPE_CHECKING:
+    NumBytes = int
+    BytesPerSecond = float
+else:
+
+    class NumBytes(int):
+        """A size or a rate, as `HfArgumentParser` reads it from a command line."""
+
+        def __new__(cls, text: Any) -> int:
+            """Read a number of bytes, such as "80GB"."""
+            return int(read_bytes(text))
+
+    BytesPerSecond = NumBytes
+
+
 _GIVEN = "_given"
 """Attribute of arguments: the names of those that are given."""
 
@@ -93,6 +109,16 @@ def take_checkpointing(arguments: TrainingFields) -> None:
     for name in names:
         if hasattr(arguments, name):  # transformers would change the model's modules
             setattr(arguments, name, False)
+
+
+def read_texts(arguments: TrainingFields) -> None:
+    """Read the arguments that people write as text, such as memory_budget="80GB".
+
+    Args:
+        arguments: of a job; changed in place.
+    """
+    for name, read in READS.items():
+        setattr(arguments, name, read(getattr(arguments, name)))
 
 
 def take_debug(arguments: TrainingFields) -> None:
@@ -246,7 +272,7 @@ class TrainingFields(TrainingArguments):
         "layout and its forecast, every training log, and the measured actions of a few steps. "
         "`merak report` shows it.",
     )
-    bucket_bytes: int | None = taken("bucket_bytes", default=None)
+    bucket_bytes: NumBytes | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")
     zero: int = taken("zero")
@@ -265,8 +291,8 @@ class TrainingFields(TrainingArguments):
     sequence_parallel: bool = taken("sequence_parallel")
     recompute: str | None = taken("recompute")
     offload_activations: str | None = taken("offload_activations")
-    host_bytes_per_s: float | None = taken("host_bytes_per_s")
-    memory_budget: int | None = taken("memory_budget")
+    host_bytes_per_s: BytesPerSecond | None = taken("host_bytes_per_s")
+    memory_budget: NumBytes | None = taken("memory_budget")
 
 
 OWN_FIELDS = frozenset(f.name for f in fields(TrainingFields)) - frozenset(

@@ -37,6 +37,9 @@ ALSO: Mapping[str, tuple[Any, ...]] = {
     "fp16": (None,),
     "recompute": (float, list[Any]),
     "offload_activations": (float, list[Any]),
+    "bucket_bytes": (int,),
+    "memory_budget": (int,),
+    "host_bytes_per_s": (int, float),
     "per_device_train_batch_size": (int, typing.Literal["auto"]),
 }
 """Kinds that a field takes beside those of its annotation."""

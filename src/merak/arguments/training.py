@@ -20,6 +20,7 @@ from merak.arguments.fields import (
     OWN_FIELDS,
     TrainingFields,
     given_arguments,
+    read_texts,
     take_checkpointing,
     take_debug,
 )
@@ -76,6 +77,7 @@ class MerakArguments(TrainingFields):
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured, then fill in defaults as transformers does."""
         mesh = current_mesh()
+        read_texts(self)
         take_checkpointing(self)
         apply_plan(self, mesh)
         raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, _least(mesh)))

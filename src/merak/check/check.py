@@ -144,9 +144,10 @@ def check_against(expected: Outcome, job: Job, workspace: Workspace) -> CheckRep
     started = time.perf_counter()
     report = CheckReport(job.case.name, False, None, None, None, TOLERANCE, 0.0, 0, 0.0)
     try:
+        num_stages = _num_stages(job)
         graph = trace_job(job, workspace.folder)
         report = replace(report, segments=len(graph.segments), kept_whole=report_opaque(graph))
-        _refuse_misfit(job, graph)
+        _refuse_misfit(job, graph, num_stages)
         ranks = _train(job, workspace)
         report = replace(report, tp_sharded_fraction=_sharded_fraction(graph, ranks))
         found = judge(job, graph, ranks, expected)
@@ -213,15 +214,23 @@ def trace_job(job: Job, folder: Path) -> ModelGraph:
     return graph
 
 
-def _refuse_misfit(job: Job, graph: ModelGraph) -> None:
+def _num_stages(job: Job) -> int:
+    """Number of stages of the job's schedule.
+
+    Raises:
+        ScheduleError: there is none for its counts.
+    """
+    plans = StepPlans(job.options.schedule, job.layout.pp, job.options.num_microbatches)
+    return plans.base.schedule.num_stages
+
+
+def _refuse_misfit(job: Job, graph: ModelGraph, num_stages: int) -> None:
     """Refuse degrees or a schedule that do not fit, before ranks start.
 
     Raises:
-        ScheduleError, PlanError, ShardError: they do not.
+        PlanError, ShardError: they do not.
     """
-    layout, options = job.layout, job.options
-    plans = StepPlans(options.schedule, layout.pp, options.num_microbatches)
-    num_stages = plans.base.schedule.num_stages
+    layout = job.layout
     if num_stages > len(graph.segments):
         raise PlanError(
             f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import option
+from merak.cli.options import option, words
 from merak.core.units import counted
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
@@ -20,7 +20,9 @@ def sheet_device(what: str) -> Any:
         what: is then shown.
     """
     names = ", ".join(SHEETS)
-    return option(None, "--device", "GPU", f"{what} A GPU that need not be here: {names}.")
+    return option(
+        None, "--device", "GPU", f"{what} A GPU that need not be here: {names}.", **words(SHEETS)
+    )
 
 
 def cluster() -> Any:
@@ -30,6 +32,7 @@ def cluster() -> Any:
         "--cluster",
         "DEVICE:PER_NODExNODES|FILE",
         "Devices that need not be here with their links, such as h100:8x4, or a YAML file of them.",
+        **words(SHEETS),
     )
 
 

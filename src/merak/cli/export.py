@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from merak.cli.model import parameter_type
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
-from merak.core.units import count, size
+from merak.core.precision import PARAMETER_TYPES
+from merak.core.units import count, read_bytes, size
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SIZE = re.compile(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", re.IGNORECASE)
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class ExportRequest:
         None, "--max-shard-size", "SIZE", "Most of a file, such as 5GB; files as in the checkpoint."
     )
     dtype: str | None = option(
-        None, "--dtype", "|".join(_DTYPES), "Type of floating point tensors; their own."
+        None, "--dtype", "|".join(PARAMETER_TYPES), "Type of floating point tensors; their own."
     )
     overwrite: bool = option(
         False, "--overwrite", "", "Replace the model in a folder that is not empty."
@@ -99,9 +96,8 @@ def export_report(request: ExportRequest) -> ExportReport:
 def _num_bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    found = _SIZE.fullmatch(text.strip())
-    num_bytes = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
-    if not num_bytes:
+    num_bytes = read_bytes(text)
+    if not isinstance(num_bytes, int) or not num_bytes or text.strip().isdecimal():
         raise CommandError(
             f"--max-shard-size {text} is no size of a file; use such as 5GB or 500MB."
         )
@@ -111,12 +107,7 @@ def _num_bytes(text: str | None) -> int | None:
 def _dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
-    if name not in _DTYPES:
-        raise CommandError(f"--dtype {name} is none; use one of {', '.join(_DTYPES)}.")
-    import torch
-
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return parameter_type("--dtype", name)
 
 
 def _page(report: ExportReport) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -24,10 +24,12 @@ from merak.cli.starter.recipes import recipes
 from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.doctor.failed_start import advise
+from merak.core.doctor.software import DISTRIBUTION
 from merak.core.errors import MerakError, TrainingError
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
 from merak.core.health.quiet import hide_needless
+from merak.core.packages import installed_version
 from merak.launch.errors import RunError, StartError, TerminatedError
 
 BAD_INPUT = 2
@@ -42,7 +44,7 @@ app = typer.Typer(
     "parallelism.",
     epilog="Example: merak trace --model GPT2LMHeadModel",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -85,8 +87,19 @@ app.command("recipes", epilog="Example: merak recipes llama")(recipes)
 app.add_typer(launch, name="launch")
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"merak {installed_version(DISTRIBUTION)}")
+        raise typer.Exit()
+
+
 @app.callback()
-def merak() -> None:
+def merak(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
     """Train unmodified Hugging Face and PyTorch models on many devices."""
 
 

@@ -12,12 +12,14 @@ from merak.cli.model import (
     filled,
     model_source,
     model_workload,
+    precision_of,
     recipe_job,
     request_optimizer,
     types_of,
 )
-from merak.cli.options import JobRequest, option, shared, takes
+from merak.cli.options import JobRequest, autocast, option, parameter_dtype, shared, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.health.stderr import write_line
 from merak.launch.devices import planned_device, planning_device
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
@@ -46,7 +48,7 @@ class MemoryRequest(JobRequest):
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
     zero: int = shared("zero")
     master_weights: bool = shared("master_weights")
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
+    dtype: str | None = parameter_dtype()
     device: str | None = option(
         None,
         "--device",
@@ -60,9 +62,7 @@ class MemoryRequest(JobRequest):
         "DEVICE:PER_NODExNODES|FILE",
         "Devices that need not be here, such as h100:8x4, or a YAML file of them.",
     )
-    autocast: str | None = option(
-        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
-    )
+    autocast: str | None = autocast()
 
 
 @takes(MemoryRequest)
@@ -89,7 +89,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     from merak.engine import forecast_of
 
     job = recipe_job(request)
-    draft = None if job is None else job.draft(torch.device("cpu"))
+    draft = None if job is None else job.draft(torch.device("cpu"), _profiles(request))
     if draft is not None:
         request = filled(request, draft.laid_out())
     device, sheet, usable = _devices(request)
@@ -100,9 +100,20 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     workload = model_workload(
         request, source, global_batch=request.batch, device=mesh.device, draft=draft
     )
+    write_line(f"merak: {precision_of(workload, request, job)}.")
     columns = workload.columns(request.batch)
     forecast = forecast_of(workload.source, columns, mesh, engine_options)
     return report_on(source.name, forecast, workload.source.cache_dir, usable)
+
+
+def _profiles(request: MemoryRequest) -> list[DeviceProfile]:
+    """Profiles of the devices that need not be here; none where these are meant."""
+    from merak.plan.cluster.parse import parse_cluster
+
+    if request.cluster is not None:
+        return [own.device for own in parse_cluster(request.cluster).nodes]
+    _, sheet = planned_device(request.device)
+    return [] if sheet is None else [sheet]
 
 
 def _devices(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from merak.core.health.stderr import write_line
+from merak.core.precision import PARAMETER_TYPES, read_type
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -55,12 +56,16 @@ class TypedModel(NamedModel, Protocol):
     """Request that names a model, and the types that it trains in."""
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> str | None:
         """As `--dtype`."""
 
     @property
     def autocast(self) -> str | None:
         """As `--autocast`."""
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the fields that the command line gives."""
 
 
 def recipe_job(request: NamedModel) -> PlannedJob | None:
@@ -113,7 +118,8 @@ def model_source(request: Request, job: PlannedJob | None) -> tuple[Request, Mod
     """Find the model of a request, and the samples of the recipe that it may name.
 
     What stands for a recipe's samples is said on standard error; a sequence that the model has no
-    use for is warned of.
+    use for is warned of. Parameters have the type of the recipe, or of the model's config, where
+    the command line names none.
 
     Args:
         request: with the model and its config.
@@ -139,11 +145,34 @@ def model_source(request: Request, job: PlannedJob | None) -> tuple[Request, Mod
             request.sequence,
             source.name,
         )
-    if job is None:
-        return request, source
-    request = filled(request, job.samples(source))
-    write_line(f"merak: {job.sample(source, request.sequence)}.")
+    if job is not None:
+        request = filled(request, job.samples(source))
+        write_line(f"merak: {job.sample(source, request.sequence)}.")
+    if getattr(request, "dtype", "") is None:
+        if source.dtype not in PARAMETER_TYPES:
+            raise CommandError(
+                f"the config of {source.name} has dtype={source.dtype}, which is not trained; add "
+                f"--dtype {PARAMETER_TYPES[0]} or another."
+            )
+        request = replace(request, dtype=source.dtype)
     return request, source
+
+
+def precision_of(workload: Workload, request: TypedModel, job: PlannedJob | None) -> str:
+    """Return in words the types that a workload is priced in, and who says so.
+
+    Args:
+        workload: of a model.
+        request: as the command line gives it.
+        job: of the recipe that it names as its model; None where it names none.
+    """
+    given, config = request.given, "the model's config"
+    says = "--dtype" if "dtype" in given else config if job is None else "the recipe"
+    own = f"parameters in {str(workload.dtype).removeprefix('torch.')} ({says})"
+    if workload.autocast is None:
+        return f"{own}, no autocast"
+    says = "--autocast" if "autocast" in given else "the recipe"
+    return f"{own}, autocast to {str(workload.autocast).removeprefix('torch.')} ({says})"
 
 
 def model_workload(
@@ -174,7 +203,8 @@ def model_workload(
     from merak.arguments import default_trace_cache
     from merak.zoo.workload import example_workload
 
-    dtype, autocast = types_of(request.dtype, request.autocast)
+    dtype, autocast = types_of(request.dtype or source.dtype, request.autocast)
+    assert dtype is not None
     folder = default_trace_cache()
     workload = example_workload(
         source,
@@ -192,8 +222,10 @@ def model_workload(
     return workload
 
 
-def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype | None]:
-    """Return the types of the parameters and of autocast.
+def types_of(
+    dtype: str | None, autocast: str | None
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the types of the parameters and of autocast; None for none.
 
     Args:
         dtype: as `--dtype`.
@@ -202,18 +234,33 @@ def types_of(dtype: str, autocast: str | None) -> tuple[torch.dtype, torch.dtype
     Raises:
         CommandError: one of them is no such type.
     """
+    own = None if dtype is None else parameter_type("--dtype", dtype)
+    if autocast in (None, "off", "none"):
+        return own, None
+    cast = read_type(autocast)
+    if cast not in ("bfloat16", "float16"):
+        raise CommandError(f"--autocast {autocast} is none; use bf16, fp16 or off.")
+    return own, parameter_type("--autocast", str(cast))
+
+
+def parameter_type(flag: str, written: str) -> torch.dtype:
+    """Return a type of parameters by its name, as people write it.
+
+    Args:
+        flag: of the option.
+        written: such as bf16, bfloat16 or torch.bfloat16.
+
+    Raises:
+        CommandError: it is none.
+    """
     import torch
 
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in known:
-        raise CommandError(
-            f"--dtype {dtype} is no type of parameters; use one of {', '.join(known)}."
-        )
-    if autocast is None:
-        return known[dtype], None
-    if autocast not in ("bfloat16", "float16"):
-        raise CommandError(f"--autocast {autocast} is none; use bfloat16 or float16.")
-    return known[dtype], known[autocast]
+    name = read_type(written)
+    if name not in PARAMETER_TYPES:
+        known = ", ".join(PARAMETER_TYPES)
+        raise CommandError(f"{flag} {written} is no type of parameters; use one of {known}.")
+    found: torch.dtype = getattr(torch, str(name))
+    return found
 
 
 def optimizer_factory(name: str) -> OptimizerFactory:

@@ -11,6 +11,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -19,11 +20,22 @@ from merak.launch.errors import CommandError
 from merak.plan import options
 from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
+from merak.schedule.registry import names as schedules
 
 Request = TypeVar("Request")
 
 _TYPER = "typer"
 _GIVEN, _CONTEXT = "given", "context"
+
+
+def words(known: Iterable[object]) -> dict[str, Any]:
+    """Settings of an option or argument whose values a shell can complete.
+
+    Args:
+        known: the values.
+    """
+    names = list(map(str, known))
+    return {"autocompletion": lambda incomplete: [n for n in names if n.startswith(incomplete)]}
 
 
 def option(default: Any, flag: str, placeholder: str, help: str, **settings: Any) -> Any:
@@ -48,12 +60,18 @@ def shared(name: str, flag: str = "") -> Any:
         flag: its flag; by default the name with dashes.
     """
     own = options.taken(name)
-    return option(
-        own.default,
-        flag or "--" + name.replace("_", "-"),
-        options.placeholder(name),
-        own.metadata["help"],
-    )
+    flag = flag or "--" + name.replace("_", "-")
+    settings = words(schedules() if name == "schedule" else own.metadata.get("choices", ()))
+    if name in options.READS:
+        settings = {"parser": partial(_read, flag, options.READS[name])}
+    return option(own.default, flag, options.placeholder(name), own.metadata["help"], **settings)
+
+
+def _read(flag: str, read: Callable[[object], object], text: str) -> Any:
+    value = read(text)
+    if isinstance(value, str):
+        raise CommandError(f"{flag} {text} is no number of bytes; use such as 80GB or 80GiB.")
+    return value
 
 
 def check_reductions(kind: str, hierarchy: str, tied: str) -> None:
@@ -94,15 +112,16 @@ def recipe_settings() -> Any:
     )
 
 
-def argument(default: Any, placeholder: str, help: str) -> Any:
+def argument(default: Any, placeholder: str, help: str, **settings: Any) -> Any:
     """Field of a request that is a positional argument of a command.
 
     Args:
         default: its value where it is not given; MISSING for one that must be.
         placeholder: what `--help` calls it.
         help: a sentence.
+        **settings: of `typer.Argument`.
     """
-    made = typer.Argument(metavar=placeholder, help=help)
+    made = typer.Argument(metavar=placeholder, help=help, **settings)
     return field(default=default, metadata={_TYPER: made})
 
 
@@ -154,6 +173,18 @@ def _parameter(own: Field[Any], hint: Any) -> inspect.Parameter:
         default=inspect.Parameter.empty if own.default is MISSING else own.default,
         annotation=Annotated[hint, own.metadata[_TYPER]],
     )
+
+
+def parameter_dtype() -> Any:
+    """Field of a request for the type of the parameters; None for the model's own."""
+    return option(
+        None, "--dtype", "TYPE", "Of the parameters, such as bf16; that of the config or recipe."
+    )
+
+
+def autocast() -> Any:
+    """Field of a request for the type of autocast; None for the recipe's, or none."""
+    return option(None, "--autocast", "TYPE", "What bf16 and fp16 train with: bf16, fp16, or off.")
 
 
 def json_output() -> Any:

@@ -6,15 +6,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merak.cli.options import argument, backend, device, json_output, option, takes
+from merak.cli.model import types_of
+from merak.cli.options import (
+    argument,
+    autocast,
+    backend,
+    device,
+    json_output,
+    option,
+    parameter_dtype,
+    takes,
+)
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import counted, size
 from merak.launch.errors import CommandError
 from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:
-    import torch
-
     from merak.plan.profile.profile import Profile
     from merak.zoo.profile_by_name import ProfileJob
 
@@ -39,10 +47,8 @@ class ProfileRequest:
     microbatch: str = option(
         "1,2,4", "--microbatch", "B,…", "Samples of the microbatches to measure."
     )
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
-    autocast: str | None = option(
-        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
-    )
+    dtype: str | None = parameter_dtype()
+    autocast: str | None = autocast()
     dp: int = option(1, "--dp", "D", "Data parallel degree; dp · tp · pp ranks are measured.")
     tp: int = option(1, "--tp", "T", "Tensor parallel degree, for which segments are measured too.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
@@ -136,6 +142,7 @@ def _job(request: ProfileRequest) -> ProfileJob:
 
     check_backend(request.backend, device_of(request.device))
     folder = default_trace_cache()
+    dtype, autocast = types_of(request.dtype, request.autocast)
     return ProfileJob(
         degrees=(request.dp, request.tp, request.pp),
         device=request.device,
@@ -145,8 +152,8 @@ def _job(request: ProfileRequest) -> ProfileJob:
         sequence=request.sequence,
         microbatches=_counts(request.microbatch),
         tp=(1,) if request.tp == 1 else (1, request.tp),
-        dtype=_type("--dtype", request.dtype),
-        autocast=None if request.autocast is None else _type("--autocast", request.autocast),
+        dtype=dtype,
+        autocast=autocast,
         trust_remote_code=request.trust_remote_code,
         cache=Path(folder) if folder else None,
     )
@@ -157,15 +164,6 @@ def _counts(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise CommandError(f"--microbatch {text} lists no sizes; write such as 1,2,4.")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _type(flag: str, name: str) -> torch.dtype:
-    import torch
-
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in known:
-        raise CommandError(f"{flag} {name} is no type; use one of {', '.join(known)}.")
-    return known[name]
 
 
 def _report(measured: Profile, output: str) -> ProfileReport:

@@ -10,16 +10,19 @@ from merak.cli.model import (
     filled,
     model_source,
     model_workload,
+    precision_of,
     recipe_job,
     request_optimizer,
     types_of,
 )
 from merak.cli.options import (
+    autocast,
     check_reductions,
     device,
     given,
     json_output,
     option,
+    parameter_dtype,
     recipe_settings,
     shared,
     takes,
@@ -27,6 +30,7 @@ from merak.cli.options import (
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
 from merak.core.files.json_file import parse_value
+from merak.core.health.stderr import write_line
 from merak.launch.devices import device_of
 from merak.launch.errors import CommandError
 
@@ -86,10 +90,8 @@ class RehearseRequest:
     )
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
     master_weights: bool = shared("master_weights")
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
-    autocast: str | None = option(
-        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
-    )
+    dtype: str | None = parameter_dtype()
+    autocast: str | None = autocast()
     steps: int = option(3, "--steps", "N", "Steps that are timed.")
     device: str | None = device()
     trust_remote_code: bool = option(
@@ -151,6 +153,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     workload.gradient_compression = request.gradient_compression
     workload.hierarchical_reductions = request.hierarchical_reductions
     workload.tied_gradients = request.tied_gradients
+    write_line(f"merak: {precision_of(workload, request, job)}.")
     samples = candidate.microbatch * candidate.num_microbatches
     columns = example_columns(
         source.model_class, source.config, batch=samples, sequence=request.sequence

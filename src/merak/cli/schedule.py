@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from merak.cli.options import argument, json_output, option, takes
+from merak.cli.options import argument, json_output, option, takes, words
 from merak.cli.output import show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
@@ -26,7 +27,8 @@ from merak.schedule.simulator.simulate import Simulation, simulate
 from merak.schedule.simulator.timeline import simulated_timeline
 from merak.schedule.validate.schedule import check, check_in_flight
 
-_NUM_COLUMNS = 160
+_USUAL_COLUMNS = 160
+"""Columns of a picture that goes to no terminal."""
 _MOST_FORWARDS = 2**17
 """Stages × microbatches; beyond, a command would run for minutes."""
 _MOST_RANKS = 2**11
@@ -73,17 +75,25 @@ class ScheduleReport:
 
 @dataclass(frozen=True, slots=True)
 class ListReport:
-    """Names of all schedules."""
+    """Report of all schedules.
+
+    Args:
+        schedules: their names.
+        summaries: what each does, by its name.
+    """
 
     schedules: list[str]
+    summaries: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest(StagesRequest):
     """Request for a schedule of equal stages, or of a model's."""
 
-    name: str | None = argument(None, "NAME", "A schedule's name, or a file with one.")
-    list_names: bool = option(False, "--list", "", "List the names and end.")
+    name: str | None = argument(
+        None, "NAME", "A schedule's name, or a file with one.", **words(registry.names())
+    )
+    list_names: bool = option(False, "--list", "", "List the schedules, a line each, and end.")
     stages: int | None = option(
         None,
         "--stages",
@@ -133,7 +143,9 @@ class ScheduleRequest(StagesRequest):
 def schedule(request: ScheduleRequest) -> None:
     """Build a pipeline schedule, check it, simulate it and draw it."""
     if request.list_names:
-        show(ListReport(list(registry.names())), _list_page, request.as_json)
+        names = list(registry.names())
+        found = ListReport(names, {name: registry.summary(name) for name in names})
+        show(found, _list_page, request.as_json)
         return
     simulation, partition = _simulated(request)
     for note in simulation.schedule.notes:
@@ -298,12 +310,14 @@ _WRITERS: dict[str, Callable[[Simulation, Path], None]] = {
 
 
 def _list_page(report: ListReport) -> str:
-    return "\n".join(report.schedules)
+    width = max(map(len, report.schedules))
+    return "\n".join(f"{name:<{width}}  {what}" for name, what in report.summaries.items())
 
 
 def _page(simulation: Simulation, own: ScheduleReport) -> str:
     colour = sys.stdout.isatty()
-    drawn = render_text(simulated_timeline(simulation), _NUM_COLUMNS, colour)
+    columns = shutil.get_terminal_size((_USUAL_COLUMNS, 0)).columns
+    drawn = render_text(simulated_timeline(simulation), columns, colour)
     lines = [drawn, "", f"in flight, per rank: {' '.join(map(str, simulation.peak_in_flight))}"]
     if own.partition:
         lines.append(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
-from merak.cli.model import model_source, model_workload, recipe_job
-from merak.cli.options import given, option, recipe_settings
+from merak.cli.model import filled, model_source, model_workload, precision_of, recipe_job
+from merak.cli.options import autocast, given, option, parameter_dtype, recipe_settings
+from merak.core.health.stderr import write_line
 from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ class StagesRequest:
     tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
     ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the model's parameters.")
-    autocast: str | None = option(None, "--autocast", "TYPE", "bfloat16 or float16.")
+    dtype: str | None = parameter_dtype()
+    autocast: str | None = autocast()
     device: str | None = sheet_device("What the model's stages run on.")
     cluster: str | None = cluster()
     trust_remote_code: bool = option(
@@ -71,6 +72,8 @@ def simulate_model(
     """
     _check(request)
     # Heavy imports wait until a command is known to be well formed.
+    import torch
+
     from merak.core.elastic import Degrees, check_expert_degree
     from merak.plan.price.candidate import Candidate
     from merak.plan.price.step import price, simulated_pipeline
@@ -78,8 +81,13 @@ def simulate_model(
     devices = planned_cluster(request.device, request.cluster, stages * request.cp * request.tp)
     assert devices is not None and request.model is not None
     job = recipe_job(request)
+    if job is not None:
+        nodes = devices.nodes
+        draft = job.draft(torch.device("cpu"), [own.device for own in nodes])
+        request = filled(request, {"autocast": draft.laid_out()["autocast"]})
     request, source = model_source(request, job)
     workload = model_workload(request, source, global_batch=request.batch * microbatches)
+    write_line(f"merak: {precision_of(workload, request, job)}.")
     candidate = Candidate(
         dp=request.ep if request.tp == 1 else 1,
         tp=request.tp,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import MISSING, dataclass
 
-from merak.cli.options import argument, backend, device, json_output, option, takes
+from merak.cli.options import argument, backend, device, json_output, option, takes, words
 from merak.cli.output import show, stdout_to_stderr
+from merak.cli.recipe.ready import READY
 from merak.cli.recipe.report import TrainReport
 from merak.core.units import counted
 
@@ -16,7 +17,10 @@ class TrainRequest:
     """Request to train as a recipe says."""
 
     recipe: str = argument(
-        MISSING, "RECIPE", "A recipe (.yaml), or the name of one of `merak recipes`."
+        MISSING,
+        "RECIPE",
+        "A recipe (.yaml), or the name of one of `merak recipes`.",
+        **words(READY),
     )
     overrides: list[str] | None = argument(
         None, "[FIELD=VALUE]...", "Changes of fields, such as arguments.learning_rate=1e-4."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ class Mesh:
             them, whole ones each; tensor parallel ranks where tp is above 1, else replicas.
         expert_mesh: torch's mesh over the same ranks with `EXPERT_AXES`; None where experts are
             not over replicas.
+        call: what `init` was called for, in words; empty where another has made the mesh.
     """
 
     dp: int
@@ -66,6 +67,7 @@ class Mesh:
     cp: int = 1
     ep: int = 1
     expert_mesh: DeviceMesh | None = None
+    call: str = field(default="", compare=False)
 
     @property
     def world_size(self) -> int:

@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
+_SIZE = re.compile(r"(\d+(?:[._]\d+)*(?:e\d+)?) ?([kmgtp]?)(i?)(b?)(?:/s)?", re.IGNORECASE)
+_POWERS = " kmgtp"
+
+
+def read_bytes(written: object) -> object:
+    """Read a size as people write it: "80GB", "80 GiB", "1.5tb"; a rate may end in "/s".
+
+    Args:
+        written: a text; anything else, and a text that is no size, is given back as it is.
+
+    Returns:
+        Whole bytes: 10^9 of a GB, 2^30 of a GiB.
+    """
+    found = _SIZE.fullmatch(written.strip()) if isinstance(written, str) else None
+    if found is None:
+        return written
+    number, prefix, binary, _ = found.groups()
+    unit = (1024 if binary else 1000) ** _POWERS.index(prefix.lower() or " ")
+    return round(float(number.replace("_", "")) * unit)
+
 
 def count(number: int) -> str:
     """Format a count: 124.4 million."""

@@ -165,24 +165,30 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     return engine
 
 
-def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:
-    """`requested_sub_pipelining`, or "off" where something else in the job rules it out."""
-    requested = requested_sub_pipelining(options)
-    if cp > 1 and requested == "on":
+def _refuse_sub_pipelining(options: EngineOptions, cp: int) -> None:
+    """Refuse requested sub-pipelining that another option rules out, before a model is traced."""
+    if requested_sub_pipelining(options) != "on":
+        return
+    if cp > 1:
         raise ScheduleError(
             f"sub_pipelining='on' hides collectives of tensor parallelism, but cp={cp}; leave it "
             "out, or use cp=1."
         )
-    if options.compilation is not None and requested == "on":
+    if options.compilation is not None:
         raise ScheduleError(
             "torch_compile=True compiles whole segments, but sub_pipelining='on' cuts them into "
             "pieces; leave one out."
         )
-    if options.zero == 3 and requested == "on":
+    if options.zero == 3:
         raise ScheduleError(
             "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
             "sub-microbatches of several; use zero=2, or sub_pipelining='off'."
         )
+
+
+def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:
+    """`requested_sub_pipelining`, or "off" where something else in the job rules it out."""
+    requested = requested_sub_pipelining(options)
     if layout.activations.offloaded and requested == "on":
         raise ScheduleError(
             f"offload_activations={options.offload_activations!r} moves the activations of whole "
@@ -208,23 +214,24 @@ def forecast_of(
         TraceError, PlanError, ShardError, ScheduleError: what was asked for does not fit the
             model, or the job does not fit its memory.
     """
+    _refuse_sub_pipelining(options, mesh.cp)
+    chosen = options.schedule_options or {}
+    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
+    if not plans.takes_costs:
+        refuse_reductions(plans.base.schedule, options, mesh)
     with announced(f"tracing {type(source.model).__name__}") as details:
         graph = build_graph(source, dict(sample), training=options.trains)
         details.append(f"{len(graph.segments)} segments")
     if options.segment_times is not None:
         segment_times(graph, options, mesh, None)  # a wrong file is refused where nobody needs it
-    check_stages(len(graph.segments), mesh.pp, mesh.pp)  # before a schedule of any length is made
+    check_stages(len(graph.segments), mesh.pp, mesh.pp)
     with announced("planning"):
-        return _forecast(source, graph, mesh, options)
+        return _forecast(source, graph, mesh, options, plans)
 
 
 def _forecast(
-    source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions
+    source: GraphSource, graph: ModelGraph, mesh: Mesh, options: EngineOptions, plans: StepPlans
 ) -> Forecast:
-    chosen = options.schedule_options or {}
-    plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
-    if not plans.takes_costs:
-        refuse_reductions(plans.base.schedule, options, mesh)
     num_stages = plans.base.schedule.num_stages
     partition = partition_segments(graph, num_stages, options, mesh, source.cache_dir)
     features = given_plan(source.model) if options.features is None else options.features

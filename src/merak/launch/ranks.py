@@ -26,7 +26,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from merak.core.doctor.finding import System
 from merak.core.doctor.memory import read_memory
 from merak.core.errors import MerakError, TrainingError
-from merak.core.health.failure import in_words, is_lost_connection, starting, why_lost
+from merak.core.health.failure import (
+    BAD_INPUT,
+    FAILED,
+    in_words,
+    is_lost_connection,
+    starting,
+    why_lost,
+)
 from merak.core.health.heartbeat import GLOO
 from merak.core.health.interrupt import INTERRUPTED, listen, was_interrupted
 from merak.core.health.preemption import TERMINATED
@@ -164,11 +171,14 @@ def _rank(work: Work[Result], folder: Path) -> Result:
     listen()
     at_first_step((folder / STEPPED).touch)
     _report_restart(folder)
+    code = FAILED
     try:
         with starting(lambda: None):  # the command advises, once
             return work.function(*work.arguments)
     except MerakError as error:
-        _note(folder, str(error), is_bad_input=not isinstance(error, TrainingError))
+        is_bad_input = not isinstance(error, TrainingError)
+        _note(folder, str(error), is_bad_input=is_bad_input)
+        code = BAD_INPUT if is_bad_input else code
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or was_interrupted():
             os._exit(INTERRUPTED)  # the command says so
@@ -186,7 +196,7 @@ def _rank(work: Work[Result], folder: Path) -> Result:
         _note(folder, reported, is_bad_input=False)
     # Not sys.exit: threads of a communication library may wait for ranks that never come.
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _report_restart(folder: Path) -> None:

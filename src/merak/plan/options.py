@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from merak.core.errors import ArgumentsError
+from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
 from merak.plan.recompute_spec import Recompute
@@ -38,9 +39,9 @@ class Range:
     advice: str
     problem: str = "is out of range"
 
-    def holds(self, value: float) -> bool:
-        """Tell whether a number lies in it."""
-        return self.least <= float(value) <= self.most
+    def holds(self, value: float | str) -> bool:
+        """Tell whether a number lies in it; a text does not."""
+        return not isinstance(value, str) and self.least <= float(value) <= self.most
 
 
 LARGEST = sys.float_info.max
@@ -67,6 +68,7 @@ def option(
     *,
     choices: Sequence[Any] = (),
     within: Range | None = None,
+    reads: Callable[[object], object] | None = None,
 ) -> Any:
     """Field of an options dataclass.
 
@@ -76,9 +78,10 @@ def option(
         help: sentence for people, in the documentation and in `--help`.
         choices: the values that it may have; empty for any.
         within: the range of a number.
+        reads: reads a value that people write as text, such as "80GB", and leaves others.
     """
-    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices), "range": within}
-    return field(default=default, metadata=metadata)
+    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices)}
+    return field(default=default, metadata={**metadata, "range": within, "reads": reads})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,7 @@ class ParallelOptions:
         "Bytes of gradients that replicas reduce together, while the backward pass still runs. If "
         "unset, 25 MiB, or ddp_bucket_cap_mb.",
         within=_BUCKET,
+        reads=read_bytes,
     )
     master_weights: bool = option(
         False,
@@ -263,13 +267,15 @@ class ParallelOptions:
         "Bytes per second that a rank copies to host memory while it copies as many back, for "
         "offload_activations='auto'. If unset, it is measured.",
         within=_RATE,
+        reads=read_bytes,
     )
     memory_budget: int | None = option(
         None,
         "BYTES",
-        "Bytes that a rank may hold; a job that needs more is refused before it starts. If unset, "
-        "the memory of the GPU, and on the CPU no limit.",
+        "Bytes that a rank may hold, also as '80GB' or '80GiB'; a job that needs more is refused "
+        "before it starts. If unset, the memory of the GPU, and on the CPU no limit.",
         within=_BYTES,
+        reads=read_bytes,
     )
 
     def __post_init__(self) -> None:
@@ -280,6 +286,9 @@ class ParallelOptions:
         """
         for own in fields(ParallelOptions):
             value, choices = getattr(self, own.name), own.metadata["choices"]
+            if own.name in READS:
+                value = READS[own.name](value)
+                object.__setattr__(self, own.name, value)
             if own.metadata["range"] is not None:
                 for problem in range_problem(f"{own.name}=", value, own.metadata["range"]):
                     raise ArgumentsError(problem)
@@ -297,6 +306,11 @@ RANGES: Mapping[str, Range] = {
     name: own.metadata["range"] for name, own in _FIELDS.items() if own.metadata["range"]
 }
 """Range of every option that is a number."""
+
+READS: Mapping[str, Callable[[object], object]] = {
+    name: own.metadata["reads"] for name, own in _FIELDS.items() if own.metadata["reads"]
+}
+"""Readers of the options that people write as text."""
 
 
 def taken(name: str, default: Any = MISSING) -> Any:

@@ -100,14 +100,14 @@ def _read_by(forecast: Forecast, rank: int) -> dict[str, None]:
     return dict.fromkeys(name for segment in segments for name in segment.parameters)
 
 
-_HEAD = ("ranks", "stages", "segments", "", "parameters", "memory")
+_HEAD = ("ranks", "stages", "segments", "", "parameters", "memory forecast")
 
 
 def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
     """What a rank is expected to hold, and to compute where the device's speeds are known."""
     times = expected_times(forecast, profile)
     seconds = "" if times is None else f", {step_time(times.pipeline_s)} of computation a step"
-    return f"  forecast of a rank: peak memory as below{seconds}"
+    return f"  forecast of a rank: peak memory below{seconds}"
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, ...]]:

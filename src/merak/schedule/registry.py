@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from merak.core.errors import ScheduleError
+from merak.core.errors import ScheduleError, did_you_mean
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.ir import Schedule
 from merak.schedule.search.auto import auto
@@ -31,6 +31,16 @@ def names() -> tuple[str, ...]:
     return tuple(BUILDERS)
 
 
+def summary(name: str) -> str:
+    """What a schedule does, in a line: the first of its builder's file.
+
+    Raises:
+        ScheduleError: there is no schedule of this name.
+    """
+    described = inspect.getdoc(inspect.getmodule(_builder(name))) or ""
+    return described.partition("\n")[0].rstrip(".")
+
+
 def options(name: str) -> tuple[str, ...]:
     """The names of the options that a schedule's builder takes.
 
@@ -39,6 +49,34 @@ def options(name: str) -> tuple[str, ...]:
     """
     parameters = inspect.signature(_builder(name)).parameters.values()
     return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def takes_costs(name_or_file: str) -> bool:
+    """Whether a schedule is made for given times of stages, as such as each layout can have.
+
+    Raises:
+        ScheduleError: there is no schedule of this name.
+    """
+    return not is_file(name_or_file) and "costs" in options(name_or_file)
+
+
+def is_synchronous(
+    name_or_file: str, num_ranks: int, num_microbatches: int, chosen: Mapping[str, Any]
+) -> bool:
+    """Whether a schedule updates weights at the end of a step alone.
+
+    Args:
+        name_or_file: as of `resolve`, as the others.
+        num_ranks: pipeline degree.
+        num_microbatches: microbatches per iteration.
+        chosen: options of a named schedule's builder.
+
+    Raises:
+        ScheduleError: as of `resolve`.
+    """
+    if takes_costs(name_or_file):
+        return True
+    return resolve(name_or_file, num_ranks, num_microbatches, **chosen).is_synchronous
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Schedule:
@@ -80,7 +118,9 @@ def _check_types(name: str, builder: Callable[..., Schedule], chosen: dict[str, 
 
 def _builder(name: str) -> Callable[..., Schedule]:
     if name not in BUILDERS:
-        raise ScheduleError(f"There is no schedule {name!r}; choose one of: {', '.join(names())}.")
+        meant = did_you_mean(name, names())
+        known = f"; choose one of: {', '.join(names())}." if meant == "." else meant
+        raise ScheduleError(f"There is no schedule {name!r}{known}")
     return BUILDERS[name]
 
 

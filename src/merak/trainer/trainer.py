@@ -242,6 +242,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine is not None:
             return self.engine
         check_arguments(self.args)
+        refuse_what_needs_all_gradients(self.args, self.mesh.pp)
         batch = example_batch(loader, seed=self.args.seed)
         check_plan_file(self, batch)
         check_batch(self, batch, dataset if dataset is not None else loader.dataset)
@@ -263,8 +264,6 @@ class MerakTrainer(Stepping, Logging, Trainer):
         idle = self.engine.idle_pipeline("gradient_accumulation_steps") if trains else None
         if idle is not None:
             warn_on_rank0(logger, "%s", idle)
-        if self.engine.updates_inside:
-            refuse_what_needs_all_gradients(self.args)
         return self.engine
 
     def trace_source(self, batch: Mapping[str, Any]) -> tuple[GraphSource, Signature]:

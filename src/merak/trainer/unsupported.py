@@ -23,6 +23,7 @@ from merak.core.errors import (
     keyword_names,
     takes_any_name,
 )
+from merak.schedule import registry
 
 _THEIRS = tuple(
     os.path.dirname(str(module.__file__)) + os.sep
@@ -53,12 +54,21 @@ def in_one_sentence(what: str) -> Iterator[None]:
         raise caused_by(cause, f"{what}: {message}.") from cause
 
 
-def refuse_what_needs_all_gradients(args: MerakArguments) -> None:
+def refuse_what_needs_all_gradients(args: MerakArguments, pp: int) -> None:
     """Refuse arguments that need all gradients of a step under an asynchronous schedule.
 
+    Args:
+        args: of the job, with the microbatches of a step.
+        pp: pipeline degree.
+
     Raises:
+        ScheduleError: the schedule is not defined for these counts.
         ArgumentsError: an argument that looks at all gradients of a step.
     """
+    count, chosen = args.gradient_accumulation_steps, args.schedule_options
+    options = chosen if isinstance(chosen, Mapping) else {}
+    if registry.is_synchronous(args.schedule, pp, count, options):
+        return
     if args.max_grad_norm:
         raise ArgumentsError(
             f"schedule={args.schedule!r} updates stages at different times, so there is no norm of "

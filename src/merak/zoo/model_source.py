@@ -43,6 +43,11 @@ class ModelSource:
         """Class name of the architecture."""
         return self.model_class.__name__
 
+    @property
+    def dtype(self) -> str:
+        """Name of the type of its parameters: as the config says, else float32."""
+        return str(self.config.dtype or "float32").removeprefix("torch.")
+
     def build(self) -> PreTrainedModel:
         """Build the model as a script of one device would, from the config.
 

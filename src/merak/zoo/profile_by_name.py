@@ -38,7 +38,7 @@ class ProfileJob:
         sequence: tokens of a sequence; None for the model's longest, up to 512.
         microbatches: numbers of samples to measure.
         tp: tensor parallel degrees to measure.
-        dtype: of the parameters.
+        dtype: of the parameters; None for that of the model's config.
         autocast: type of mixed precision; None without.
         trust_remote_code: whether code in the model's folder may run.
         cache: folder of traces, where jobs with plan="auto" find the profile; None for none.
@@ -54,7 +54,7 @@ class ProfileJob:
     sequence: int | None = None
     microbatches: tuple[int, ...] = (1, 2, 4)
     tp: tuple[int, ...] = (1,)
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     autocast: torch.dtype | None = None
     trust_remote_code: bool = False
     cache: Path | None = None
@@ -103,7 +103,7 @@ def _profiled(source: ModelSource, job: ProfileJob, device: torch.device) -> Pro
         source,
         global_batch=max(job.microbatches),
         sequence=job.sequence,
-        dtype=job.dtype,
+        dtype=job.dtype or getattr(torch, source.dtype),
         autocast=job.autocast,
         device=device,
         cache_dir=job.cache,

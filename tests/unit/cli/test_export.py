@@ -62,7 +62,10 @@ def test_a_page_for_people(
     [
         (["--max-shard-size", "many"], "--max-shard-size many is no size of a file; use such as"),
         (["--max-shard-size", "0GB"], "--max-shard-size 0GB is no size of a file"),
-        (["--dtype", "int8"], "--dtype int8 is none; use one of float32, bfloat16, float16."),
+        (
+            ["--dtype", "int8"],
+            "--dtype int8 is no type of parameters; use one of float32, bfloat16, float16.",
+        ),
     ],
 )
 def test_options_that_make_no_sense(

@@ -43,6 +43,9 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert list(report["commands"]) == [
         "merak train recipe.yaml",
         "torchrun --nproc-per-node 2 train.py",
+        "merak plan --model config.json --cluster h100:2 --global-batch 16 --seq 128 "
+        "--output plan.json",
+        "torchrun --nproc-per-node 2 train.py --plan plan.json",
     ]
     read_recipe(folder / "recipe.yaml")
     assert main(["init", str(folder)]) == 2

@@ -21,7 +21,7 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.plan_file import read_plan
+from merak.plan.search.plan_file import PlanFile, read_plan
 
 TINY = (
     '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16, '
@@ -129,7 +129,11 @@ def test_compressed_gradients_are_in_the_plan_without_zero(capsys, tmp_path):
 
 
 def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
-    assert main([*SMALL, "--no-sequence-parallel", "--sub-pipelining", "off"]) == 0
+    job = [*SMALL, "--no-sequence-parallel", "--sub-pipelining", "off"]
+    assert main(job) == 0
+    short = capsys.readouterr().out
+    assert "left out:" not in short and "--explain says why" in short
+    assert main([*job, "--explain"]) == 0
     page = capsys.readouterr().out
     assert "GPT2LMHeadModel on h100:2 (2 devices), 4 samples of 8 tokens a step" in page
     assert "left out:" in page and "torchrun --nproc-per-node 2" in page
@@ -316,11 +320,67 @@ def test_commands_start_every_rank_where_it_was_planned(cluster, ranks, expected
 def test_a_recipe_is_started_with_its_changes_and_the_plan():
     changes = ["model.name=my model", "parallel.pp=2"]
     request = PlanRequest(model="sft", settings=changes, cluster="h100:8")
-    started = started_by(request, planned_job("sft", changes))
+    job = planned_job("sft", changes)
+    own = job.recipe.arguments
+    same = PlanFile({}, Candidate(
+        microbatch=own["per_device_train_batch_size"],
+        num_microbatches=own["gradient_accumulation_steps"],
+    ), {}, autocast="bfloat16", master_weights=True)  # fmt: skip
+    started = started_by(request, job, same)
     (one,) = commands(parse_cluster("h100:8"), 8, started)
-    assert one == "merak train sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"
+    begin = "merak train sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"
+    assert one == f"{begin} arguments.bf16=true"  # which is auto there
+    other = replace(same, candidate=replace(same.candidate, microbatch=64, num_microbatches=3))
+    changed = "arguments.per_device_train_batch_size=64 arguments.gradient_accumulation_steps=3"
+    assert changed in str(started_by(request, job, other).on_one_host)
     (several,) = commands(parse_cluster("h100:8x4"), 32, started)
     assert several.endswith(f":29500 -m merak.cli.main {one.removeprefix('merak ')}")
     request = PlanRequest(model="llama", cluster="h100:8", output=Path("eight.json"))
-    started = started_by(request, planned_job("llama"))
-    assert started.on_one_host == "merak train llama plan=eight.json"
+    started = started_by(request, planned_job("llama"), same)
+    assert str(started.on_one_host).startswith("merak train llama plan=eight.json arguments.")
+
+
+def test_plans_are_priced_in_the_precision_of_the_config(capsys, tmp_path):
+    """And say so; words of the command line count more."""
+    config = {**json.loads(TINY), "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    job = ["plan", "--model", str(tmp_path), "--seq", "8", "--cluster", "h100", "--global-batch"]
+    job += ["1", "--recompute", "off"]
+    peaks = {}
+    for words, said in (
+        ([], "parameters in bfloat16 (the model's config), no autocast"),
+        (["--dtype", "fp32"], "parameters in float32 (--dtype), no autocast"),
+        (["--autocast", "BF16"], "parameters in bfloat16 (the model's config), autocast to"),
+    ):
+        assert main([*job, *words, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["precision"].startswith(said)
+        peaks[said] = report["plans"][0]["peak_memory_bytes"][0]
+    low, full, _ = peaks.values()
+    assert low < 0.7 * full
+
+
+def test_plans_are_priced_in_the_precision_of_the_recipe(capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"""
+model: {{name: GPT2LMHeadModel, config: {TINY}, dtype: bf16}}
+data: {{sequence: 8}}
+arguments: {{output_dir: {tmp_path}, bf16: auto, per_device_train_batch_size: 1}}
+""")
+    words = ["plan", "--model", str(recipe), "--recompute", "off", "--microbatch", "1"]
+    words += ["--set", "data.tokenizer=nowhere", "--global-batch", "1", "--json"]
+    for cluster, autocast in (("h100", "autocast to bfloat16 (the recipe)"), ("t4", "no autocast")):
+        assert main([*words, "--cluster", cluster]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["precision"] == f"parameters in bfloat16 (the recipe), {autocast}"
+
+
+@pytest.mark.parametrize("name", ["shifted_critical_path", "chimera"])
+def test_layouts_that_a_schedule_has_not_are_rejected_candidates(capsys, name):
+    """`--schedule` alone is no error: pp=1 is left out, and pp=2 is planned."""
+    assert main([*SMALL, "--schedule", name, "--tp", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {row["pp"] for row in report["plans"]} == {2}
+    assert f"{name}, pp=1" in {own["what"] for own in report["rejected"]}
+    assert main([*SMALL, "--schedule", name, "--pp", "1"]) == 2
+    assert "got 1" in capsys.readouterr().err

@@ -294,3 +294,18 @@ def test_arguments_that_init_does_not_have_are_refused(name: str) -> None:
 def test_options_that_parallelize_does_not_have_are_refused() -> None:
     with pytest.raises(ArgumentsError, match="no argument 'shedule'; did you mean schedule"):
         merak.parallelize(torch.nn.Linear(1, 1), {}, shedule="1f1b")
+
+
+def test_a_second_equal_call_returns_the_mesh() -> None:
+    first = merak.init(device="cpu")
+    assert merak.init(device="cpu") is first and merak.init(1, tp=1, device="cpu") is first
+    assert merak.init(1, 1, 1, ep=1, backend="gloo", device="cpu") is first
+
+
+@pytest.mark.parametrize(
+    "other", [{"dp": 2}, {"pp": 4}, {"timeout_s": 5.0}, {"elastic": True}, {"plan": "auto"}]
+)
+def test_a_second_call_for_another_mesh_is_refused(other: dict[str, Any]) -> None:
+    merak.init(device="cpu")
+    with pytest.raises(MeshError, match=r"merak.init\(device='cpu'\) has laid the ranks out"):
+        merak.init(**other, device="cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from merak.core.errors import ArgumentsError
-from merak.core.precision import check_autocast
+from merak.core.precision import check_autocast, read_type
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -35,3 +35,14 @@ def test_an_old_gpu_is_told_from_a_new_one(has_it: bool) -> None:
             return
         with pytest.raises(ArgumentsError, match=r"Tesla V100 has no bfloat16; train in float16"):
             check_autocast(torch.bfloat16, GPU)
+
+
+@pytest.mark.parametrize("written", ["bf16", "BF16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_types_are_read_as_people_write_them(written: object) -> None:
+    assert read_type(written) == "bfloat16"
+    assert (read_type("fp16"), read_type("half"), read_type("fp32")) == (
+        "float16",
+        "float16",
+        "float32",
+    )
+    assert read_type("int8") == "int8" and read_type(3) == 3

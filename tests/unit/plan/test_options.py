@@ -28,7 +28,7 @@ def test_training_arguments_have_every_option_with_its_help() -> None:
 
 def test_training_arguments_have_types_that_options_take() -> None:
     hints, wide = typing.get_type_hints(TrainingFields), typing.get_type_hints(ParallelOptions)
-    for name in ("schedule", "zero", "master_weights", "hang_limit_s", "memory_budget"):
+    for name in ("schedule", "zero", "master_weights", "hang_limit_s"):
         assert hints[name] == wide[name]
 
 
@@ -73,3 +73,9 @@ def test_former_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture)
 
 def test_names() -> None:
     assert {"schedule", "zero", "recompute"} <= set(PARALLEL_OPTIONS)
+
+
+def test_sizes_are_options_as_people_write_them() -> None:
+    assert EngineOptions(memory_budget="80GB").memory_budget == 80 * 10**9  # type: ignore[arg-type]
+    with pytest.raises(ArgumentsError, match="memory_budget='lots' is not a size; use a number"):
+        EngineOptions(memory_budget="lots")  # type: ignore[arg-type]

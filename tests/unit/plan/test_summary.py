@@ -46,7 +46,7 @@ def test_a_job_in_a_few_lines() -> None:
     )
     head, *rows = [line.split("  ") for line in lines[3:]]
     assert [cell.strip() for cell in head if cell.strip()] == [
-        "ranks", "stages", "segments", "parameters", "memory"
+        "ranks", "stages", "segments", "parameters", "memory forecast"
     ]  # fmt: skip
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[:2] for row in cells] == [["0–1", "0"], ["2–3", "1"]]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from merak.cli.model import (
     filled,
     model_source,
     model_workload,
+    precision_of,
     recipe_job,
     request_optimizer,
     types_of,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from merak.cli.recipe.planned_job import JobDraft, PlannedJob
     from merak.plan.cluster.cluster import Cluster, Nodes
     from merak.plan.price.workload import Workload
+    from merak.plan.search.plan_file import PlanFile
 
 SCRIPT = "train.py"
 """Name of the user's script in the command that is shown."""
@@ -55,7 +58,7 @@ def plan(request: PlanRequest) -> None:
     """Find the fastest way to lay a job out on devices that need not be here."""
     with stdout_to_stderr(), paused_collector(process_ends=True):
         report = plan_report(request)
-    show(report, text_of, request.as_json)
+    show(report, lambda own: text_of(own, request.explain), request.as_json)
 
 
 def plan_report(request: PlanRequest) -> PlanReport:
@@ -75,8 +78,9 @@ def plan_report(request: PlanRequest) -> PlanReport:
     request, draft = _with_recipe(request, job)
     planned = find_plans(request, job, draft)
     best = planned.ranking.plans[0]
+    found = plan_of(planned.workload, best, planned.cluster_name)
     if request.output is not None:
-        write_plan(request.output, plan_of(planned.workload, best, planned.cluster_name))
+        write_plan(request.output, found)
     if request.page is not None:
         from merak.cli.plan.page import write_page
 
@@ -89,6 +93,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         devices=cluster.num_devices,
         global_batch=workload.global_batch,
         sequence=workload.sequence,
+        precision=precision_of(workload, request, job),
         counted="samples" if workload.tokens_per_sample == 1 else "tokens",
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
@@ -97,7 +102,8 @@ def plan_report(request: PlanRequest) -> PlanReport:
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,
         what_if=list(_what_ifs(request, planned)) if request.what_if else [],
-        commands=commands(cluster, best.candidate.world_size, started_by(request, job)),
+        commands=commands(cluster, best.candidate.world_size, started_by(request, job, found)),
+        starts=_starts(job),
         output=None if request.output is None else str(request.output),
         page=None if request.page is None else str(request.page),
         seconds=time.perf_counter() - began,
@@ -112,7 +118,10 @@ def _with_recipe(
         return request, None
     import torch
 
-    draft = job.draft(torch.device("cpu"))
+    from merak.plan.cluster.parse import parse_cluster
+
+    nodes = parse_cluster(request.cluster).nodes
+    draft = job.draft(torch.device("cpu"), [own.device for own in nodes])
     draft.refuse_unpriced("merak plan")
     return filled(request, draft.pinned()), draft
 
@@ -244,12 +253,23 @@ def _slower(cluster: Cluster) -> Cluster:
     return replace(cluster, nodes=tuple(replace(n, network=network) for n, network in pairs))
 
 
-def started_by(request: PlanRequest, job: PlannedJob | None) -> Started:
+def _starts(job: PlannedJob | None) -> str | None:
+    """A sentence on the script that the command starts; None where it starts a recipe."""
+    if job is not None:
+        return None
+    return (
+        f"{SCRIPT} is a script of this model that gives the file to merak.init(plan=…) and "
+        "MerakArguments(plan=…), as that of merak init does"
+    )
+
+
+def started_by(request: PlanRequest, job: PlannedJob | None, plan: PlanFile) -> Started:
     """Return what starts a rank of the planned job: a script that follows the plan, or a recipe.
 
     Args:
         request: with the recipe and its changes, and the file of the plan.
         job: of the recipe; None without one.
+        plan: whose choices the recipe may contradict.
     """
     file = request.output or "plan.json"
     if job is None:
@@ -257,8 +277,19 @@ def started_by(request: PlanRequest, job: PlannedJob | None) -> Started:
     # The plan's degrees count, and a recipe that repeats others would contradict it.
     given = any(getattr(job.recipe.parallel, axis) is not None for axis in ("dp", "tp", "pp", "cp"))
     changes = [*(request.settings or ()), f"plan={file}", *(["parallel=null"] if given else [])]
+    changes += _changes(job.recipe.arguments, plan)
     words = shlex.join(["train", request.model, *changes])
     return Started(f"-m merak.cli.main {words}", f"merak {words}")
+
+
+def _changes(arguments: Mapping[str, Any], plan: PlanFile) -> Iterator[str]:
+    """Changes of the fields of a recipe that a plan has otherwise."""
+    from merak.arguments.planned import planned_arguments
+
+    for name, value in planned_arguments(plan).items():
+        given = arguments.get(name)
+        if given is not None and given != value:
+            yield f"arguments.{name}={json.dumps(value)}"
 
 
 def commands(cluster: Cluster, world_size: int, started: Started) -> list[str]:

@@ -125,6 +125,7 @@ class PlanReport:
         devices: their number.
         global_batch: samples of a step.
         sequence: tokens of one; None where samples are no sequences of tokens.
+        precision: types of parameters and of autocast, and who says so.
         counted: what throughput counts: "tokens", or "samples" where these are no tokens.
         plans: fastest first.
         rejected: regions of the space, with reasons.
@@ -134,6 +135,7 @@ class PlanReport:
         proved: whether no other candidate can be faster than the first plan.
         what_if: the best plans of other jobs.
         commands: to start the first plan, one for each kind of node.
+        starts: what the script of the commands must do; None where they start a recipe.
         output: file of the first plan; None where none was asked for.
         page: file of the page; None where none was asked for.
         seconds: that planning took.
@@ -144,6 +146,7 @@ class PlanReport:
     devices: int
     global_batch: int
     sequence: int | None
+    precision: str
     counted: str
     plans: list[PlanRow]
     rejected: list[RejectedRow]
@@ -153,6 +156,7 @@ class PlanReport:
     proved: bool
     what_if: list[WhatIf]
     commands: list[str]
+    starts: str | None
     output: str | None
     page: str | None
     seconds: float
@@ -218,13 +222,19 @@ def rejected_rows(ranking: Ranking) -> list[RejectedRow]:
     return [RejectedRow(own.what, own.why, own.count) for own in ranking.rejected]
 
 
-def text_of(report: PlanReport) -> str:
-    """Format a report for people, in at most 80 columns as far as words can be broken."""
+def text_of(report: PlanReport, explains: bool = False) -> str:
+    """Format a report for people, in at most 80 columns as far as words can be broken.
+
+    Args:
+        report: of a search.
+        explains: whether to list what was left out, with the reasons.
+    """
     lines = [
         *_wrapped(
             f"{report.model} on {report.cluster} ({counted(report.devices, 'device')}), "
             f"{samples(report.global_batch, report.sequence)} a step"
         ),
+        *_wrapped(report.precision),
         *_wrapped(
             f"{counted(report.candidates, 'candidate')}, {report.priced} of them priced: "
             f"{_claim(report)}; planned in {report.seconds:.1f} s"
@@ -244,11 +254,15 @@ def text_of(report: PlanReport) -> str:
         lines += ["what if:", *what_ifs, ""]
     rejected = [line for own in report.rejected for line in _wrapped(_rejected(own), "  ")]
     notes = [line for own in report.notes for line in _wrapped(f"note: {own}")]
-    lines += ["left out:", *rejected, ""] if rejected else []
+    if explains:
+        lines += ["left out:", *rejected, ""] if rejected else []
+    elif report.rejected:
+        lines += [f"--explain says why {report.candidates - len(report.plans):,} are left out", ""]
     lines += [*notes, ""] if notes else []
     unwritten = "" if report.output else ", once --output plan.json has written it"
     lines += [f"to start it{unwritten}:"]
     lines += [f"  {command}" for command in report.commands]
+    lines += [] if report.starts is None else _wrapped(f"({report.starts})", "  ")
     return "\n".join(lines)
 
 

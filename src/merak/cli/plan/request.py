@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.options import (
+    autocast,
     check_reductions,
     given,
     json_output,
     option,
+    parameter_dtype,
     recipe_settings,
     shared,
+    words,
 )
 from merak.core.files.json_file import parse_value
 from merak.launch.errors import CommandError
+from merak.plan.cost.data_sheets import SHEETS
+from merak.schedule.registry import names as schedules
 
 if TYPE_CHECKING:
     from merak.plan.search.pinned import Pinned
@@ -35,7 +40,11 @@ class PlanRequest:
         "transformers class name, a folder or file with a config.json, or a recipe.",
     )
     cluster: str = option(
-        MISSING, "--cluster", "C", "Such as h100:8x4 (device, devices a node, nodes), or a file."
+        MISSING,
+        "--cluster",
+        "C",
+        "Such as h100:8x4 (device, devices a node, nodes), or a file.",
+        **words(SHEETS),
     )
     global_batch: int | None = option(
         None, "--global-batch", "N", "Samples of a step of the job; those of the recipe."
@@ -63,7 +72,9 @@ class PlanRequest:
     microbatch: int | None = option(
         None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"
     )
-    schedule: str | None = option(None, "--schedule", "NAME", f"Pipeline schedule.{_PINNED}")
+    schedule: str | None = option(
+        None, "--schedule", "NAME", f"Pipeline schedule.{_PINNED}", **words(schedules())
+    )
     options: list[str] | None = option(
         None, "--option", "KEY=VALUE", "Of the pinned schedule; repeatable."
     )
@@ -83,10 +94,8 @@ class PlanRequest:
     partition: str | None = option(
         None, "--partition", "N,…", "Segments of every stage, such as 5,7,7,7; else balanced."
     )
-    dtype: str = option("float32", "--dtype", "TYPE", "Of the parameters, such as bfloat16.")
-    autocast: str | None = option(
-        None, "--autocast", "TYPE", "bfloat16 or float16: what bf16 and fp16 train with."
-    )
+    dtype: str | None = parameter_dtype()
+    autocast: str | None = autocast()
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
     master_weights: bool = option(
         False, "--master-weights", "", "Float32 masters of parameters of a lower precision."
@@ -96,6 +105,7 @@ class PlanRequest:
     hierarchical_reductions: str = shared("hierarchical_reductions")
     tied_gradients: str = shared("tied_gradients")
     top: int = option(5, "--top", "K", "Plans to show.")
+    explain: bool = option(False, "--explain", "", "Say what was left out, and why.")
     what_if: bool = option(
         False,
         "--what-if",

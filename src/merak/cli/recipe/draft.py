@@ -16,17 +16,19 @@ AUTO_BF16 = "auto"
 """What `bf16` of a recipe may be besides true and false: true on GPUs that have it."""
 
 
-def settings(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+def settings(recipe: Recipe, device: torch.device, has_bf16: bool | None = None) -> dict[str, Any]:
     """Return the training settings of a recipe as `MerakArguments` takes them.
 
     Args:
         recipe: of the job.
         device: that the ranks compute on; it need not be here.
+        has_bf16: whether devices that are planned for have bfloat16; None for `device`.
     """
     # Throughput is measured in input tokens, so they are counted unless the recipe says no.
     found = {"include_num_input_tokens_seen": "all", **recipe.arguments}
     if found.get("bf16") == AUTO_BF16:
-        found["bf16"] = not found.get("fp16") and _has_bf16(device)
+        has_bf16 = _has_bf16(device) if has_bf16 is None else has_bf16
+        found["bf16"] = not found.get("fp16") and has_bf16
     return found
 
 
@@ -36,13 +38,16 @@ def _has_bf16(device: torch.device) -> bool:
     return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
-def draft_of(recipe: Recipe, device: torch.device, ranks: int) -> tuple[Mesh, DraftArguments]:
+def draft_of(
+    recipe: Recipe, device: torch.device, ranks: int, has_bf16: bool | None = None
+) -> tuple[Mesh, DraftArguments]:
     """Return the mesh of a recipe's job, and its arguments, checked as every rank checks them.
 
     Args:
         recipe: of the job.
         device: that the ranks compute on; it need not be here.
         ranks: of the job, for `plan: auto`.
+        has_bf16: as of `settings`.
 
     Raises:
         MerakError: degrees or arguments that cannot be honoured.
@@ -56,4 +61,4 @@ def draft_of(recipe: Recipe, device: torch.device, ranks: int) -> tuple[Mesh, Dr
         given.check_ranks(ranks)
         mesh = replace(mesh, dp=ranks, tp=1, pp=1, given=given)
     with pretended(mesh):
-        return mesh, DraftArguments(**settings(recipe, device))
+        return mesh, DraftArguments(**settings(recipe, device, has_bf16))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from merak.core.mesh import Mesh
 from merak.engine.layer_dropping import drop_layers
 from merak.graph.weights.empty_weights import empty_weights
 from merak.launch.errors import CommandError
+from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import BUCKET_BYTES, PARALLEL_OPTIONS
@@ -70,17 +71,20 @@ class PlannedJob:
             return False
         return tokenizer_name(data, own.name) == TRAIN_TOKENIZER and _reads_text(own)
 
-    def draft(self, device: torch.device) -> JobDraft:
+    def draft(self, device: torch.device, devices: Iterable[DeviceProfile] = ()) -> JobDraft:
         """Return the job's arguments, checked as its ranks check them.
 
         Args:
-            device: that the ranks compute on.
+            device: that the ranks compute on, or that this process is to take for it.
+            devices: that are planned for and need not be here; none for `device`.
 
         Raises:
             MerakError: one cannot be honoured; the message begins with its place in the recipe.
         """
         with self.recipe.origins.located():
-            mesh, args = draft_of(self.recipe, device, self.recipe.parallel.num_ranks)
+            rates = [own.flops_per_s for own in devices]
+            has_bf16 = all("bfloat16" in own for own in rates) if rates else None
+            mesh, args = draft_of(self.recipe, device, self.recipe.parallel.num_ranks, has_bf16)
         return JobDraft(self, mesh, args)
 
     def samples(self, source: ModelSource) -> dict[str, Any]:
@@ -92,11 +96,8 @@ class PlannedJob:
         found: dict[str, Any] = {}
         if reads_sequence(source) and self.recipe.data.format != COLUMNS:
             found["sequence"] = self.recipe.data.sequence
-        if self.recipe.model.dtype is not None:
-            found["dtype"] = self.recipe.model.dtype
-        elif source.weights is not None and source.config.dtype is not None:
-            found["dtype"] = str(source.config.dtype).removeprefix("torch.")
-        return found
+        usual = "float32" if source.weights is None else source.dtype
+        return found | {"dtype": self.recipe.model.dtype or usual}
 
     def sample(self, source: ModelSource, sequence: int | None) -> str:
         """Return a sentence on the samples that stand for those of the data.

@@ -191,13 +191,13 @@ def _lora(parsed: object, origins: Origins) -> dict[str, Any] | None:
 
 
 def _section(kind: type[Section], name: str, parsed: object, origins: Origins) -> Section:
-    given = _mapping((name,), parsed, origins)
+    given = dict(_mapping((name,), parsed, origins))
     hints = typing.get_type_hints(kind)
     _check_names(name, given, hints, origins)
     for part in dataclasses.fields(kind):  # type: ignore[arg-type]
         keys = (name, part.name)
         if part.name in given:
-            value = given[part.name]
+            value = given[part.name] = part.metadata.get("reads", _as_it_is)(given[part.name])
             _check_kind(keys, value, hints[part.name], origins)
             _check_value(keys, value, part.metadata, origins)
         elif part.default is part.default_factory is dataclasses.MISSING:
@@ -207,6 +207,10 @@ def _section(kind: type[Section], name: str, parsed: object, origins: Origins) -
                 f"{name}.{part.name}=… on the command line.",
             )
     return kind(**given)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _check_names(

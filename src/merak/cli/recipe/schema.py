@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from merak.cli.recipe.source import Origins
+from merak.core.precision import PARAMETER_TYPES, read_type
 
 STANDARD_LIBRARY = "standard-library"
 """The data source that every machine has: the source files of Python's own library."""
@@ -24,9 +25,6 @@ SEPARATE, JOINED, UNPACKED = "separate", "joined", "none"
 PACKINGS = (SEPARATE, JOINED, UNPACKED)
 """Ways to make samples of one length from documents."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Element types of a model's parameters."""
-
 CHATML = "chatml"
 """The name of a chat template for tokenizers without one."""
 
@@ -37,7 +35,7 @@ def own(default: Any, help: str, **checks: Any) -> Any:
     Args:
         default: its value where the recipe leaves it out; MISSING where it must not.
         help: a sentence.
-        **checks: `least` and `most` of a number, or `choices`.
+        **checks: `least` and `most` of a number, or `choices`; `reads` a text as people write it.
     """
     metadata = {"help": help, **checks}
     if default is dict:
@@ -60,7 +58,8 @@ class ModelRecipe:
         "Element type of the parameters, `float32`, `bfloat16` or `float16`; null for that of the "
         "folder's weights, and `float32` for random ones. In one of 16 bits, small updates are "
         "lost without `master_weights` in `arguments`.",
-        choices=DTYPES,
+        choices=PARAMETER_TYPES,
+        reads=read_type,
     )
     trust_remote_code: bool = own(False, "Whether code in the model's folder may run.")
 

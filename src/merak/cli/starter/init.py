@@ -11,16 +11,19 @@ from typing import Any
 
 import yaml
 
-from merak.cli.options import argument, json_output, option, takes
+from merak.cli.options import argument, json_output, option, takes, words
 from merak.cli.output import show
-from merak.cli.recipe.ready import ready_text
+from merak.cli.recipe.ready import READY, ready_text
 from merak.core.elastic import AUTO_PLAN
 from merak.core.units import counted
 from merak.launch.errors import CommandError
 
 Sections = Mapping[str, Any]
 
-_RECIPE, _SCRIPT = "recipe.yaml", "train.py"
+_WIDTH = 100
+"""Columns of a page in which what a command does is behind it, else above."""
+
+_CONFIG, _RECIPE, _SCRIPT = "config.json", "recipe.yaml", "train.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,11 @@ class InitRequest:
 
     name: Path = argument(MISSING, "NAME", "The folder to write.")
     recipe: str | None = option(
-        None, "--recipe", "RECIPE", "One of `merak recipes`; without it, a small GPT-2."
+        None,
+        "--recipe",
+        "RECIPE",
+        "One of `merak recipes`; without it, a small GPT-2.",
+        **words(READY),
     )
     as_json: bool = json_output()
 
@@ -82,7 +89,11 @@ def _texts(recipe: str | None) -> dict[str, str]:
         script = _template("train_recipe.py.template")
         script = script.replace("NUM_RANKS", _ranks_of_torchrun(yaml.safe_load(text)))
         return {_RECIPE: text, _SCRIPT: script}
-    return {_RECIPE: _template("recipe.yaml"), _SCRIPT: _template("train.py.template")}
+    return {
+        _CONFIG: _template(_CONFIG),
+        _RECIPE: _template(_RECIPE),
+        _SCRIPT: _template("train.py.template"),
+    }
 
 
 def _template(name: str) -> str:
@@ -102,7 +113,12 @@ def _commands(sections: Sections, is_ready: bool) -> dict[str, str]:
         f"merak train {_RECIPE}{words}": "train",
         f"torchrun --nproc-per-node {_ranks_of_torchrun(sections)} {_SCRIPT}{words}": "the same",
     }
-    return before | run if is_ready else run
+    plan = "merak plan --model config.json --cluster h100:2 --global-batch 16 --seq 128"
+    then = {
+        f"{plan} --output plan.json": "the fastest layout of train.py's model on 2 GPUs",
+        f"torchrun --nproc-per-node 2 {_SCRIPT} --plan plan.json": "train in that layout",
+    }
+    return before | run if is_ready else run | then
 
 
 def _notes(sections: Sections, is_ready: bool) -> list[str]:
@@ -149,6 +165,9 @@ def _open_fields(sections: Sections) -> list[str]:
 def _page(report: InitReport) -> str:
     width = max(map(len, report.commands))
     commands = [f"{command:<{width}}  # {what}" for command, what in report.commands.items()]
-    begin = f"{report.folder} has {' and '.join(report.files)}. Go on with:"
+    if max(map(len, commands)) > _WIDTH:
+        commands = [line for c, what in report.commands.items() for line in (f"# {what}:", c)]
+    *most, last = report.files
+    begin = f"{report.folder} has {', '.join(most)} and {last}. Go on with:"
     notes = [line for note in report.notes for line in ("", note)]
     return "\n".join([begin, "", f"cd {report.folder}", *commands, *notes])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merak.cli.options import argument, json_output, takes
+from merak.cli.options import argument, json_output, takes, words
 from merak.cli.output import show
-from merak.cli.recipe.ready import ready_names, ready_text, ready_title
+from merak.cli.recipe.ready import READY, ready_names, ready_text, ready_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,9 @@ class RecipesReport:
 class RecipesRequest:
     """Request for the recipes that come with Merak."""
 
-    name: str | None = argument(None, "[NAME]", "The recipe to print; without it, all are listed.")
+    name: str | None = argument(
+        None, "[NAME]", "The recipe to print; without it, all are listed.", **words(READY)
+    )
     as_json: bool = json_output()
 
 

@@ -12,6 +12,7 @@ interrupt is one line.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -50,6 +51,9 @@ LAUNCHER_S = 10.0
 
 EXIT_S = 10
 """Seconds that a failed rank gets to close its files, before it is ended."""
+
+BAD_INPUT, FAILED = 2, 1
+"""Exit codes of a rank: for input that makes no sense, and for a run that failed."""
 
 INTERRUPT_EXIT_S = 2
 """Seconds that an interrupted one gets: somebody waits for it."""
@@ -198,7 +202,8 @@ def _report(
         tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
-    _end_soon()
+    is_bad_input = isinstance(error, MerakError) and not isinstance(error, TrainingError)
+    _end_with(BAD_INPUT if is_bad_input else FAILED)
 
 
 def _report_in_thread(
@@ -309,6 +314,32 @@ def tell_launcher(error: BaseException) -> None:
     content = json.dumps({"message": {"message": summary, "extraInfo": extra}})
     with suppress(OSError):  # the report then only lacks a line
         Path(path).write_text(content, encoding="utf-8")
+
+
+def _end_with(code: int) -> None:
+    """End this process with an exit code when its hooks are done, in a limited time.
+
+    Threads of communication libraries may wait for ranks that never come, also while Python ends.
+    """
+    _end_soon(EXIT_S + INTERRUPT_EXIT_S)  # where even the threads below cannot run
+    limit = threading.Timer(EXIT_S, os._exit, (code,))
+    limit.daemon = True
+    limit.start()
+    threading.Thread(target=_end_as_python, args=(code,)).start()
+
+
+def _end_as_python(code: int) -> None:
+    """Join the script's own threads, call what it has registered for the end, and end."""
+    threading.main_thread().join()  # until Python ends: torch's hook prints what ours has said
+    for other in threading.enumerate():
+        if not other.daemon and other not in (threading.main_thread(), threading.current_thread()):
+            other.join()
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _end_soon(limit_s: float = EXIT_S) -> None:

@@ -58,7 +58,7 @@ def open_store(rank: int, timeout_s: float) -> Store:
         MeshError: it cannot be opened or reached.
     """
     host, timeout = os.environ.get("MASTER_ADDR", ""), timedelta(seconds=timeout_s)
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    port = _port()
     if not host or not port:
         raise MeshError(
             "RANK is set, but not MASTER_ADDR and MASTER_PORT, where the ranks of the job find one "
@@ -91,6 +91,36 @@ def open_store(rank: int, timeout_s: float) -> Store:
     # Questions get another connection: the group's own waits long for ranks that are late.
     _opened[:] = [_quick(prefixed)]
     return prefixed
+
+
+def _port() -> int | None:
+    """Port of the job's store; a free one where a single rank leaves it open by 0.
+
+    Raises:
+        MeshError: it is no port, or open though several ranks must find it.
+    """
+    written = os.environ.get("MASTER_PORT", "")
+    if not written:
+        return None
+    if not written.isdecimal() or int(written) >= 2**16:
+        raise MeshError(
+            f"MASTER_PORT={written} is no port; name a free one from 1 to 65535 on rank 0's host, "
+            "the same on all ranks."
+        )
+    if int(written):
+        return int(written)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks > 1:
+        raise MeshError(
+            f"MASTER_PORT=0 is any free port, which {num_ranks} ranks would not agree on; name a "
+            "free one on rank 0's host, the same on all ranks, or start them with torchrun "
+            "--standalone."
+        )
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port: int = taken.getsockname()[1]
+    os.environ["MASTER_PORT"] = str(port)
+    return port
 
 
 def _refuse_second(store: Store, rank: int) -> None:

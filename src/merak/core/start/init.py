@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torchrun makes a store anew for each attempt."""
 
+_TIMEOUT_S = 600.0
+
 _LONGEST_S = 10 * 365 * 24 * 3600.0
 """Largest timeout in seconds: torch counts it in milliseconds of limited size."""
 
@@ -56,12 +58,12 @@ def init(
     ep: int | None = None,
     backend: str | None = None,
     device: str | torch.device | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = _TIMEOUT_S,
     elastic: bool = False,
     plan: str | os.PathLike[str] | None = None,
     **unknown: Never,
 ) -> Mesh:
-    """Lay the ranks out as dp × cp × tp × pp and connect them; call it once, before the trainer.
+    """Lay the ranks out as dp × cp × tp × pp and connect them; call it before the trainer.
 
     Args:
         dp: data parallel degree; 1 where neither it nor a plan is given.
@@ -83,26 +85,36 @@ def init(
         **unknown: refused by an `ArgumentsError`.
 
     Returns:
-        The mesh, which `current_mesh()` also gives; with plan="auto" one of replicas until then.
+        The mesh, which `current_mesh()` also gives, as does a second call for the same; with
+        plan="auto" one of replicas until then.
 
     Raises:
         PlanError: the plan cannot be read, or has other degrees than those given.
         MeshError: degrees below 1 or whose product is not the world size, a job of several ranks
-            that torchrun did not start, a device or backend that is none, or a second call.
+            that torchrun did not start, a device or backend that is none, or a second call for
+            another mesh.
     """
     failure.install(limits.exhausted)
     _check_call(unknown, timeout_s)
     preemption.listen()
     given = GivenDegrees(dp, tp, pp, cp, ep)
     wanted = wanted_degrees(given, plan, elastic)
-    degrees = _check_degrees(wanted, elastic)
-    held = _expert_degree(ep, wanted, degrees, plan)
+    GivenDegrees(*wanted).check()
     chosen = pick_device(device)
     check_backend(backend, chosen)
-    mesh = connect(degrees, held, chosen, backend, timeout_s)
-    if plan == AUTO_PLAN:
-        mesh = replace(mesh, given=given)
-    mesh = mesh if degrees == wanted else _smaller(mesh, wanted)
+    call = _call_text(given, wanted, chosen, backend, timeout_s, elastic, plan)
+    if has_mesh():
+        return _same_mesh(call)
+    degrees = _check_degrees(wanted, elastic)
+    held = _expert_degree(ep, wanted, degrees, plan)
+    mesh = replace(connect(degrees, held, chosen, backend, timeout_s), call=call)
+    return _adopted(mesh, wanted, given if plan == AUTO_PLAN else None)
+
+
+def _adopted(mesh: Mesh, wanted: Degrees, searched: GivenDegrees | None) -> Mesh:
+    """Make a mesh that of this job, with the degrees that it is written for or leaves open."""
+    mesh = replace(mesh, given=searched)
+    mesh = _smaller(mesh, wanted) if mesh.world_size < math.prod(wanted) else mesh
     set_mesh(mesh)
     watch_for_no_use()
     _warn_of_hosts(mesh)
@@ -135,10 +147,46 @@ def lay_out(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Mesh:
 
 def _check_call(unknown: Iterable[str], timeout_s: object) -> None:
     refuse_unknown("merak.init", unknown, keyword_names(init))
-    if has_mesh():
-        raise MeshError("merak.init was called twice; call it once, before the trainer is built.")
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= _LONGEST_S:
         raise MeshError(f"{timeout_s=} is not a time to wait; use a number of seconds above 0.")
+
+
+def _call_text(
+    given: GivenDegrees,
+    wanted: Degrees,
+    device: torch.device,
+    backend: str | None,
+    timeout_s: float,
+    elastic: bool,
+    plan: str | os.PathLike[str] | None,
+) -> str:
+    """What `init` is called for, in words that are the same for the same mesh."""
+    usual = "nccl" if device.type == "cuda" else "gloo"
+    degrees = (given if plan == AUTO_PLAN else wanted)._asdict().items()
+    parts = [f"{axis}={own}" for axis, own in degrees if own not in (None, 1)]
+    parts += [f"ep={given.ep}"] * (plan != AUTO_PLAN and given.ep not in (None, 1))
+    parts += [f"plan={os.fspath(plan)!r}"] if plan is not None else []
+    parts += ["elastic=True"] * bool(elastic)
+    parts.append(f"device={str(device)!r}")
+    parts += [f"backend={backend!r}"] if backend not in (None, usual) else []
+    parts += [f"timeout_s={timeout_s:g}"] if timeout_s != _TIMEOUT_S else []
+    return f"merak.init({', '.join(parts)})"
+
+
+def _same_mesh(call: str) -> Mesh:
+    """The mesh that there is, for a further call for the same.
+
+    Raises:
+        MeshError: it is for another one.
+    """
+    mesh = current_mesh()
+    if mesh.call != call:
+        before = mesh.call or "another part of the program"
+        raise MeshError(
+            f"{call} is a second call, but {before} has laid the ranks out already; leave the "
+            "second out (merak.current_mesh() gives the mesh), or give both the same arguments."
+        )
+    return mesh
 
 
 def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
@@ -147,7 +195,6 @@ def _check_degrees(wanted: Degrees, elastic: bool) -> Degrees:
     Returns:
         The degrees to run in: smaller ones where fewer ranks are there and `elastic` allows it.
     """
-    GivenDegrees(*wanted).check()
     num_ranks = math.prod(wanted)
     if "RANK" not in os.environ and num_ranks > 1:
         start = f"start it with `torchrun --nproc-per-node {num_ranks} script.py`."

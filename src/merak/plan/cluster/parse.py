@@ -21,7 +21,12 @@ from merak.plan.profile.profile_file import is_profile, load_profile
 
 logger = logging.getLogger(__name__)
 
-_SHORT = re.compile(r"(?P<device>[A-Za-z0-9_-]+?)(?::(?P<size>\d{1,9})(?:x(?P<count>\d{1,9}))?)?")
+_SHORT = re.compile(r"(?P<device>[A-Za-z0-9_ -]+?)(?::(?P<size>\d{1,9})(?:x(?P<count>\d{1,9}))?)?")
+_NEARLY = (
+    re.compile(r"(?P<device>.+?) ?[x*×:@,/] ?(?P<size>\d+)(?: ?[x*×:@,/] ?(?P<count>\d+))?"),
+    re.compile(r"(?:(?P<count>\d+) ?[x*×:@,/] ?)?(?P<size>\d+) ?[x*×:@,/]? ?(?P<device>\D.*)"),
+)
+"""Forms in which people write nodes elsewhere, such as h100x8, 8xh100 and 4x8xh100."""
 _FILES = (".yaml", ".yml", ".json")
 
 
@@ -58,7 +63,12 @@ def _from_text(text: str) -> Cluster:
 
 
 def _nodes_of_text(text: str, whole: str) -> Nodes:
-    found = _SHORT.fullmatch(text)
+    found = _SHORT.fullmatch(text.strip())
+    meant = _meant(text.strip())
+    if meant and (found is None or sheet_name(found["device"]) is None):
+        raise PlanError(
+            f"cluster={text!r} is not of the form DEVICE:PER_NODExNODES; did you mean {meant}?"
+        )
     if found is None:
         raise PlanError(
             f"cluster={whole!r} is neither a file nor of the form DEVICE:PER_NODExNODES; "
@@ -71,6 +81,16 @@ def _nodes_of_text(text: str, whole: str) -> Nodes:
     if name is None:
         raise PlanError(f"There is no device {found['device']!r}{_similar_device(found['device'])}")
     return _default_nodes(name, size, count)
+
+
+def _meant(text: str) -> str | None:
+    """The nodes that a text in another form means; None where it names no device."""
+    for form in _NEARLY:
+        found = form.fullmatch(text)
+        if found is not None and sheet_name(found["device"]) is not None:
+            count = f"x{found['count']}" if found["count"] else ""
+            return f"{found['device'].strip()}:{found['size']}{count}"
+    return None
 
 
 def link_of(name: str) -> Link:

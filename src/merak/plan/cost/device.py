@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import torch
 from merak.core.errors import PlanError
 from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.plan.cost.calibration import Calibration
-from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS
+from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS, DataSheet
 from merak.plan.cost.efficiency import Efficiency, efficiency_from
 
 
@@ -212,10 +213,27 @@ _GAPS = 0.04
 
 
 def sheet_name(name: str) -> str | None:
-    """The name among `PRESETS` that a device's name means; None where there is none."""
-    lower = name.lower().replace("_", "-")
-    known = ALIASES.get(lower, lower)
-    return known if known in PRESETS else None
+    """The name among `PRESETS` of a device as people or drivers name it; None for no data sheet."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d+) ?-?gi?b", r"\1gb", name.lower()))
+    words = [word for word in words if word not in _MAKERS]
+    sizes = [word for word in words if word.endswith("gb") and word[:-2].isdecimal()]
+    others = [word for word in words if word not in sizes]
+    plain = [word for word in others if not _FORM.fullmatch(word)]
+    for own in (words, [*plain[:1], *sizes, *plain[1:]], plain):
+        known = ALIASES.get("-".join(own), "-".join(own))
+        if known in PRESETS and all(_has_memory(PRESETS[known], int(s[:-2])) for s in sizes):
+            return known
+    return None
+
+
+_MAKERS = frozenset(("nvidia", "amd", "geforce", "instinct", "tesla", "quadro"))
+_FORM = re.compile(r"sxm\d?|hbm\d?e?")
+"""Words of a driver's name that say nothing beside the memory."""
+
+
+def _has_memory(sheet: DataSheet, gigabytes: int) -> bool:
+    """Whether a device has a memory that its maker calls so many gigabytes."""
+    return 0.88 * gigabytes <= sheet.memory_gibibytes <= 1.02 * gigabytes
 
 
 PRESETS = SHEETS

@@ -187,13 +187,13 @@ def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Lai
 
 def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arranged:
     """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
+    plans = workload.plans(candidate)  # refused before anything is traced
     budget = min(_usable(cluster, candidate))
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
     priced = {
         id(device): price_segments(workload, candidate, device, cluster) for device in devices
     }
     segments = tuple(priced[id(device)] for device in devices)
-    plans = workload.plans(candidate)
     num_stages = plans.base.schedule.num_stages
     check_stages(len(segments[0]), num_stages, candidate.pp)
     links = stage_links(cluster, candidate, plans.base.schedule)

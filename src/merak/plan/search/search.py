@@ -208,6 +208,8 @@ def search_job(
     refused = [] if refusal is None else _refused(space, refusal)
     found = rank(space.candidates, pricing, top, most_priced)
     reason = _refusal([*found.rejections, *([] if space.candidates else refused)], found)
+    if not space.candidates and not refused:
+        reason = space.refusal
     found.rejections.extend(refused)
     return Ranking(
         plans=tuple(found.plans),

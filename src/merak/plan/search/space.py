@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from merak.core.errors import ScheduleError
 from merak.core.units import counted
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees, divisors
@@ -98,10 +99,12 @@ class Space:
     Args:
         candidates: in no order that matters.
         rejected: regions, with the rule.
+        refusal: why the first of the layouts cannot have the pinned schedule; None for none.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
     rejected: dict[str, Rejected] = field(default_factory=dict)
+    refusal: str | None = None
 
     def reject(self, what: str, why: str) -> None:
         """Note that a region is left out; of several pp from which on, the smallest says it."""
@@ -307,12 +310,15 @@ def _schedules(
     job: Job, pinned: Pinned, base: Candidate, space: Space
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if pinned.schedule is not None:
-        yield pinned.schedule, pinned.schedule_options
+        why = _pinned_problem(job, pinned, base)
+        if why is None:
+            yield pinned.schedule, pinned.schedule_options
+        else:
+            space.refusal = space.refusal or why
+            space.reject(f"{pinned.schedule}, pp={base.pp}", why)
         return
-    if base.pp == 1:
-        yield "1f1b", MappingProxyType({})
-        return
-    for name, variants in SCHEDULES.items():
+    searched = SCHEDULES if base.pp > 1 else {"1f1b": ({},)}
+    for name, variants in searched.items():
         for options in variants:
             problem = _schedule_problem(job, base, name, options)
             if problem is None:
@@ -322,6 +328,22 @@ def _schedules(
                 space.reject(f"{what}{problem[0]}", problem[1])
 
 
+def _pinned_problem(job: Job, pinned: Pinned, base: Candidate) -> str | None:
+    """The reason why a layout cannot have the pinned schedule, as its builder says it."""
+    name, options = str(pinned.schedule), dict(pinned.schedule_options)
+    if registry.takes_costs(name):
+        return None
+    try:
+        stages = registry.resolve(name, base.pp, base.num_microbatches, **options).num_stages
+    except ScheduleError as error:
+        return str(error).rstrip(".")
+    if base.partition is not None and len(base.partition) != stages:
+        return f"its {counted(stages, 'stage')} are not the partition's {len(base.partition)}"
+    if stages > job.num_segments:
+        return f"{counted(stages, 'stage')} for {counted(job.num_segments, 'segment')}"
+    return None
+
+
 def _schedule_problem(
     job: Job, base: Candidate, name: str, options: Mapping[str, Any]
 ) -> tuple[str, str] | None:
@@ -329,7 +351,8 @@ def _schedule_problem(
     chunks = options.get("chunks", 2 if name in ("zero_bubble_v", "dualpipe_v") else 1)
     stages, count = chunks * base.pp, base.num_microbatches
     if base.partition is not None and len(base.partition) != stages:
-        return f", pp={base.pp}", f"its {stages} stages are not the partition's"
+        whose = f"the partition's {len(base.partition)}"
+        return f", pp={base.pp}", f"its {counted(stages, 'stage')} are not {whose}"
     if stages > job.num_segments:
         return (
             f", pp≥{base.pp}",

@@ -57,8 +57,8 @@ FORMATS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("{} a step", step_time),
     "mfu": ("MFU {}", percent),
     "bubble": ("bubble {}", percent),
-    "peak_memory_gb": ("memory {}", lambda value: f"{value:.3g} GB"),
-    "memory_gb": ("memory {}", lambda value: f"{value:.3g} GB"),
+    "peak_memory_gb": ("GPU memory {}", lambda value: f"{value:.3g} GB"),
+    "memory_gb": ("process memory {}", lambda value: f"{value:.3g} GB"),
 }
 """Figures in the order in which they are shown: text around each, and its format."""
 

@@ -103,3 +103,23 @@ thread.join()
     done = run(tmp_path, lines)
     assert done.returncode == code
     assert "ZeroDivisionError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [("errors.DataError('no data.')", 2), ("errors.TrainingError('NaN.')", 1), ("KeyError()", 1)],
+)
+def test_a_rank_ends_with_the_code_of_its_error_though_python_cannot_end(
+    tmp_path: Path, raised: str, code: int
+) -> None:
+    """A thread waits for ever, as those of communication libraries do, and no signal is needed."""
+    lines = f"""
+import threading
+failure.EXIT_S = 0.5
+threading.Thread(target=threading.Event().wait).start()
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+raise {raised}
+"""
+    done = run(tmp_path, lines, RANK="1", WORLD_SIZE="2")
+    assert done.returncode == code, done.stderr

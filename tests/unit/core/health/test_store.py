@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -69,3 +70,23 @@ def test_a_rank_does_not_join_another_job(monkeypatch: pytest.MonkeyPatch) -> No
     finally:
         store.forget()
         held.clear()
+
+
+def test_an_open_port_is_one_for_a_single_rank_alone(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MeshError, match="MASTER_PORT=0 is any free port, which 2 ranks would not"):
+        store.open_store(0, 5.0)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    held = store.open_store(0, 20.0)
+    held.set("key", "value")
+    assert held.get("key") == b"value" and int(os.environ["MASTER_PORT"]) > 0
+
+
+@pytest.mark.parametrize("port", ["http", "70000", "-1"])
+def test_what_is_no_port_is_refused(monkeypatch, port):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(MeshError, match=f"MASTER_PORT={port} is no port; name a free one"):
+        store.open_store(0, 5.0)

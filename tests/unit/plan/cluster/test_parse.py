@@ -43,6 +43,45 @@ def test_short_texts():
     assert cluster.dollars_per_hour is None
 
 
+@pytest.mark.parametrize(
+    ("written", "sheet"),
+    [
+        ("H100 80GB:8", "h100-sxm"),
+        ("h100_80gb:8", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3:8", "h100-sxm"),
+        ("A100-SXM4-40GB:8", "a100-40gb"),
+        ("a100-pcie-80GB:8", "a100-80gb-pcie"),
+        ("Tesla V100 32 GB:8", "v100-32gb"),
+        ("RTX 4090:8", "rtx-4090"),
+    ],
+)
+def test_devices_are_named_as_people_and_drivers_do(written, sheet):
+    (nodes,) = parse_cluster(written).nodes
+    assert (nodes.device.name, nodes.devices_per_node) == (sheet, 8)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("h100x8", "h100:8"),
+        ("8xh100", "h100:8"),
+        ("h100*8", "h100:8"),
+        ("4x8xh100", "h100:8x4"),
+        ("h100:8:4", "h100:8x4"),
+        ("a100-80gb x8", "a100-80gb:8"),
+        ("8 h100", "h100:8"),
+    ],
+)
+def test_nodes_in_another_form_are_suggested(written, meant):
+    with pytest.raises(PlanError, match=f"did you mean {meant}\\?"):
+        parse_cluster(written)
+
+
+def test_a_memory_that_no_such_device_has_is_refused():
+    with pytest.raises(PlanError, match="There is no device 'h100-40gb'"):
+        parse_cluster("h100-40gb:8")
+
+
 @pytest.mark.parametrize("name", SHEETS)
 def test_every_device_gives_a_cluster(name):
     (nodes,) = parse_cluster(f"{name}:8x2").nodes

@@ -240,6 +240,39 @@ def test_pinned_choices_that_contradict_the_job_are_refused(pinned, sentence):
         search_job(job_of(), Double(), pinned)
 
 
+@pytest.mark.parametrize(
+    ("name", "degrees", "why"),
+    [
+        ("shifted_critical_path", {2, 3, 6}, "needs at least 2"),
+        ("chimera", {2, 6}, "an even number of stages"),
+        ("interleaved_1f1b", {1, 2, 3}, "stages for 6 segments"),
+    ],
+)
+def test_a_pinned_schedule_leaves_out_the_layouts_that_cannot_have_it(name, degrees, why):
+    """However few prices there are: none is spent on a layout that the schedule has not."""
+    found = search_job(job_of(6, 12, 6, 1), Double(), Pinned(schedule=name), 3, 3)
+    assert found.plans
+    assert {own.candidate.pp for own in found.plans} <= degrees
+    space = space_of(job_of(6, 12, 6, 1), Pinned(schedule=name))
+    assert {own.pp for own in space.candidates} == degrees
+    (other,) = {1, 2, 3, 6} - degrees if len(degrees) == 3 else {1}
+    said = [own.why for own in found.rejected if own.what == f"{name}, pp={other}"]
+    assert any(why in one for one in said)
+
+
+def test_a_schedule_that_no_layout_can_have_says_why():
+    found = search_job(job_of(), Double(), Pinned(schedule="chimera", pp=1), 3, 3)
+    assert not found.plans and "an even number of stages; got 1" in str(found.refusal)
+    stages = Pinned(partition=(3, 3), pp=4)
+    assert not search_job(job_of(), Double(), stages, 3, 3).num_candidates
+
+
+def test_a_pinned_partition_leaves_out_other_numbers_of_stages():
+    pinned = Pinned(schedule="1f1b", partition=(3, 3))
+    assert {own.pp for own in space_of(job_of(), pinned).candidates} == {2}
+    assert 1 not in {own.pp for own in space_of(job_of(), Pinned(partition=(3, 3))).candidates}
+
+
 def test_every_searched_schedule_is_in_the_space():
     space = space_of(job_of(4, 64, 16), Pinned(zero=0, recompute="off"))
     assert {own.schedule for own in space.candidates} == set(SCHEDULES)

@@ -59,8 +59,9 @@ def state_at(step: int, steps: int = 100) -> TrainerState:
 def test_a_log_in_a_line() -> None:
     assert line(LOGS) == (
         "loss 5.123, learning rate 4.2e-05, gradient norm 1.2, 4,332 tokens/s, 0.473 s a step, "
-        "MFU 41 %, bubble 24 %, memory 48 GB"
+        "MFU 41 %, bubble 24 %, GPU memory 48 GB"
     )
+    assert line({"memory_gb": 1.5}) == "process memory 1.5 GB"  # which is no forecast's part
     assert line({"eval_loss": 5.5, "eval_accuracy": 0.25, "eval_runtime": 3.0, "note": "hi"}) == (
         "eval loss 5.5, eval accuracy 0.25, note hi"
     )

@@ -1,0 +1,112 @@
+"""What a newcomer types in the first hour."""
+
+from __future__ import annotations
+
+import pytest
+
+import merak
+from merak.cli.main import app, main
+from merak.schedule import registry
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"merak {merak.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], *([str(own.name)] for own in app.registered_commands), ["launch"], ["launch", "slurm"]],
+    ids=" ".join,
+)
+def test_h_is_help_everywhere(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "-h"]) == 0
+    short = capsys.readouterr().out
+    assert main([*words, "--help"]) == 0
+    assert short == capsys.readouterr().out and short.startswith("Usage: merak")
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("merak sch", "schedule"),
+        ("merak plan --glob", "--global-batch"),
+        ("merak schedule chim", "chimera"),
+        ("merak plan --schedule zero_bubble_h", "zero_bubble_h1"),
+        ("merak plan --cluster mi3", "mi300x"),
+        ("merak train mix", "mixtral"),
+        ("merak init x --recipe ll", "llama"),
+    ],
+)
+def test_a_shell_completes_commands_options_and_values(
+    typed: str,
+    completed: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("_MERAK_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    assert completed in capsys.readouterr().out.split()
+
+
+def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(registry.names())
+    assert all(len(line.split()) > 4 for line in lines) and len(set(lines)) == len(lines)
+
+
+def test_a_schedule_that_there_is_not_has_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for typed, meant in (("1f1c", "1f1b"), ("zero_buble_v", "zero_bubble_v"), ("GPipe", "gpipe")):
+        assert main(["schedule", typed, "--stages", "2", "--microbatches", "4"]) == 2
+        assert f"did you mean {meant}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [60, 100, 200])
+def test_schedules_are_drawn_at_the_width_of_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["schedule", "1f1b", "--stages", "4", "--microbatches", "32"]) == 0
+    drawn = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
+    assert columns - 12 <= max(map(len, drawn)) <= columns
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["memory", "--schedule", "chimera", "--pp", "3"], "an even number of stages; got 3"),
+        (["memory", "--schedule", "1f1c"], "did you mean 1f1b"),
+        (["check", "--schedule", "chimera", "--pp", "3"], "an even number of stages; got 3"),
+        (
+            ["rehearse", "--cluster", "h100:4", "--rank", "0", "--schedule", "chimera"],
+            "an even number of stages; got 1",
+        ),
+        (
+            ["schedule", "chimera", "--stages", "3", "--microbatches", "6", "--device", "h100"],
+            "an even number of stages; got 3",
+        ),
+        (["memory", "--budget", "lots"], "--budget lots is no number of bytes; use such as 80GB"),
+        (["memory", "--dtype", "bf17"], "--dtype bf17 is no type of parameters"),
+    ],
+)
+def test_what_needs_no_trace_is_refused_before_it(
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def traced(*given: object, **named: object) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr("merak.engine.build.build_graph", traced)
+    monkeypatch.setattr("merak.check.check.build_graph", traced)
+    monkeypatch.setattr("merak.plan.price.workload.Workload.graph", traced)
+    command, *rest = words
+    model = ["--model", "GPT2LMHeadModel", "--config", '{"n_layer": 4, "n_embd": 8, "n_head": 2}']
+    assert main([command, *rest, *model, "--seq", "8"]) == 2
+    assert said in capsys.readouterr().err
