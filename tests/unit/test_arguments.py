@@ -1,14 +1,17 @@
 """Training arguments: every field decided, refusals in words, and one process per rank."""
 
 import dataclasses
+import inspect
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from transformers import (
     HfArgumentParser,
@@ -27,6 +30,7 @@ from merak.arguments import (
     rules,
     single_process_accelerate,
 )
+from merak.arguments.former import ARGUMENTS, TRAINER
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.page import render
 from merak.arguments.rules import Layout, Policy
@@ -439,7 +443,7 @@ def test_recomputation_that_makes_no_sense_is_refused(job, settings, sentence) -
 
 def test_names_that_are_no_arguments_are_refused(job: Callable[..., None]) -> None:
     job()
-    with pytest.raises(ArgumentsError, match="has no argument 'evaluation_strategy'; did you mean"):
+    with pytest.raises(ArgumentsError, match="'evaluation_strategy'; today it is eval_strategy"):
         arguments(evaluation_strategy="no")
 
     class Own(MerakArguments):
@@ -448,3 +452,46 @@ def test_names_that_are_no_arguments_are_refused(job: Callable[..., None]) -> No
             super().__init__(**rest)  # type: ignore[arg-type]
 
     assert Own(3, output_dir="out", seed=4).seed == 4
+
+
+@pytest.mark.parametrize(
+    ("former", "today"),
+    [
+        ("evaluation_strategy", "eval_strategy"),
+        ("per_gpu_train_batch_size", "per_device_train_batch_size"),
+        ("no_cuda", "merak.init(device='cpu')"),
+        ("warmup_ratio", "warmup_steps"),
+        ("group_by_length", "train_sampling_strategy='group_by_length'"),
+        ("include_inputs_for_metrics", "include_for_metrics=['inputs']"),
+    ],
+)
+def test_former_names_are_named_by_todays(former: str, today: str) -> None:
+    said = f"has no argument '{former}'; today it is {re.escape(today)}"
+    with pytest.raises(ArgumentsError, match=said):
+        MerakArguments(output_dir="unused", **{former: 1})
+
+
+def test_what_former_names_are_today_is_an_argument() -> None:
+    names = {one.name for one in dataclasses.fields(MerakArguments)}
+    todays = [re.match(r"[a-z_]+$", today.partition("=")[0]) for today in ARGUMENTS.values()]
+    assert {own[0] for own in todays if own} <= names
+    trainer = inspect.signature(transformers.Trainer.__init__).parameters
+    assert not set(TRAINER) & set(trainer)
+
+
+@pytest.mark.parametrize("typed", ["adamw_torc", "adamw_8bits", "galore_adam", "lomo2", "apollo"])
+def test_suggested_optimizers_are_accepted(job: Callable[..., None], typed: str) -> None:
+    job()
+    with pytest.raises(ArgumentsError, match=f"optim='{typed}' is not a choice") as caught:
+        arguments(optim=typed)
+    _, _, suggested = str(caught.value).partition("did you mean ")
+    for name in suggested.rstrip("?").split(" or ") if suggested else ():
+        assert arguments(optim=name).optim == name
+
+
+def test_suggested_arguments_are_accepted() -> None:
+    with pytest.raises(ArgumentsError, match="has no argument 'fsdp_conf'") as caught:
+        MerakArguments(output_dir="unused", fsdp_conf=1)
+    assert "fsdp_config" not in str(caught.value).partition("; ")[2]
+    with pytest.raises(ArgumentsError, match="has no argument 'learning_rat'; did you mean lear"):
+        MerakArguments(output_dir="unused", learning_rat=1)

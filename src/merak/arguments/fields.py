@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
+from merak.arguments.former import ARGUMENTS, accepted_arguments
 from merak.core.errors import keyword_names, refuse_unknown, takes_any_name
 from merak.core.units import read_bytes
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
@@ -157,7 +158,9 @@ class TrainingFields(TrainingArguments):
             ArgumentsError: a name that the class does not have; its `__init__` is not called.
         """
         if not takes_any_name(cls.__init__):
-            refuse_unknown(cls.__name__, named, keyword_names(cls.__init__))
+            known = keyword_names(cls.__init__)
+            suggested = accepted_arguments(known)
+            refuse_unknown(cls.__name__, named, known, suggested=suggested, former=ARGUMENTS)
         made = super().__new__(cls)
         names = [own.name for own in fields(cls) if own.init]
         given = {*names[: len(values)], *named}

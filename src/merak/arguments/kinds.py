@@ -16,6 +16,9 @@ from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any
 
+from merak.arguments.optimizers import OPTIMIZERS
+from merak.arguments.rules import UNKNOWN, Layout, Policy
+from merak.arguments.table import RULES
 from merak.core.errors import did_you_mean
 
 PATHS = frozenset(
@@ -48,6 +51,23 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "include_num_input_tokens_seen": ("all", "non_padding", "no"),
 }
 """Of fields of text that do not say their choices themselves."""
+
+
+def is_accepted(name: str, choice: object) -> bool:
+    """Whether some job can have a choice of a field: suggestions name no others.
+
+    Args:
+        name: of the field.
+        choice: one of its values.
+    """
+    if name == "optim":
+        rule = OPTIMIZERS.get(str(choice), UNKNOWN)
+        return rule.policy is not Policy.REFUSED or rule.layout is not Layout.ANY
+    if name not in RULES:
+        return True  # an own one
+    rule = RULES[name]
+    return rule.policy is not Policy.REFUSED or choice in rule.accepted
+
 
 OWN_CHECKS = frozenset(("accelerator_config", "parallelism_config", "debug", "fsdp_config"))
 """Fields that transformers turns into objects of its own, and checks itself."""
@@ -119,6 +139,7 @@ def _choice_problem(
         if isinstance(option, type) and issubclass(option, Enum):
             choices = tuple(member.value for member in option)
     plain = value.value if isinstance(value, Enum) else value
+    choices = tuple(own for own in choices if own == plain or is_accepted(field.name, own))
     if not choices or plain is None or isinstance(plain, bool) or plain in choices:
         return
     named = " or ".join(repr(choice) for choice in choices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from merak.plan import options
@@ -47,9 +47,16 @@ RANGES: Mapping[str, Range] = {
 """Range of every field that is a number; None, where a field may be None, is always accepted."""
 
 
-def range_problems(arguments: Any) -> Iterator[str]:
-    """Yield a sentence for every number that is out of its range."""
+def range_problems(arguments: Any, but: Collection[str] = ()) -> Iterator[str]:
+    """Yield a sentence for every number that is out of its range.
+
+    Args:
+        arguments: to look at.
+        but: names of those that are no numbers.
+    """
     for name, allowed in RANGES.items():
+        if name in but:
+            continue
         yield from range_problem(f"{name}=", getattr(arguments, name, None), allowed)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, raise_all
 from merak.core.mesh import Mesh
 
 
@@ -144,11 +144,13 @@ def _accepted(value: object, field: dataclasses.Field[Any], rule: Rule) -> bool:
     )
 
 
-def raise_first(sentences: Iterator[str]) -> None:
-    """Raise the first of the sentences, if there is one.
+def raise_sentences(sentences: Iterable[str]) -> None:
+    """Raise sentences as one error; of those about the same argument the first.
 
     Raises:
         ArgumentsError: there is a sentence.
     """
+    by_name: dict[str, str] = {}
     for sentence in sentences:
-        raise ArgumentsError(sentence)
+        by_name.setdefault(sentence.partition("=")[0], sentence)
+    raise_all([ArgumentsError(sentence) for sentence in by_name.values()])

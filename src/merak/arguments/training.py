@@ -27,7 +27,7 @@ from merak.arguments.fields import (
 from merak.arguments.kinds import kind_problems
 from merak.arguments.planned import apply_plan, set_accumulation
 from merak.arguments.ranges import range_problems
-from merak.arguments.rules import problems, raise_first, shared_values
+from merak.arguments.rules import problems, raise_sentences, shared_values
 from merak.arguments.single_process import configured_state, fresh_state
 from merak.arguments.table import RULES, SEQ2SEQ
 from merak.core.errors import ArgumentsError, MerakError, caused_by
@@ -80,9 +80,12 @@ class MerakArguments(TrainingFields):
         read_texts(self)
         take_checkpointing(self)
         apply_plan(self, mesh)
-        raise_first(problems(self, RULES | SEQ2SEQ, OWN_FIELDS, _least(mesh)))
-        raise_first(kind_problems(self, TrainingFields))
-        raise_first(range_problems(self))
+        found = [
+            *problems(self, RULES | SEQ2SEQ, OWN_FIELDS, _least(mesh)),
+            *kind_problems(self, TrainingFields),
+        ]
+        named = {sentence.partition("=")[0] for sentence in found}
+        raise_sentences([*found, *range_problems(self, named)])
         if self.looks_at_device:
             check_autocast(self.autocast, mesh.device)  # before transformers looks at device 0
         if mesh.device.type == "cpu" and self.bf16:
@@ -236,12 +239,12 @@ def check_arguments(arguments: TrainingFields) -> None:
 
     Raises:
         MeshError: `merak.init` has not been called.
-        ArgumentsError: an argument cannot be honoured; the first one is named.
+        ArgumentsError: arguments cannot be honoured; a line for each.
     """
     mesh = _least(current_mesh())
-    raise_first(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
-    raise_first(kind_problems(arguments, TrainingFields))
-    raise_first(own_problems(arguments, mesh))
+    raise_sentences(problems(arguments, RULES | SEQ2SEQ, OWN_FIELDS, mesh))
+    raise_sentences(kind_problems(arguments, TrainingFields))
+    raise_sentences(own_problems(arguments, mesh))
 
 
 def refuse_different_arguments(arguments: TrainingFields, **further: object) -> None:

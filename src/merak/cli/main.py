@@ -26,6 +26,7 @@ from merak.cli.train import train
 from merak.core.doctor.failed_start import advise
 from merak.core.doctor.software import DISTRIBUTION
 from merak.core.errors import MerakError, TrainingError
+from merak.core.health.failure import is_joined
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
 from merak.core.health.quiet import hide_needless
@@ -121,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, TerminatedError):
             return _refuse(str(error), TERMINATED)
+        if is_joined(error):
+            return _refuse_all(list(map(str, error.errors)))
         failed = isinstance(error, (RunError, TrainingError))
         if isinstance(error, StartError):
             return _refuse(str(error), RUN_FAILED, then=advise)
@@ -148,6 +151,12 @@ def _with_help(sentence: str, context: Any) -> str:
     if sentence.endswith("."):
         return f"{sentence[:-1]}; see {help_command}."
     return f"{sentence} See {help_command}."
+
+
+def _refuse_all(sentences: Sequence[str]) -> int:
+    for sentence in dict.fromkeys(sentences):
+        _refuse(sentence, BAD_INPUT)
+    return BAD_INPUT
 
 
 def _refuse(sentence: str, code: int, then: Callable[[], None] = lambda: None) -> int:

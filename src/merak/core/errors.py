@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 
 class MerakError(ValueError):
     """Error about bad input, found by Merak; the base of every error below."""
+
+    errors: tuple[MerakError, ...] = ()
+    """Those that it joins, a line each; empty for an error of its own."""
 
 
 class PackageError(MerakError):
@@ -64,6 +69,36 @@ class RecordError(MerakError):
     """Error about the record of a run that is not there or cannot be read."""
 
 
+@contextmanager
+def collected(problems: list[MerakError]) -> Iterator[None]:
+    """Note an error about input inside instead of raising it, so that a file's others come, too.
+
+    Args:
+        problems: found so far; what is found inside is added.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except MerakError as error:
+        problems.extend(error.errors or (error,))
+
+
+def raise_all(problems: Sequence[MerakError]) -> None:
+    """Raise errors as one, whose message has a line for each.
+
+    Raises:
+        MerakError: there are some; of the first one's class.
+    """
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        lines = dict.fromkeys(map(str, problems))
+        joined = type(problems[0])("\n".join(lines))
+        joined.errors = tuple(problems)
+        raise joined
+
+
 def caused_by(cause: Exception, message: str) -> ArgumentsError:
     """Make an `ArgumentsError` that `except` of its cause's type catches, too.
 
@@ -78,22 +113,42 @@ def caused_by(cause: Exception, message: str) -> ArgumentsError:
     return both(message)
 
 
-def refuse_unknown(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_unknown(
+    function: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    *,
+    suggested: Iterable[str] | None = None,
+    former: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Refuse keyword arguments that a function does not have.
 
     Args:
         function: its name, as the user calls it.
         given: names of the arguments.
         known: names that it has.
+        suggested: those that a sentence may suggest; all by default.
+        former: what former arguments are today, by their names.
 
     Raises:
         ArgumentsError: there is one; `except TypeError` catches it, too.
     """
     names = list(known)
+    suggested = names if suggested is None else list(suggested)
     for name in given:
         if name not in names:
-            message = f"{function} has no argument {name!r}{did_you_mean(name, names)}"
-            raise caused_by(TypeError(), message)
+            fix = todays_name(name, former) or did_you_mean(name, suggested)
+            raise caused_by(TypeError(), f"{function} has no argument {name!r}{fix}")
+
+
+def todays_name(name: str, former: Mapping[str, str]) -> str | None:
+    """Return "; today it is …" for a former name; None for any other.
+
+    Args:
+        name: as it is given.
+        former: what former names are today, by name.
+    """
+    return f"; today it is {former[name]}." if name in former else None
 
 
 def keyword_names(function: Callable[..., Any]) -> list[str]:

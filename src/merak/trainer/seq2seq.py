@@ -15,9 +15,7 @@ class MerakSeq2SeqTrainer(MerakTrainer, Seq2SeqTrainer):
 
     Args:
         model: any traceable model that returns a loss and can generate.
-        args: `MerakSeq2SeqArguments`.
-        *further: by position, in the order of `transformers.Trainer`.
-        **kwargs: as of `transformers.Seq2SeqTrainer`.
+        args: `MerakSeq2SeqArguments`, and all others as of `MerakTrainer`.
 
     Raises:
         MeshError: `merak.init` has not been called.

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Never, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.debug_utils import DebugOption
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, TrainOutput
 
 from merak.arguments import (
     MerakArguments,
@@ -29,6 +29,7 @@ from merak.arguments import (
     single_process_accelerate,
 )
 from merak.arguments.folders import make_output_folder
+from merak.arguments.former import TRAINER as FORMER
 from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError, DoesNotFitError, WeightsError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
@@ -79,7 +80,7 @@ from merak.trainer.subclass.optimizer import parameter_order
 from merak.trainer.subclass.overrides import refuse_overrides, refuse_replaced_accelerator
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
-    by_name,
+    given_by_name,
     in_one_sentence,
     names_after,
     refuse_search,
@@ -98,8 +99,18 @@ class MerakTrainer(Stepping, Logging, Trainer):
         model: any traceable module that returns a loss; with or without weights
             (`merak.empty_weights`).
         args: `MerakArguments`.
-        *further: by position, in the order of `transformers.Trainer`.
-        **kwargs: as of `transformers.Trainer`. `compute_loss_func` is traced with the model.
+        data_collator: makes a batch of samples; as the others, as of `transformers.Trainer`.
+        train_dataset: samples to train on.
+        eval_dataset: samples to evaluate with, or several by name.
+        processing_class: tokenizer or processor, which is saved with the model.
+        model_init: makes the model, for each trial of a search.
+        compute_loss_func: traced with the model.
+        compute_metrics: of an evaluation's outputs.
+        callbacks: beside the usual ones.
+        optimizers: an optimizer and a schedule of learning rates, for jobs of one rank.
+        optimizer_cls_and_kwargs: class of the optimizer, and its arguments.
+        preprocess_logits_for_metrics: what an evaluation keeps of the logits.
+        **further: of other base classes; others are refused.
 
     Raises:
         MeshError: `merak.init` has not been called.
@@ -112,34 +123,21 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self,
         model: nn.Module | None = None,
         args: MerakArguments | None = None,
-        *further: Any,
-        **kwargs: Any,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, Any]] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        **further: Never,
     ) -> None:
-        self.mesh = current_mesh()
-        mark_used()
-        kwargs |= by_name(further)
-        refuse_unknown(type(self).__name__, kwargs, names_after(type(self), MerakTrainer))
-        refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
-        self.engine = None
-        self._is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
-        self._check_methods()
-        self._connected: torch.optim.Optimizer | None = None
-        self._loader_in_train: Callable[[], Any] | None = None
-        self._batch_exchange = None
-        self._counter = None
-        self._evaluation: Evaluation | GeneratedBatches | None = None
-        self.throughput = Throughput()
-        self._measured = None
-        self._recorder = None
-        self._utilisation = None
-        self.board = JobBoard()
-        self._flops_per_token = 0.0
-        self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
-        self._step = None
-        self._ran = None
-        self._losses = torch.zeros(0)
-        self._is_left_over = False
-        self._rollbacks = Rollbacks()
+        kwargs = given_by_name(MerakTrainer, locals())
+        self._prepare(args, kwargs)
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
         self.scaler = LossScale() if arguments.fp16 else None
         self._skipped = SkippedSteps(FiniteCheck(self.scaler))
@@ -162,6 +160,34 @@ class MerakTrainer(Stepping, Logging, Trainer):
             self.mesh = current_mesh()
             self._train_batch_size = self.args.train_batch_size
             announce("%s", describe_mesh(self.mesh))
+
+    def _prepare(self, args: MerakArguments | None, kwargs: Mapping[str, Any]) -> None:
+        """Refuse what cannot be honoured, and set what the constructor of transformers calls."""
+        self.mesh = current_mesh()
+        mark_used()
+        known = names_after(type(self), MerakTrainer)
+        refuse_unknown(type(self).__name__, kwargs, known, former=FORMER)
+        refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
+        self.engine = None
+        self._is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
+        self._check_methods()
+        self._connected: torch.optim.Optimizer | None = None
+        self._loader_in_train: Callable[[], Any] | None = None
+        self._batch_exchange = None
+        self._counter = None
+        self._evaluation: Evaluation | GeneratedBatches | None = None
+        self.throughput = Throughput()
+        self._measured = None
+        self._recorder = None
+        self._utilisation = None
+        self.board = JobBoard()
+        self._flops_per_token = 0.0
+        self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
+        self._step = None
+        self._ran = None
+        self._losses = torch.zeros(0)
+        self._is_left_over = False
+        self._rollbacks = Rollbacks()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Let accelerate believe that this rank is alone, and leave the model as it is."""

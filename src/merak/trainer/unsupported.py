@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate  # type: ignore[import-untyped]
 import torch
 import transformers
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.hyperparameter_search import default_hp_search_backend
 
 from merak.arguments import MerakArguments, MerakSeq2SeqArguments
@@ -176,19 +176,21 @@ def steps_other_tensors(args: object) -> bool:
     return bool(getattr(args, "master_weights", False) or getattr(args, "fp16", False))
 
 
-def by_name(further: Sequence[object]) -> dict[str, object]:
-    """Arguments after `model` and `args` by their names, in the order of `transformers.Trainer`.
+def given_by_name(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a trainer that are given: those that are not at their defaults.
 
     Args:
-        further: as they were given by position.
-
-    Raises:
-        TypeError: there are more than a trainer takes.
+        cls: the class of the constructor, whose `model` and `args` are left out.
+        values: of the constructor's arguments, by name, with further ones and names of its own.
     """
-    names = list(inspect.signature(Trainer.__init__).parameters)[3:]
-    if len(further) > len(names):
-        raise TypeError(f"MerakTrainer takes at most {len(names) + 2} arguments by position.")
-    return dict(zip(names, further))
+    declared = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    further = values.get("further", {})
+    named = {n: v for n, v in values.items() if n in declared and n not in _OF_CONSTRUCTOR}
+    given = {n: v for n, v in named.items() if v is not declared[n].default}
+    return {**given, **further}
+
+
+_OF_CONSTRUCTOR = ("self", "model", "args", "further")
 
 
 def names_after(cls: type, base: type) -> list[str]:

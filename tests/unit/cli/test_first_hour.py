@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import merak
@@ -110,3 +112,53 @@ def test_what_needs_no_trace_is_refused_before_it(
     model = ["--model", "GPT2LMHeadModel", "--config", '{"n_layer": 4, "n_embd": 8, "n_head": 2}']
     assert main([command, *rest, *model, "--seq", "8"]) == 2
     assert said in capsys.readouterr().err
+
+
+BAD = """\
+model: {nam: GPT2LMHeadModel}
+data:
+  seqence: 64
+  packing: joint
+  held_out: 2.0
+paralel: {dp: 1}
+arguments:
+  output_dir: OUTPUT
+  evaluation_strategy: steps
+  optim: adamw_torc
+  max_steps: three
+  learning_rate: -1
+"""
+
+
+def test_all_that_is_wrong_with_a_recipe_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(BAD.replace("OUTPUT", str(tmp_path / "run")), encoding="utf-8")
+    assert main(["train", str(recipe)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    for line, said in (
+        (1, "model has no field 'nam'; did you mean name?"),
+        (1, "model.name is missing"),
+        (3, "data has no field 'seqence'; did you mean sequence?"),
+        (4, "data.packing='joint' is not known; did you mean joined?"),
+        (5, "data.held_out=2.0 is too large"),
+        (6, "the recipe has no section 'paralel'; did you mean parallel?"),
+        (9, "arguments has no field 'evaluation_strategy'; today it is eval_strategy."),
+        (10, "optim='adamw_torc' is not a choice; did you mean adamw_torch"),
+        (11, "max_steps='three' should be a whole number."),
+        (12, "learning_rate=-1 is out of range"),
+    ):
+        own = [one for one in lines if said in one]
+        assert len(own) == 1 and own[0].startswith(f"merak: {recipe}:{line}:"), (said, lines)
+    assert len(lines) == 10
+
+
+def test_wrong_model_and_wrong_arguments_are_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"arguments.output_dir={tmp_path}/run", "arguments.zero=7", "model.name=GPT2LMHead"]
+    assert main(["train", "gpt2", "plan=null", "parallel.pp=1", *words]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("merak: arguments.zero=7: zero=7 is not a choice")
+    assert second.startswith("merak: model.name=GPT2LMHead: ") and "GPT2LMHeadModel" in second

@@ -20,6 +20,7 @@ from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.schema import Recipe
 from merak.core.announce import show_announcements
 from merak.core.elastic import AUTO_PLAN
+from merak.core.errors import MerakError, collected, raise_all
 from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
 from merak.launch.errors import CommandError
@@ -68,8 +69,21 @@ def _check(job: Job) -> None:
             "torchrun."
         )
     check_room(ranks)
-    source = model_of(recipe)
-    check_inner_fields(source.config, recipe.model.config)
+    problems: list[MerakError] = []
+    with collected(problems):
+        _check_arguments(recipe, device, ranks)
+    with collected(problems):
+        source = model_of(recipe)
+        check_inner_fields(source.config, recipe.model.config)
+        check_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
+        check_data(recipe, source)
+        if source.weights is None:
+            with merak.empty_weights():
+                source.build()
+    raise_all(problems)
+
+
+def _check_arguments(recipe: Recipe, device: torch.device, ranks: int) -> None:
     _, args = draft_of(recipe, device, ranks)
     refuse_no_steps(args)
     checkpoint_to_resume(
@@ -79,11 +93,6 @@ def _check(job: Job) -> None:
         reads_all=False,
     )
     make_output_folder(str(args.output_dir))
-    check_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
-    check_data(recipe, source)
-    if source.weights is None:
-        with merak.empty_weights():
-            source.build()
 
 
 def num_ranks(job: Job) -> int:

@@ -9,16 +9,51 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from merak.arguments.former import ARGUMENTS, accepted_arguments
+from merak.cli.recipe.draft import AUTO_BF16
 from merak.cli.recipe.ready import READY, ready_text
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
-from merak.core.errors import PackageError, did_you_mean
+from merak.core.errors import (
+    MerakError,
+    PackageError,
+    collected,
+    did_you_mean,
+    raise_all,
+    todays_name,
+)
 from merak.core.kinds import fits, kind_names
 from merak.launch.clusters.job import RECIPES
 from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
+
+FORMER: Mapping[str, Mapping[str, str]] = {
+    "model": {"torch_dtype": "dtype", "model_name_or_path": "name", "path": "name"},
+    "data": {
+        "block_size": "sequence",
+        "dataset": "source",
+        "dataset_name": "source",
+        "max_length": "sequence",
+        "max_seq_length": "sequence",
+        "path": "source",
+        "seq_length": "sequence",
+    },
+    "parallel": {
+        "context_parallel_size": "cp",
+        "data_parallel_size": "dp",
+        "expert_parallel_size": "ep",
+        "pipeline_model_parallel_size": "pp",
+        "pipeline_parallel_size": "pp",
+        "tensor_model_parallel_size": "tp",
+        "tensor_parallel_size": "tp",
+    },
+    "arguments": ARGUMENTS,
+}
+"""What fields that other tools, or earlier versions, have are called here."""
 
 SECTIONS = ("model", "data", "parallel", "arguments", "lora", "plan")
 """Sections of a recipe."""
@@ -103,24 +138,50 @@ def parse_recipe(parsed: object) -> Recipe:
 def _checked(written: Written) -> Recipe:
     origins = written.origins
     sections = _mapping((), written.fields, origins)
+    problems: list[MerakError] = []
     for name in sections:
         if name not in SECTIONS:
             meant = _section_of(str(name)) or did_you_mean(str(name), SECTIONS)
-            raise origins.error((str(name),), f"the recipe has no section {name!r}{meant}")
+            sentence = f"the recipe has no section {name!r}{meant}"
+            problems.append(origins.error((str(name),), sentence))
     plan = sections.get("plan")
-    _check_kind(("plan",), plan, str | None, origins)
-    with origins.located():  # a plan file of another job is an error of its own
-        parallel = _parallel(sections.get("parallel"), plan, origins)
-    return Recipe(
-        model=_section(ModelRecipe, "model", sections.get("model"), origins),
-        data=_section(DataRecipe, "data", sections.get("data"), origins),
-        parallel=parallel,
-        arguments=_arguments(sections.get("arguments"), origins)
-        | ({} if plan is None else {"plan": plan}),
-        plan=plan,
-        lora=_lora(sections.get("lora"), origins),
-        origins=origins,
-    )
+    found: dict[str, Any] = {}
+    with collected(problems):
+        _check_kind(("plan",), plan, str | None, origins)
+        with origins.located():  # a plan file of another job is an error of its own
+            found["parallel"] = _parallel(sections.get("parallel"), plan, origins)
+    for name, kind in (("model", ModelRecipe), ("data", DataRecipe)):
+        with collected(problems):
+            found[name] = _section(kind, name, sections.get(name), origins)
+    with collected(problems):
+        arguments = _arguments(sections.get("arguments"), origins)
+        found["arguments"] = arguments | ({} if plan is None else {"plan": plan})
+    with collected(problems):
+        found["lora"] = _lora(sections.get("lora"), origins)
+    if problems:  # what is wrong besides is said with them
+        with collected(problems), origins.located():
+            _check_arguments(sections.get("arguments"))
+    raise_all(problems)
+    return Recipe(**found, plan=plan, origins=origins)
+
+
+def _check_arguments(parsed: object) -> None:
+    """Check the values of arguments as a job of one rank would, before there is one.
+
+    Raises:
+        MerakError: some cannot be honoured.
+    """
+    from merak.arguments.draft import DraftArguments
+    from merak.core.mesh import Mesh, pretended
+
+    if not isinstance(parsed, Mapping):
+        return
+    known = {part.name for part in dataclasses.fields(DraftArguments)}
+    given = {name: value for name, value in parsed.items() if name in known}
+    if given.get("bf16") == AUTO_BF16:
+        del given["bf16"]
+    with pretended(Mesh(1, 1, 1, 0, torch.device("cpu"), None)):
+        DraftArguments(**{"output_dir": "runs", **given})
 
 
 def _parallel(parsed: object, plan: Any, origins: Origins) -> Degrees:
@@ -163,12 +224,13 @@ def _arguments(parsed: object, origins: Origins) -> dict[str, Any]:
 
     given = _mapping(("arguments",), parsed, origins)
     known = [part.name for part in dataclasses.fields(MerakArguments)]
-    _check_names("arguments", given, known, origins)
+    problems: list[MerakError] = []
+    with collected(problems):
+        _check_names("arguments", given, known, origins, accepted_arguments(known))
     if not given.get("output_dir"):
-        raise origins.error(
-            ("arguments", "output_dir"),
-            "arguments.output_dir is missing; name the folder for the results.",
-        )
+        sentence = "arguments.output_dir is missing; name the folder for the results."
+        problems.append(origins.error(("arguments", "output_dir"), sentence))
+    raise_all(problems)
     return dict(given)
 
 
@@ -185,27 +247,34 @@ def _lora(parsed: object, origins: Origins) -> dict[str, Any] | None:
 
     hints = typing.get_type_hints(LoraConfig)
     _check_names("lora", given, [part.name for part in dataclasses.fields(LoraConfig)], origins)
+    problems: list[MerakError] = []
     for name, value in given.items():
-        _check_kind(("lora", name), value, hints[name], origins)
+        with collected(problems):
+            _check_kind(("lora", name), value, hints[name], origins)
+    raise_all(problems)
     return dict(given)
 
 
 def _section(kind: type[Section], name: str, parsed: object, origins: Origins) -> Section:
     given = dict(_mapping((name,), parsed, origins))
     hints = typing.get_type_hints(kind)
-    _check_names(name, given, hints, origins)
+    problems: list[MerakError] = []
+    with collected(problems):
+        _check_names(name, given, hints, origins)
     for part in dataclasses.fields(kind):  # type: ignore[arg-type]
         keys = (name, part.name)
         if part.name in given:
             value = given[part.name] = part.metadata.get("reads", _as_it_is)(given[part.name])
-            _check_kind(keys, value, hints[part.name], origins)
-            _check_value(keys, value, part.metadata, origins)
+            with collected(problems):
+                _check_kind(keys, value, hints[part.name], origins)
+                _check_value(keys, value, part.metadata, origins)
         elif part.default is part.default_factory is dataclasses.MISSING:
-            raise origins.error(
-                keys,
+            sentence = (
                 f"{name}.{part.name} is missing from the recipe; write it there, or give "
-                f"{name}.{part.name}=… on the command line.",
+                f"{name}.{part.name}=… on the command line."
             )
+            problems.append(origins.error(keys, sentence))
+    raise_all(problems)
     return kind(**given)
 
 
@@ -214,15 +283,22 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _check_names(
-    section: str, given: Mapping[str, Any], known: Iterable[str], origins: Origins
+    section: str,
+    given: Mapping[str, Any],
+    known: Iterable[str],
+    origins: Origins,
+    suggested: Iterable[str] = (),
 ) -> None:
-    names = list(known)
+    names, problems = list(known), list[MerakError]()
     for name in given:
         if name not in names:
-            meant = did_you_mean(str(name), names)
+            former = todays_name(str(name), FORMER.get(section, {}))
+            meant = former or did_you_mean(str(name), list(suggested) or names)
             if meant == ".":
                 meant = _section_of(str(name)) or meant
-            raise origins.error((section, str(name)), f"{section} has no field {name!r}{meant}")
+            sentence = f"{section} has no field {name!r}{meant}"
+            problems.append(origins.error((section, str(name)), sentence))
+    raise_all(problems)
 
 
 def _section_of(name: str) -> str | None:

@@ -80,14 +80,16 @@ class Origins:
         Args:
             error: changed in place, unless it has a place already or is of the training.
         """
+        if isinstance(error, TrainingError):
+            return
+        for one in error.errors:
+            self.locate(one)
+        if error.errors:
+            error.args = ("\n".join(dict.fromkeys(map(str, error.errors))),)
+            return
         message = str(error)
         place = self._place_of(message)
-        is_of_recipe = not isinstance(error, TrainingError)
-        if (
-            is_of_recipe
-            and place is not None
-            and not message.startswith((*self.places.values(), self.file))
-        ):
+        if place is not None and not message.startswith((*self.places.values(), self.file)):
             error.args = (f"{place}: {message}",)
 
     def _place_of(self, message: str) -> str | None:

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -160,7 +161,13 @@ def install(explain: Callable[[BaseException], str | None] | None = None) -> Non
 def sentence_of(error: BaseException) -> str:
     """Format an error as one sentence, with the line of the user's script that led to it."""
     place = users_line(traceback.extract_tb(error.__traceback__))
-    return f"merak: {error}" + (f" [{place}]" if place else "")
+    sentence = "\nmerak: ".join(map(str, error.errors)) if is_joined(error) else str(error)
+    return f"merak: {sentence}" + (f" [{place}]" if place else "")
+
+
+def is_joined(error: BaseException) -> TypeGuard[MerakError]:
+    """Whether an error joins several, which are lines of their own."""
+    return isinstance(error, MerakError) and len(error.errors) > 1
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -85,7 +87,7 @@ def test_a_trainer_is_made_by_position(tmp_path: Path) -> None:
     trainer = merak.MerakTrainer(Model(), arguments(tmp_path), default_data_collator, SAMPLES)
     assert trainer.data_collator is default_data_collator
     assert trainer.train_dataset is SAMPLES
-    with pytest.raises(TypeError, match="by position"):
+    with pytest.raises(TypeError, match="positional arguments"):
         merak.MerakTrainer(Model(), arguments(tmp_path), *[None] * 20)
 
 
@@ -342,3 +344,21 @@ def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
     )
     assert trainer.train().global_step == 5
     assert trainer._train_batch_size == 3
+
+
+@pytest.mark.parametrize("cls", [merak.MerakTrainer, merak.MerakSeq2SeqTrainer])
+def test_editors_see_every_argument_of_the_trainer(cls):
+    """By its name, in transformers' order, with its default."""
+    own, theirs = inspect.signature(cls), inspect.signature(transformers.Trainer)
+    *named, further = own.parameters.values()
+    assert [one.name for one in named] == list(theirs.parameters)
+    assert [one.default for one in named] == [one.default for one in theirs.parameters.values()]
+    assert all(one.annotation is not inspect.Parameter.empty for one in named)
+    assert further.kind is inspect.Parameter.VAR_KEYWORD and further.annotation == "Never"
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "image_processor", "feature_extractor"])
+def test_a_former_argument_of_the_trainer_is_named_by_todays(tmp_path, name):
+    with pytest.raises(ArgumentsError, match=f"'{name}'; today it is processing_class") as caught:
+        merak.MerakTrainer(Model(), arguments(tmp_path), **{name: object()})
+    assert isinstance(caught.value, TypeError)
