@@ -251,6 +251,20 @@ def connect_group(group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(torch.zeros(1, device=carried_device()), group=group)
 
 
+def largest(numbers: Sequence[int], group: dist.ProcessGroup | None) -> list[int]:
+    """The largest of the numbers of some ranks, each in its place, for the host to decide by.
+
+    They travel between the hosts' memories, so that no GPU is waited for.
+
+    Args:
+        numbers: of this rank, as many as the others have.
+        group: whose ranks call it together; None for all ranks.
+    """
+    found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()
+
+
 def _whole() -> dist.ProcessGroup:
     """The group of all ranks."""
     return dist.distributed_c10d._get_default_group()

@@ -245,7 +245,7 @@ def _transfers(job: _Job) -> Transfers:
 
 def _replica_buffers(job: _Job, groups: Mapping[int, dist.ProcessGroup | None]) -> ReplicaBuffers:
     written = stage_buffers(job.layout, job.mesh, groups) if job.options.trains else []
-    replica_buffers = ReplicaBuffers(written, job.programs.buffers, job.mesh, job.progress)
+    replica_buffers = ReplicaBuffers(written, job.programs.buffers, job.progress)
     replica_buffers.start()
     return replica_buffers
 

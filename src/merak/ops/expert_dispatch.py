@@ -49,7 +49,8 @@ def own_offsets(offsets: torch.Tensor, counts: torch.Tensor, axis: str) -> torch
     Returns:
         (own experts,).
     """
-    return _own(counts, axis).sum(0).cumsum(0).to(offsets)
+    ends = _own(counts, axis).sum(0).cumsum(0)
+    return ends.to(offsets.device, offsets.dtype, non_blocking=True)
 
 
 def to_experts(rows: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
@@ -163,8 +164,7 @@ def value_of_each_row(
             0, torch.zeros(num_rows, dtype=torch.int64, device=values.device)
         )
     counted = _own(counts, axis).sum(0)
-    total = int(counted.sum())
-    return values.repeat_interleave(counted.to(values.device), 0, output_size=total)
+    return _repeat_each(values, counted)
 
 
 class _ToExperts(torch.autograd.Function):
@@ -235,5 +235,11 @@ def _sizes(counts: torch.Tensor, axis: str) -> tuple[list[int], list[int]]:
 def _by_expert(counts: torch.Tensor, axis: str, device: torch.device) -> torch.Tensor:
     """The order by expert of rows that have come sorted by rank, and each rank's by expert."""
     own = _own(counts, axis)
-    experts = torch.arange(own.shape[1]).repeat(own.shape[0])
-    return experts.repeat_interleave(own.flatten()).to(device).argsort(stable=True)
+    experts = torch.arange(own.shape[1], device=device).repeat(own.shape[0])
+    return _repeat_each(experts, own.flatten()).argsort(stable=True)
+
+
+def _repeat_each(values: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """Values, each as often as a tensor on the host says; the host does not wait for a GPU."""
+    on_device = times.to(values.device, non_blocking=True)
+    return values.repeat_interleave(on_device, 0, output_size=int(times.sum()))

@@ -27,7 +27,7 @@ from merak.data.digest import digests_of
 from merak.engine.rank_arguments import step_options
 from merak.engine.recording.recorder import RunRecorder
 from merak.trainer.batch_exchange import BatchExchange
-from merak.trainer.health.not_finite import SkippedSteps
+from merak.trainer.health.not_finite import SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
@@ -183,7 +183,7 @@ class Stepping(Saving):
             return super().training_step(model, {**inputs}, num_items_in_batch)
         prepared = self._prepare_inputs(inputs) if inputs else inputs  # a rank may read no column
         if not self._step.add(type(self), prepared):
-            return torch.zeros((), device=self.mesh.device)
+            return self._for_the_loop(torch.zeros((), device=self.mesh.device))
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -194,7 +194,18 @@ class Stepping(Saving):
         total = self._losses[0]
         for loss in self._losses[1:]:  # one by one, as the loop sums those of a single process
             total = total + loss
-        return total
+        return self._for_the_loop(total)
+
+    def _for_the_loop(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the loop adds to its sum: for a loss that is not finite, the mean of those before.
+
+        Such a step is found in `_get_grad_norm`. A subclass sees its loss as it is.
+        """
+        is_seen = overriding(self, "training_step") is not None
+        if is_seen or not self.args.logging_nan_inf_filter:
+            return loss
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(torch.isfinite(loss), loss, mean).as_subclass(StepLoss)
 
     def _refuse_by_hand(self, method: str, instead: str) -> None:
         """Refuse a step that a script makes by hand on a rank that has a part of the model.

@@ -248,7 +248,7 @@ class GradientReducer:
         if not any(id(p) in reduced.optional for p in bucket):
             return None
         own = [p.grad is not None or id(p) not in reduced.optional for p in bucket]
-        counts = torch.tensor(own, dtype=torch.int32, device=bucket[0].device)
+        counts = torch.tensor(own, dtype=torch.int32, device="cpu")  # read by the host
         work = dist.all_reduce(counts, group=reduced.group, async_op=True)
         assert work is not None
         return counts, work

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, largest
 from merak.core.rank0 import warn_on_rank0
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
@@ -115,7 +115,6 @@ class ReplicaBuffers:
     Args:
         stages: the buffers that each writes.
         buffers: the model's buffers by name.
-        mesh: the grid of ranks.
         progress: reports every wait.
     """
 
@@ -123,12 +122,10 @@ class ReplicaBuffers:
         self,
         stages: Sequence[StageBuffers],
         buffers: Mapping[str, torch.Tensor],
-        mesh: Mesh,
         progress: Progress,
     ) -> None:
         self._stages = stages
         self._buffers = buffers
-        self._mesh = mesh
         self._progress = progress
 
     @torch.no_grad()
@@ -169,9 +166,7 @@ class ReplicaBuffers:
         )
         for stage in self._stages:
             with self._waiting(stage):
-                some = torch.tensor([int(writes)], device=self._mesh.device)
-                dist.all_reduce(some, dist.ReduceOp.MAX, group=stage.group)
-                if some.item():
+                if any(largest([writes], stage.group)):
                     self._take_first(stage, list(stage.kinds))
 
     def _waiting(self, stage: StageBuffers) -> AbstractContextManager[None]:
@@ -181,9 +176,8 @@ class ReplicaBuffers:
     def _differ(self, stage: StageBuffers, shapes: object) -> bool:
         """Whether replicas have run microbatches of other numbers or shapes."""
         number = zlib.crc32(repr(shapes).encode())
-        extremes = torch.tensor([number, -number], device=self._mesh.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=stage.group)
-        return bool(extremes[0] != -extremes[1])
+        most, least = largest([number, -number], stage.group)
+        return most != -least
 
     def _take_mean(self, stage: StageBuffers, names: Sequence[str]) -> None:
         if not names:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import TrainingError
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, largest
 
 _Made = TypeVar("_Made")
 
@@ -144,9 +144,7 @@ def raise_if_aborted(oom_guard: OomGuard, mesh: Mesh) -> None:
     own = None if oom_guard.reason is None else (mesh.pp_rank, oom_guard.reason)
     errors: list[Any] = [own]
     if mesh.device_mesh is not None:
-        flag = torch.tensor([float(own is not None)], device=mesh.device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if not float(flag):
+        if not any(largest([own is not None], None)):
             return
         errors = [None] * mesh.world_size
         dist.all_gather_object(errors, own)

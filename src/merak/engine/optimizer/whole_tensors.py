@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.mesh import REPLICAS
+from merak.core.mesh import REPLICAS, largest
 from merak.core.shards import join, take
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.optimizer.own_tensors import refuse_state
@@ -116,14 +116,13 @@ class WholeTensors:
     def _have_gradients(self) -> set[str]:
         """The parameters of which any rank has a gradient."""
         mesh = self._state.mesh
-        flags = [self._items[name].tensor.grad is not None for name in self._names]
-        has = torch.tensor(flags, dtype=torch.int32, device=mesh.device)
+        flags = [int(self._items[name].tensor.grad is not None) for name in self._names]
         for axis in (REPLICAS, mesh.shard_axis) if self._names else ():
             group = mesh.group(axis)
             if group is not None and (axis != REPLICAS or self._state.optimizer_params.is_sharded):
                 with self._state.progress.waiting("which gradients there are on", others_of(group)):
-                    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
-        return {name for name, flag in zip(self._names, has.tolist(), strict=True) if flag}
+                    flags = largest(flags, group)
+        return {name for name, flag in zip(self._names, flags, strict=True) if flag}
 
 
 def _held(state: EngineState, optimizer: torch.optim.Optimizer | None) -> dict[str, _Held]:

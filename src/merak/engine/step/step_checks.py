@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from merak.core.errors import DataError, ScheduleError
+from merak.core.mesh import largest
 from merak.core.tensor_meta import Signature
 from merak.engine.state import EngineState
 from merak.graph.program.index_ranges import out_of_range
@@ -93,7 +93,6 @@ def microbatch_counts(state: EngineState, num_microbatches: int) -> tuple[int, i
     group = mesh.group("dp")
     if group is None:
         return num_microbatches, num_microbatches
-    counts = torch.tensor([num_microbatches, -num_microbatches], device=mesh.device)
     with state.progress.waiting("the number of microbatches on", mesh.peers("dp")):
-        dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-    return int(counts[0]), -int(counts[1])
+        most, least = largest([num_microbatches, -num_microbatches], group)
+    return most, -least

@@ -9,8 +9,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
@@ -24,6 +26,25 @@ PERSISTENT_OVERFLOWS = 8
 
 Locate = Callable[[], str]
 """Finds where a step was first not finite: the end of a sentence, or nothing."""
+
+
+class StepLoss(torch.Tensor):
+    """A finite loss, of which transformers' loop need not ask whether it is.
+
+    The loop asks twice a microbatch, and the host would wait for a GPU each time. So a loss that is
+    not finite is replaced on the device, by what the loop would add instead.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what the loop asks, and compute with a plain tensor."""
+        if func in (torch.isnan, torch.isinf):
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            own, named = tree_map_only(
+                cls, lambda loss: loss.as_subclass(torch.Tensor), (args, kwargs or {})
+            )
+            return func(*own, **named)
 
 
 def _nowhere() -> str:
