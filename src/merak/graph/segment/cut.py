@@ -275,14 +275,34 @@ def sub_graph(
 
 
 def _name(nodes: Sequence[fx.Node]) -> str:
-    """Module path that holds all of a segment's GEMMs, or else all its parameters."""
-    tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter)
+    """Module path that holds all of a segment's GEMMs, or else all its parameters or operators.
+
+    Where they share none, the paths of the first and the last; those of the model's own forward
+    count by the names of the parameters that they read.
+    """
+    tests: tuple[Callable[[fx.Node], bool], ...] = (is_weight_gemm, reads_parameter, bool)
     for test in tests:
-        paths = [n.meta["module"].split(".") for n in nodes if test(n)]
-        if paths:
-            shared = [p[0] for p in zip(*paths, strict=False) if len(set(p)) == 1]
+        chosen = [node for node in nodes if test(node)]
+        paths = [node.meta.get("module", "").split(".") for node in chosen]
+        shared = [p[0] for p in zip(*paths, strict=False) if len(set(p)) == 1]
+        if any(shared):
             return ".".join(shared)
-    return ""
+        ends = [name for name in map(_place, chosen) if name]
+        if ends:
+            return " … ".join(dict.fromkeys((ends[0], ends[-1])))
+    return "forward"
+
+
+def _place(node: fx.Node) -> str:
+    """Module path of an operator, or the first parameter that the model's own forward reads."""
+    read = (s.meta["name"] for s in _sources(node) if s.meta["kind"] is Kind.PARAMETER)
+    return node.meta.get("module", "") or next(read, "")
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """Placeholders that an operator reads, directly or through one view."""
+    read = [s for own in node.all_input_nodes for s in (own, *own.all_input_nodes)]
+    return [source for source in read if source.op == "placeholder"]
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, tuple[fx.Node, ...]]:

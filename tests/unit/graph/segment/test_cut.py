@@ -403,3 +403,28 @@ def test_gpt2_is_cut_as_recorded() -> None:
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     (GOLDEN / "gpt2_2_layers.txt").write_text(gpt2_listing(), encoding="utf-8")
+
+
+class Unshared(nn.Module):
+    """Products of the model's own forward, of modules that share no path, and of none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.randn(4, 4))
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.inner) + x
+        return torch.tanh(self.left(x) * self.right(x)).square().mean()
+
+
+class NoParameters(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+def test_every_segment_has_a_name() -> None:
+    graph = built(Unshared(), {"x": TensorMeta((2, 4), torch.float32)})
+    assert [segment.name for segment in graph.segments] == ["inner", "left … right"]
+    plain = built(NoParameters(), {"x": TensorMeta((2, 4), torch.float32)}, training=False)
+    assert [segment.name for segment in plain.segments] == ["forward"]
