@@ -133,6 +133,11 @@ EXPERTS = {
              "parallel.dp=3", "parallel.ep=3"],
             "parallel.ep=3: ep=3 does not divide the number of experts of model.layers.0.mlp.",
         ),
+        (["parallel.pp=1", "parallel.cp=3"], "cp=3 shares out the tokens of each sample, but the"),
+        (
+            ["parallel.pp=1", "parallel.cp=2", "parallel.tp=2", "arguments.sequence_parallel=true"],
+            "sequence_parallel=True shares out tokens over tp=2, and cp=2 already does",
+        ),
     ],
 )  # fmt: skip
 def test_degrees_that_the_model_cannot_have(
@@ -154,6 +159,8 @@ def test_degrees_that_fit_are_not_laid_out_before_ranks_start(
     for pp, tp in ((1, 1), (1, 2), (2, 2)):
         recipe = read_recipe(write(tmp_path, "parallel", {"pp": pp, "tp": tp}))
         layout_check.check_layout("recipe.yaml", recipe)
+    recipe = read_recipe(write(tmp_path, "parallel", {"pp": 1, "cp": 2}))
+    layout_check.check_layout("recipe.yaml", recipe)
     with pytest.raises(AssertionError, match="traced"):
         wide = write(tmp_path, "parallel", {"pp": 2, "tp": 5})
         layout_check.check_layout("recipe.yaml", read_recipe(wide))

@@ -21,7 +21,7 @@ from merak.core.mesh import Mesh
 from merak.engine import forecast_of
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import resolve
-from merak.zoo.workload import empty_model, example_workload
+from merak.zoo.workload import empty_model, example_workload, reads_sequence
 
 
 def check_layout(name: str, recipe: Recipe) -> None:
@@ -35,7 +35,7 @@ def check_layout(name: str, recipe: Recipe) -> None:
         MerakError: they do not; the message says which would.
     """
     own = recipe.parallel
-    if recipe.plan == AUTO_PLAN or max(own.tp or 1, own.pp or 1, own.ep or 1) == 1:
+    if recipe.plan == AUTO_PLAN or max(own.tp or 1, own.pp or 1, own.ep or 1, own.cp or 1) == 1:
         return
     with recipe.origins.located():
         planned = PlannedJob(name, recipe)
@@ -46,13 +46,18 @@ def check_layout(name: str, recipe: Recipe) -> None:
         num_microbatches = values.get("microbatches", 2 * mesh.pp)  # which 'auto' leaves open
         further = options["schedule_options"] or {}
         schedule = resolve(options["schedule"], mesh.pp, num_microbatches, **further)
-        if not is_in_doubt(empty_model(source, torch.float32), mesh, schedule.num_stages):
+        sequence = planned.samples(source).get("sequence")
+        if mesh.cp > 1 and sequence is None and reads_sequence(source):
+            return  # whose length the ranks' own columns say
+        is_split = _splits_tokens(mesh, sequence, options["sequence_parallel"])
+        model = empty_model(source, torch.float32)
+        if is_split and not is_in_doubt(model, mesh, schedule.num_stages):
             return
         try:
             workload = example_workload(
                 source,
                 global_batch=values.get("global_batch", 1),
-                sequence=planned.samples(source).get("sequence"),
+                sequence=sequence,
             )
             draft.give_options(workload)
             forecast_of(
@@ -63,6 +68,14 @@ def check_layout(name: str, recipe: Recipe) -> None:
             )
         except (TraceError, DataError):
             return  # samples stand for those of the data here, and ranks have these
+
+
+def _splits_tokens(mesh: Mesh, sequence: int | None, sequence_parallel: bool) -> bool:
+    """Whether samples have tokens that context parallel ranks get equally many of."""
+    if mesh.cp == 1:
+        return True
+    is_multiple = sequence is not None and sequence % mesh.cp == 0
+    return is_multiple and not (sequence_parallel and mesh.tp > 1)
 
 
 def is_in_doubt(model: nn.Module, mesh: Mesh, num_stages: int) -> bool:
