@@ -236,13 +236,16 @@ def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> tor
 def _noise_slice(
     like: torch.Tensor, p: float, layout: Layout | None, rows: Rows | None
 ) -> torch.Tensor:
-    """Factors of the shard's elements on the CPU, 0 or 1/(1 − p), as torch's dropout draws them."""
-    whole, own = _whole_like(like, layout, rows)
-    return own(whole.bernoulli_(1 - p)).div(1 - p)
+    """Factors of the shard's elements on the CPU, 0 or 1/(1 − p), as torch's dropout draws them.
+
+    The whole is drawn in booleans, a byte an element: which are drawn depends on no type.
+    """
+    whole, own = _whole_like(like, layout, rows, torch.bool)
+    return own(whole.bernoulli_(1 - p)).to(like.dtype).div(1 - p)
 
 
 def _whole_like(
-    x: torch.Tensor, layout: Layout | None, rows: Rows | None
+    x: torch.Tensor, layout: Layout | None, rows: Rows | None, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """A contiguous tensor of all that a shard is of, and what takes the shard of its like.
 
@@ -254,7 +257,7 @@ def _whole_like(
         sizes[shard.dim] *= shard.num_shards
     if rows is not None:
         sizes[rows[0]] = rows[2]
-    whole = x.new_empty(sizes)
+    whole = x.new_empty(sizes, dtype=dtype)
 
     def own(drawn: torch.Tensor) -> torch.Tensor:
         if rows is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, take
@@ -43,6 +46,25 @@ def test_dropout_keeps_the_own_slice(
         found = dropout_sharded(share.permute(back), 0.4, True, (dim, parts, "tp", 1))
         assert torch.equal(found, take(expected, shard, rank))
         assert torch.equal(torch.rand(3), after)
+
+
+class Largest(TorchDispatchMode):
+    """The largest storage that an operator makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.num_bytes = max(self.num_bytes, made.untyped_storage().nbytes())
+        return made
+
+
+def test_the_whole_pattern_takes_a_byte_an_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_rank(3, 8, monkeypatch)
+    with Largest() as largest:
+        dropout_sharded(torch.randn(B, 16, T), 0.4, True, (1, (128,), "tp", 1))
+    assert largest.num_bytes == B * 128 * T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
