@@ -21,7 +21,7 @@ TESTS := $(wildcard tests/unit tests/golden tests/multirank)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-nccl-rules test-all lint format docs examples package compat bench gpu-first gpu zoo check clean
+.PHONY: help setup demo test test-slow test-nccl-rules test-all lint format docs examples package compat bench quick-bench gpu-first gpu zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +108,13 @@ bench: ## list the benchmarks and what each measures
 		awk -F '"""' '/"""/ {print "      " $$2; exit}' $$script; \
 	done
 
+quick-bench: $(STAMP) ## run every benchmark in its quick form, as written in .ci/benchmarks
+	@for script in $(wildcard benchmarks/*.py); do \
+		name="$$(basename $$script .py)"; \
+		grep -qE "benchmarks[/.]$$name( |\.py)" .ci/benchmarks || { echo "$$script has no line in .ci/benchmarks; add the command that runs it in its quick form." >&2; exit 1; }; \
+	done
+	@PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH="$(CURDIR)/src" HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/tools/quick.py .ci/benchmarks
+
 # An environment of the user's with torch for this GPU; .venv where that has it.
 GPU_PYTHON ?= python3
 SEES_GPU := -c 'import sys, torch, transformers; sys.exit(not torch.cuda.is_available())'
@@ -132,7 +139,7 @@ zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and wr
 	$(BIN)/python -m tests.zoo.table docs/zoo.md runs/zoo/*-of-$(ZOO_SHARDS).jsonl
 	$(BIN)/python -m tests.zoo.widths docs/zoo.md
 
-check: lint docs test examples package ## what the continuous integration runs: all of the above but the slow tests
+check: lint docs test examples quick-bench package ## what the continuous integration runs: all of the above but the slow tests
 
 clean: ## remove .venv, caches, the built pages and the runs
 	rm -rf $(VENV) site runs .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

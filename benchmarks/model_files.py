@@ -41,14 +41,14 @@ from merak.graph.weights.holders import TensorHolders, find_holders, shard_shape
 
 LAYOUTS = {"tp 2 × pp 2": (1, 2, 2), "dp 2 × tp 2": (2, 2, 1), "dp 4": (4, 1, 1)}
 NUM_RANKS, LAYERS = 4, 12
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 24000}
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16, "num_hidden_layers": LAYERS}
 
 
-def build(mesh: Mesh) -> tuple[nn.Module, list[str], dict[str, ParameterShard]]:
+def build(mesh: Mesh, hidden: int) -> tuple[nn.Module, list[str], dict[str, ParameterShard]]:
     """The model with this rank's stage and shards alone."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))  # type: ignore[arg-type]
+    sizes = {"hidden_size": hidden, "intermediate_size": 11 * hidden // 4, "vocab_size": 24000}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **HEADS))  # type: ignore[arg-type]
     held, shards = [], {}
     for name, parameter in model.named_parameters():
         number = name.split(".")[2] if ".layers." in name else None
@@ -97,7 +97,8 @@ def part(own: torch.Tensor, holders: TensorHolders, source: int) -> torch.Tensor
     if rank == source != 0:
         dist.send(own.contiguous(), dst=0)
     elif rank == 0 != source:
-        received = torch.empty(shard_shape(holders.shape, holders.shard), dtype=holders.dtype)
+        shape = shard_shape(holders.shape, holders.shard, holders.ranks.index(source))
+        received = torch.empty(shape, dtype=holders.dtype)
         dist.recv(received, src=source)
         return received
     return own
@@ -127,7 +128,7 @@ def measure(rank: int, layout: tuple[int, int, int], place: str, options: Any) -
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     mesh = merak.init(*layout, device="cpu")
-    model, held, shards = build(mesh)
+    model, held, shards = build(mesh, options.hidden)
     holdings = find_holders(model, held, shards, mesh)
     plan = plan_model_files(model, holdings, mesh, options.max_shard_size)
     old = partial(through_rank0, model, holdings, plan.files)
@@ -157,13 +158,14 @@ def traffic(plan: ModelFiles) -> dict[str, str]:
     old = new = 0
     for step in plan.steps:
         for name in step.sources:
-            num_bytes = plan.held[name].shard_meta().num_bytes
-            old += num_bytes * sum(rank != 0 for rank in plan.held[name].holders.ranks)
-            senders = plan.held[name].senders(step.writer, plan.mesh)
-            new += num_bytes * sum(rank != step.writer for rank in senders)
+            own = plan.held[name]
+            sizes = [own.shard_meta(n).num_bytes for n in range(len(own.holders.ranks))]
+            old += sum(size for size, rank in zip(sizes, own.holders.ranks) if rank != 0)
+            senders = own.senders(step.writer, plan.mesh)
+            new += sum(size for size, rank in zip(sizes, senders) if rank != step.writer)
     written: Counter[int] = Counter()
-    for file, layout in plan.layouts.items():
-        written[plan.writers[file]] += layout.num_bytes
+    for file, keys in plan.files.items():
+        written[plan.writers[file]] += sum(plan.tensors[key].meta.num_bytes for key in keys)
     most = (written.total(), max(written.values()))
     return {
         "MB sent": f"{old / 1e6:.0f} → {new / 1e6:.0f}",
@@ -207,11 +209,12 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--max-shard-size", default="200MB", help="the most that a file holds")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=1024, help="a multiple of 16")
     parser.add_argument("--folder", default=None, help="where to write; a temporary folder")
     parser.add_argument("--port", type=int, default=29573)
     options = parser.parse_args()
     rows = [run_layout(name, options) for name in options.layouts]
-    report.show({"A Hugging Face folder of 813 MB from 4 ranks": rows}, options.json)
+    report.show({"A Hugging Face folder from 4 ranks": rows}, options.json)
 
 
 if __name__ == "__main__":

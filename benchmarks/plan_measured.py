@@ -184,7 +184,7 @@ def rank_job(options: argparse.Namespace) -> None:
     else:
         found = {
             str(number): steps_of(plan, source, options)
-            for number, plan in enumerate(PLANS)
+            for number, plan in chosen_plans(options).items()
             if (plan.dp, plan.tp, plan.pp) == (dp, tp, pp)
         }
         if mesh.rank == 0:
@@ -233,7 +233,7 @@ def start(options: argparse.Namespace, job: str, degrees: tuple[int, int, int]) 
     script = [str(Path(__file__).resolve()), "--job", job, "--folder", options.folder]
     script += ["--degrees", *map(str, degrees), "--million-ms", str(options.million_ms)]
     script += ["--model", options.model, "--steps", str(options.steps)]
-    script += ["--warmup", str(options.warmup)]
+    script += ["--warmup", str(options.warmup), "--plans", *map(str, options.plans)]
     log = Path(options.folder, f"{job}-{'-'.join(map(str, degrees))}.log")
     if options.network is None:
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", *script]
@@ -249,10 +249,11 @@ def predictions(options: argparse.Namespace) -> dict[str, Any]:
     """Prices of all plans, from the profile alone."""
     cluster = cluster_of(load_profile(Path(options.folder, "profile.json")))
     workload = workload_of(source_of(options.model))
-    prices = [price(workload, cluster, plan) for plan in PLANS]
+    plans = chosen_plans(options)
+    prices = {number: price(workload, cluster, plan) for number, plan in plans.items()}
     found = {
         str(number): {"step_s": own.step_s, "partition": own.candidate.partition}
-        for number, own in enumerate(prices)
+        for number, own in prices.items()
     }
     Path(options.folder, "prices.json").write_text(json.dumps(found))
     return found
@@ -263,12 +264,12 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     start(options, "profile", (RANKS, 1, 1))
     prices = predictions(options)
     measured: dict[str, float] = {}
-    for degrees in dict.fromkeys((own.dp, own.tp, own.pp) for own in PLANS):
+    for degrees in dict.fromkeys((o.dp, o.tp, o.pp) for o in chosen_plans(options).values()):
         start(options, "steps", degrees)
         file = Path(options.folder, f"steps-{'-'.join(map(str, degrees))}.json")
         measured |= json.loads(file.read_text())
     rows, errors = [], []
-    for number, plan in enumerate(PLANS):
+    for number, plan in chosen_plans(options).items():
         predicted, taken = prices[str(number)]["step_s"], measured[str(number)]
         errors.append(abs(predicted / taken - 1))
         rows.append(
@@ -282,7 +283,7 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     chosen = min(prices, key=lambda number: prices[number]["step_s"])
     best = min(measured, key=lambda number: measured[number])
     summary = {
-        "plans": len(PLANS),
+        "plans": len(rows),
         "within 10 %": sum(error <= 0.10 for error in errors),
         "mean error %": round(100 * statistics.mean(errors), 1),
         "worst %": round(100 * max(errors), 1),
@@ -291,6 +292,11 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         "chosen is slower by %": round(100 * (measured[chosen] / measured[best] - 1), 1),
     }
     return {"Plans": rows, "Together": [summary]}
+
+
+def chosen_plans(options: argparse.Namespace) -> dict[int, Candidate]:
+    """The plans that run, by their numbers."""
+    return {number: PLANS[number] for number in options.plans}
 
 
 def described(plan: Candidate) -> str:
@@ -308,6 +314,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, 1 at least")
     parser.add_argument("--rate", help="of the network of two hosts, such as 200mbit; one host")
     parser.add_argument("--patience", type=float, default=1200.0, help="seconds of a job at most")
+    parser.add_argument("--plans", type=int, nargs="+", default=list(range(len(PLANS))))
     parser.add_argument("--folder", default="", help="to keep the profile and logs in")
     parser.add_argument("--job", choices=("profile", "steps"), help=argparse.SUPPRESS)
     parser.add_argument("--degrees", type=int, nargs=3, help=argparse.SUPPRESS)

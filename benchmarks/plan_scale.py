@@ -101,11 +101,11 @@ def run(name: str, microbatches: list[int]) -> None:
     print_total(start)
 
 
-def search_plans(name: str) -> None:
+def search_plans(name: str, devices: int, layers: int | None) -> None:
     """Run the whole search for one model in this process, as `merak plan` does."""
     start = time.perf_counter()
     batch = SEARCHED_BATCH[name]
-    print(f"{name}: the search for {DEVICES:,} devices and {batch:,} samples a step", flush=True)
+    print(f"{name}: the search for {devices:,} devices and {batch:,} samples a step", flush=True)
     import torch
 
     from merak.core.garbage import paused_collector
@@ -118,7 +118,7 @@ def search_plans(name: str) -> None:
     torch.set_num_threads(1)
     architecture, config, sequence = MODELS[name]
     workload = example_workload(
-        resolve_model(architecture, config),
+        resolve_model(architecture, config | ({"num_hidden_layers": layers} if layers else {})),
         global_batch=batch,
         sequence=sequence,
         dtype=torch.bfloat16,
@@ -126,7 +126,7 @@ def search_plans(name: str) -> None:
         master_weights=True,
     )
     with paused_collector(process_ends=True):
-        found = search(workload, parse_cluster(f"h100:8x{DEVICES // 8}"))
+        found = search(workload, parse_cluster(f"h100:8x{devices // 8}"))
     print(f"  {found.num_candidates:,} candidates, {found.num_priced} priced")
     for own in found.plans:
         memory = max(own.peak_memory_bytes) / 1e9
@@ -150,17 +150,24 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--search-only", action="store_true", help="without the single phases")
+    parser.add_argument("--devices", type=int, default=DEVICES, help="of the search")
+    parser.add_argument("--layers", type=int, help="of the search's model; its own by default")
     parser.add_argument("--here", choices=("search", "phases"), help="in this process")
     chosen = parser.parse_args()
     if chosen.here:
         name = chosen.model or next(iter(MODELS))
-        search_plans(name) if chosen.here == "search" else run(name, chosen.microbatches)
+        if chosen.here == "search":
+            search_plans(name, chosen.devices, chosen.layers)
+        else:
+            run(name, chosen.microbatches)
         return 0
     counts = [str(count) for count in chosen.microbatches]
     for name in [chosen.model] if chosen.model else MODELS:
         for part in ("search",) if chosen.search_only else ("search", "phases"):
             command = [sys.executable, "-m", "benchmarks.plan_scale", "--here", part]
             command += ["--model", name, "--microbatches", *counts]
+            command += ["--devices", str(chosen.devices)]
+            command += ["--layers", str(chosen.layers)] if chosen.layers else []
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return 0
 

@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.uncertainty import Error, print_uncertainty
+from benchmarks.tools.uncertainty import Error, print_uncertainty
 from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster

@@ -81,10 +81,10 @@ def adam(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
-def case_of(num_stages: int, microbatch: int) -> Case:
+def case_of(num_stages: int, microbatch: int, num_layers: int = LAYERS) -> Case:
     """Trace the model and lay it out over some stages, balanced by the same times."""
     config = GPT2Config(
-        n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=SEQUENCE, use_cache=False,
+        n_embd=HIDDEN, n_layer=num_layers, n_head=HEADS, n_positions=SEQUENCE, use_cache=False,
         loss_type="ForCausalLM", attn_implementation="eager",
     )  # fmt: skip
     with empty_weights():
@@ -122,8 +122,8 @@ def largest_first_ratio(case: Case, budget: int) -> float:
     return fits
 
 
-def table_row(num_stages: int, microbatch: int) -> dict[str, Any]:
-    case = case_of(num_stages, microbatch)
+def table_row(num_stages: int, microbatch: int, num_layers: int) -> dict[str, Any]:
+    case = case_of(num_stages, microbatch, num_layers)
     default = case.forecast.saved
     row: dict[str, Any] = {"stages": num_stages, "microbatch": microbatch}
     paper = PAPER.get((num_stages, microbatch))
@@ -194,13 +194,18 @@ def budget_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = report.parser(__doc__).parse_args()
-    eight = case_of(8, 1)
-    tables = {
-        "Table III": [table_row(*key) for key in ((4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4))],
-        "Figure 9b: 8 stages, microbatches of 1": figure_rows(eight),
-        "The same at other budgets": budget_rows(eight),
-    }
+    parser = report.parser(__doc__)
+    shown = [f"{stages}x{microbatch}" for stages in (4, 8) for microbatch in (1, 2, 4)]
+    parser.add_argument("--rows", nargs="+", choices=shown, default=shown, help="of table III")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the table's model")
+    parser.add_argument("--table-only", action="store_true", help="without the paper's figure 9b")
+    args = parser.parse_args()
+    keys = [tuple(map(int, key.split("x"))) for key in args.rows]
+    tables = {"Table III": [table_row(*key, args.layers) for key in keys]}
+    if not args.table_only:
+        eight = case_of(8, 1)
+        tables["Figure 9b: 8 stages, microbatches of 1"] = figure_rows(eight)
+        tables["The same at other budgets"] = budget_rows(eight)
     report.show(tables, args.json)
 
 

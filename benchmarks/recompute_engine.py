@@ -76,7 +76,8 @@ def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentP
     """A segment whose forward takes a known time, less what its kept operators save it."""
 
     def call(*args: Any) -> tuple[torch.Tensor, ...]:
-        replays = program.selective is not None and program.selective.is_replaying
+        saved = program.selective
+        replays = saved is not None and saved._recording is not None and saved._replays
         time.sleep(forward_s * (1 - share if replays else 1))
         first, *others = program.function(*args)
         return (Sleep.apply(first, 2 * forward_s), *others)  # type: ignore[no-untyped-call]

@@ -114,13 +114,13 @@ class Sleeping:
     @property
     def is_backward(self) -> bool:
         """Whether the action is a whole backward, with the gradients of weights inside."""
-        action = self._progress.standing.action
+        action = self._progress.status.action
         return action is not None and action.kind is Kind.BACKWARD
 
     @contextmanager
     def lasting(self, more_s: float = 0.0) -> Iterator[None]:
         """Let what is inside last as long as the engine's action has to."""
-        action = self._progress.standing.action
+        action = self._progress.status.action
         assert action is not None
         end = time.perf_counter() + self._seconds[action.kind] + more_s
         yield
@@ -258,7 +258,7 @@ def seconds_per_action() -> float:
     start = time.perf_counter()
     for _ in range(count):
         with progress.action(action):
-            with progress.weight_gradients(f"the activation of microbatch {count}", (1,)):
+            with progress.waiting(f"the activation of microbatch {count}", (1,)):
                 pass
             progress.inputs_ready()
     return (time.perf_counter() - start) / count

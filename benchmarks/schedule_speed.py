@@ -73,17 +73,19 @@ def synthesis(num_ranks: int, num_microbatches: int, limit: float) -> dict[str, 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--divide", type=int, default=1, help="all ranks and microbatches by this")
     args = parser.parse_args()
+    n = args.divide
     tables = {
         "Built-in schedules": [
-            phases("early_recompute", 256, 1300, args.repeats),
-            phases("zero_bubble_h1", 64, 256, args.repeats),
-            phases("chimera", 64, 256, args.repeats),
+            phases("early_recompute", 256 // n, 1300 // n, args.repeats),
+            phases("zero_bubble_h1", 64 // n, 256 // n, args.repeats),
+            phases("chimera", 64 // n, 256 // n, args.repeats),
         ],
         "auto on random stages": [
             synthesis(8, 32, 8.0),
-            synthesis(64, 256, 64.0),
-            synthesis(64, 256, 20.0),
+            synthesis(64 // n, 256 // n, 64.0),
+            synthesis(64 // n, 256 // n, 20.0),
         ],
     }
     report.show(tables, args.json)

@@ -29,6 +29,7 @@ FRAMEWORKS: dict[str, tuple[str, dict[str, str]]] = {
     "torch-pipeline": ("torch_splitter", {}),
     "transformers-tp": ("transformers_tp", {}),
     "deepspeed-autotp": ("deepspeed_autotp", {}),
+    "deepspeed-preset": ("deepspeed_autotp", {"PRESET": "yes"}),
     "fsdp2": ("fsdp", {}),
 }
 """What the table calls it → its file in `benchmarks/rivals`, and its environment variables."""

@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all results")
     parser.add_argument("--seconds", type=int, default=180, help="that a test may take")
     options = parser.parse_args()
+    options.source = options.source.resolve()  # pytest runs in a folder of its own
     files = judged_files(options.source)
     if not files:
         parser.error(f"{options.source} has no tests/trainer; give a clone of the repository.")

@@ -48,7 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def library() -> Any:
-    """The module that `from transformers import …` reads; its first import may be replaced."""
+    """The module that `from transformers import …` reads, which may replace itself on import."""
+    importlib.import_module("transformers")  # no plugin of pytest needs to have imported it
     return sys.modules["transformers"]
 
 

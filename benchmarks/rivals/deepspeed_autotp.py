@@ -1,4 +1,7 @@
-"""DeepSpeed: AutoTP shards the unmodified model over two ranks (`tensor_parallel.autotp_size`)."""
+"""DeepSpeed: AutoTP shards the unmodified model over two ranks (`tensor_parallel.autotp_size`).
+
+With `PRESET=yes` in the environment, families that have a preset of DeepSpeed's get it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import sys
 import deepspeed
 import deepspeed.comm.torch
 import torch
-from tools.families import MICROBATCHES, SAMPLES, Family, microbatches
+from tools.families import FAMILIES, MICROBATCHES, SAMPLES, Family, microbatches
 
 from rivals import ranks
 
@@ -20,6 +23,12 @@ CONFIG = {
     "gradient_clipping": 0.0,
 }
 
+PRESETS = {
+    "Bloom": "bloom", "Llama": "llama", "Llama, tied": "llama", "Mistral": "llama",
+    "Qwen3": "qwen2", "Phi-3": "phi3", "Mixtral": "mixtral", "Qwen3-MoE": "mixtral",
+}  # fmt: skip
+"""`tensor_parallel.preset_model` of each family whose modules have the names of one."""
+
 
 def start() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -28,12 +37,19 @@ def start() -> None:
     deepspeed.init_distributed("gloo")
 
 
+def preset_of(family: Family) -> dict[str, str]:
+    """The preset of a family, where presets are asked for."""
+    names = [name for name, own in FAMILIES.items() if own is family and name in PRESETS]
+    return {"preset_model": PRESETS[names[0]]} if names and "PRESET" in os.environ else {}
+
+
 def gradients(family: Family, expected: ranks.Gradients) -> ranks.Found:
     try:
         optimizer = torch.optim.SGD
         model = family.model()
+        config = CONFIG | {"tensor_parallel": {"autotp_size": 2, **preset_of(family)}}
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer(model.parameters(), lr=0.0), config=CONFIG
+            model=model, optimizer=optimizer(model.parameters(), lr=0.0), config=config
         )
     except Exception as error:
         raise ranks.SetUpError from error

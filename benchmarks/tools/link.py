@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,8 @@ def slow_link(rate: str | None) -> Iterator[Any]:
     if not rate:
         yield None
         return
-    from tests.multirank.network import Network  # where the ranks' scripts do not look
+    sys.path.append(str(Path(__file__).parents[2]))  # where the ranks' scripts do not look
+    from tests.multirank.network import Network
 
     network = Network()
     try:
