@@ -1,7 +1,8 @@
-"""MkDocs hooks that make the reference: a page for each folder and file of src/merak.
+"""MkDocs hooks that make the reference, and let the search find users' pages first.
 
-No page is listed by hand, so a new module is in the reference as soon as it exists. The command
-line's page has the help of every command.
+The reference has a page for each folder and file of src/merak. No page is listed by hand, so a new
+module is in the reference as soon as it exists. The command line's page has the help of every
+command.
 """
 
 import functools
@@ -14,9 +15,16 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 PACKAGE = "merak"
 SOURCE = Path("src") / PACKAGE
+
+FOR_DEVELOPERS = ("reference/", "architecture.md", "benchmarks.md", "map.md", "zoo.md")
+"""Pages, by how their paths begin, that the search shows behind those for users."""
+
+BEHIND = 0.1
+"""Factor of their scores; a page of the reference has a word more often than the page about it."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -32,6 +40,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for _, path, content in pages():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Lower the score of a page for developers, unless it says otherwise itself."""
+    if page.file.src_uri.startswith(FOR_DEVELOPERS) and not page.file.src_uri.endswith(
+        ("/merak.md", "/command.md")
+    ):
+        page.meta.setdefault("search", {"boost": BEHIND})
+    return markdown
 
 
 def pages() -> Iterator[tuple[str, str, str]]:

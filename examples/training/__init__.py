@@ -1,0 +1,1 @@
+"""Training that is more than one loss of one batch; each file is the code of a page of the docs."""
