@@ -97,7 +97,13 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each kind")
     parser.add_argument("--only", choices=sorted(MODELS), help="one model alone")
+    parser.add_argument("--layers", type=int, help="of every model; its own by default")
     args = parser.parse_args()
+    if args.layers:
+        for _, config, _ in MODELS.values():
+            config |= {
+                name: args.layers for name in ("n_layer", "num_hidden_layers") if name in config
+            }
     names = [args.only] if args.only else list(MODELS)
     rows = [row for name in names for row in rows_of(name, args.repetitions)]
     report.show({"Trace and shard, without weights": rows}, args.json)

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ LIMIT_S = 600.0
 AT_A_TIME = 2
 IMPORTED = ("torch._dynamo", "torch.distributed.run", "transformers", "merak.engine.build",
             "merak.trainer.trainer", "merak.parallel", "merak.zoo.check_by_name")  # fmt: skip
-OF_IMPORTS = ("HF_HOME", "MERAK_CACHE", "OMP_NUM_THREADS", "RUN_SLOW", "CUDA_VISIBLE_DEVICES")
+OF_IMPORTS = ("HF_HOME", "OMP_NUM_THREADS", "RUN_SLOW", "CUDA_VISIBLE_DEVICES")
 """Variables that are read while modules are imported."""
 
 CLIENT = """#!{python} -IS
@@ -137,21 +138,21 @@ def run_as_python(arguments: list[str]) -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:0] = [path for path in paths if path not in sys.path]
     kind, *words = arguments
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main  # as multiprocessing names it
+    if kind == "-m":
+        sys.argv = words
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(words[0])  # type: ignore[attr-defined]
+        return
     if kind == "-c":
-        sys.argv, first = ["-c", *words[1:]], ""
-    elif kind == "-m":
-        sys.argv, first = words, os.getcwd()
+        sys.argv, code, file = ["-c", *words[1:]], words[0], "<string>"
+        sys.path.insert(0, "")
     else:
-        sys.argv, first = arguments, str(Path(kind).resolve().parent)
-    sys.path.insert(0, first)
-    if kind == "-c":
-        main = type(sys)("__main__")
-        sys.modules["__main__"] = main
-        exec(compile(words[0], "<string>", "exec"), vars(main))
-    elif kind == "-m":
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(kind, run_name="__main__")
+        sys.argv, code, file = arguments, Path(kind).read_text(encoding="utf-8"), kind
+        sys.path.insert(0, str(Path(kind).resolve().parent))
+        main.__file__ = kind
+    exec(compile(code, file, "exec"), vars(main))
 
 
 # ---- the commands ----
