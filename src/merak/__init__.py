@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
-    from merak.engine.teacher import average_teacher
+    from merak.engine.parameters.gathered import gathered_parameters
+    from merak.engine.parameters.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
     from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
@@ -29,8 +30,9 @@ _HOMES = {
     "Row": "merak.graph.tensor_parallel.features",
     "TeacherAverage": "merak.trainer.subclass.teacher_average",
     "Vocabulary": "merak.graph.tensor_parallel.features",
-    "average_teacher": "merak.engine.teacher",
+    "average_teacher": "merak.engine.parameters.teacher",
     "current_mesh": "merak.core.mesh",
+    "gathered_parameters": "merak.engine.parameters.gathered",
     "empty_weights": "merak.graph.weights.empty_weights",
     "init": "merak.core.start.init",
     "parallelize": "merak.parallel",
@@ -51,6 +53,7 @@ __all__ = [
     "average_teacher",
     "current_mesh",
     "empty_weights",
+    "gathered_parameters",
     "init",
     "parallelize",
 ]

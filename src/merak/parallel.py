@@ -140,8 +140,6 @@ class ParallelModel:
         """
         microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
-        if self._update is None and self.num_steps == 1:
-            self.engine.optimizers.warn_of_none()
         self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
         signatures = [signature(b).columns for b in microbatches]

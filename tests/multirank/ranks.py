@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 GRACE_S = 5.0
 """Seconds the other ranks get to end by themselves after one has raised."""
@@ -152,6 +154,19 @@ def _describe(failures: dict[int, str], missing: list[int], timeout_s: float) ->
     return "\n".join(parts)
 
 
+def as_script(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ranks run a function as a user's script, whose reads of shards are refused."""
+    vars(function)["is_script"] = True
+    return function
+
+
+@contextmanager
+def _reading_shards() -> Iterator[None]:
+    """Inside, tests read shards of parameters as Merak itself does."""
+    with mock.patch("merak.graph.weights.sharded.is_called_by_merak", lambda *_: True):
+        yield
+
+
 def _serve(connection: Connection) -> None:
     """Run the jobs that come through the pipe, one after another, until it closes."""
     import torch
@@ -192,7 +207,8 @@ def _run_job(
         backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
     try:
-        with nccl_rules.kept():
+        of_shards = nullcontext() if getattr(function, "is_script", False) else _reading_shards()
+        with nccl_rules.kept(), of_shards:
             return function(*args)
     finally:
         mesh.reset()

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from merak.core.errors import MerakError, TrainingError
-from tests.multirank.ranks import RankPool
+from tests.multirank.ranks import RankPool, as_script
 from tests.shared_cache import not_shared
 from tests.tiers import slow
 
@@ -88,6 +88,7 @@ def alone(average: Callable[[nn.Module], None]) -> Found:
     return losses, model.state_dict()
 
 
+@as_script
 @not_shared()
 def trained(degrees: dict[str, int], by_hand: bool, options: dict[str, Any]) -> Found:
     import merak
@@ -135,6 +136,7 @@ def test_teachers_follow_as_in_one_process(
     assert all(other[0] == first[0] for other in others)
 
 
+@as_script
 def told(way: str, zero: int) -> str:
     """What a loop of one's own is told of parameters that are not here."""
     import merak
@@ -183,6 +185,7 @@ def test_parameters_that_are_elsewhere_are_not_read(pool: RankPool, way: str, ze
         assert "merak.average_teacher" in said
 
 
+@as_script
 @not_shared()
 def train_with_callback(kind: str, degrees: dict[str, int], folder: str) -> list[float] | str:
     import merak

@@ -129,6 +129,25 @@ def users_line(frames: Iterable[traceback.FrameSummary]) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+def is_called_by_merak(frame: FrameType | None, *skipped: str) -> bool:
+    """Whether the innermost code above torch and Python's own is Merak's, or there is none.
+
+    Args:
+        frame: where to begin.
+        skipped: files that do not count.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in skipped:
+            if file.startswith(MERAK):
+                return True
+            is_main = frame.f_globals.get("__name__") == "__main__"  # perhaps in no file
+            if is_main or not (is_library(file) or is_standard_library(file)):
+                return False
+        frame = frame.f_back
+    return True
+
+
 def script_line() -> str:
     """The innermost line of the user's script that runs, as "file:number"; empty if none does."""
     frame: FrameType | None = sys._getframe(1)

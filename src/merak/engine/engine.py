@@ -41,6 +41,7 @@ from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
 from merak.graph.weights.gather_weights import gather_state_dict, whole_copy
 from merak.graph.weights.laid_out import LastWeights, Part, is_in_parts, methods_allowed
+from merak.graph.weights.sharded import ShardWatch
 from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
@@ -62,7 +63,8 @@ class Engine:
         self.description: Mapping[str, Any] = {}
         # Refuses hooks on gradients that a script has registered meanwhile and that would not run.
         self.check_hooks: Callable[[], None] = lambda: None
-        self.optimizers = OptimizerConnections(state)
+        self.watch = ShardWatch()
+        self.optimizers = OptimizerConnections(state, self.watch)
         self.last_weights = LastWeights()
         self._state = state
         self._buffers_before: TensorDict = {}
@@ -98,6 +100,7 @@ class Engine:
     def retire(self) -> None:
         """Train this model no more: another engine is about to."""
         self.optimizers.close()
+        self.watch.close()
         self._is_retired = True
 
     def _refuse_retired(self) -> None:
@@ -263,6 +266,7 @@ class Engine:
     ) -> torch.Tensor:
         """Run a training step, which may be aborted."""
         with (
+            self.watch.paused(),
             self.progress.step(step),
             own_random_state(self.mesh.device),
             explain_oom(f"step {step} on pp rank {self.mesh.pp_rank}", self._advice()),
@@ -480,6 +484,7 @@ class Engine:
             with state.transfers.route.step(False, state.program_for.num_made):
                 for number in range(len(programs) + 1):  # the last time for what is left to do
                     with (
+                        self.watch.paused(),
                         own_random_state(self.mesh.device),
                         self.progress.evaluation(),
                         explain_oom(what, _EVALUATE_LESS),

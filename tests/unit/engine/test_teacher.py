@@ -46,3 +46,17 @@ def test_shapes_are_compared() -> None:
     model["target"][0] = nn.Linear(4, 3).requires_grad_(False)
     with pytest.raises(ArgumentsError, match=r"is of shape \(3, 4\), and online.0.weight of"):
         merak.average_teacher(model, "target", "online", 0.9)
+
+
+def test_parameters_of_a_model_on_one_device_are_whole() -> None:
+    model = pair()
+    with merak.gathered_parameters(model, ["online.0.weight"]) as whole:
+        whole["online.0.weight"].fill_(2.0)
+    assert model["online"][0].weight.detach().eq(2.0).all()
+    with merak.gathered_parameters(model) as whole:
+        assert whole.keys() == dict(model.named_parameters()).keys()
+    with (
+        pytest.raises(ArgumentsError, match=r"no parameter 'online.0.wight'; did you mean"),
+        merak.gathered_parameters(model, "online.0.wight"),
+    ):
+        pass

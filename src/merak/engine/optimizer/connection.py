@@ -32,6 +32,7 @@ from merak.engine.optimizer.own_tensors import (
 )
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
+from merak.graph.weights.sharded import ShardWatch
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,12 @@ class OptimizerConnections:
 
     Args:
         state: of the engine.
+        watch: of its shards, which optimizers step as they are.
     """
 
-    def __init__(self, state: EngineState) -> None:
+    def __init__(self, state: EngineState, watch: ShardWatch) -> None:
         self._state = state
+        self._watch = watch
         self._found: Found = {}
         self.note_originals({})
         self._connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -119,21 +122,6 @@ class OptimizerConnections:
             whole.distribute()
         self._state.optimizer_params.sync_model_params()
 
-    def warn_of_none(self) -> None:
-        """Warn where no optimizer has stepped, and the model's parameters are not what is stepped.
-
-        An update that a loop computes by hand would look for gradients in vain.
-        """
-        items = self._state.optimizer_params.items.values()
-        is_other = any(item.tensor is not item.parameter for item in items)
-        if not self._connected and (is_other or self._state.base.shards):
-            warn_on_rank0(
-                logger,
-                "no optimizer of torch has stepped this model since the last step; if you update "
-                "it by hand, take the gradients of engine.optimizer_params.named, this rank's "
-                "tensors, and call engine.optimizer_params.sync_model_params() then.",
-            )
-
     def _meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Connect an optimizer that a loop has made of this model's parameters, before it steps."""
         if self._is_stepping or optimizer in self._connected:
@@ -145,6 +133,7 @@ class OptimizerConnections:
     def _note(self, is_stepping: bool) -> None:
         """Note a step of a connected optimizer, inside which one of its own parts may step."""
         self._is_stepping = is_stepping
+        (self._watch.pause if is_stepping else self._watch.resume)()
 
 
 def connect_optimizer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from merak.core.errors import TrainingError
-from merak.core.source_lines import script_line, with_text
+from merak.core.source_lines import is_called_by_merak, is_library, script_line, with_text
 
 INSTEAD = (
-    "trainer.gather_state_dict() on all ranks gives rank 0 all weights, and the logs have the "
-    "norm of all gradients"
+    "merak.gathered_parameters(model, names) on all ranks has whole parameters to read or to write,"
+    " trainer.gather_state_dict() gives rank 0 all weights, and max_grad_norm clips by the norm of "
+    "all gradients, which the logs have"
 )
-"""The way to what needs all parameters or their gradients."""
+"""The way to what needs whole parameters or all gradients."""
 
 OF_OTHER_STAGE = "a parameter of another pipeline stage"
 OF_REPLICAS = "a parameter of which each replica has shards of its own (zero=3)"
@@ -110,10 +112,14 @@ class AbsentTensor(torch.Tensor):
         Raises:
             TrainingError: a norm of all gradients is computed of those that are here.
         """
-        callers = (sys._getframe(1), sys._getframe(1).f_back)  # perhaps a comprehension's
-        if any(frame is not None and frame.f_code.co_name in _CLIPS for frame in callers):
+        if is_clipping(sys._getframe(1)):
             raise _refusal("reads the gradient of", self)
         found: torch.Tensor | None = _TENSOR.grad.__get__(self)
+        is_missing = found is None and self.is_nowhere and self.requires_grad
+        caller = sys._getframe(1)
+        is_read = is_missing and not is_library(caller.f_code.co_filename)
+        if is_read and not is_called_by_merak(caller, __file__):
+            raise missing_gradient(self.source)
         return found
 
     @grad.setter
@@ -249,12 +255,48 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return None if made[0] is None else [value for i in range(count) for value in made[i]]
 
 
-def _refusal(verb: str, absent: AbsentTensor) -> TrainingError:
-    """The error of an operator on a value that this rank does not have."""
-    line = script_line() or absent.line
+def is_clipping(frame: FrameType) -> bool:
+    """Whether code that reads a gradient is one of torch's functions that clip by a norm.
+
+    Args:
+        frame: of the code.
+    """
+    callers = (frame, frame.f_back)  # perhaps a comprehension's
+    return any(found is not None and found.f_code.co_name in _CLIPS for found in callers)
+
+
+def refusal(verb: str, value: str, source: str, line: str = "") -> TrainingError:
+    """The error of a script's operator on a value that this rank has not, or not as a whole.
+
+    Args:
+        verb: what the script does.
+        value: what it does it with, as a noun.
+        source: the parameter that it is computed of, as a clause.
+        line: where it was computed, if no line of the script runs now.
+    """
+    line = script_line() or line
     where = f", at {with_text(line)}" if line else ""
     return TrainingError(
-        f"{_readers[-1]} {verb} a value that this rank does not have{where}: {absent.source}; "
-        "leave out parameters that are on the meta device here (p.is_meta); to average a teacher, "
-        f"use merak.TeacherAverage or merak.average_teacher, in any layout; or: {INSTEAD}."
+        f"{_readers[-1]} {verb} {value}{where}: {source}; to average a teacher, use "
+        f"merak.TeacherAverage or merak.average_teacher, in any layout; or: {INSTEAD}."
     )
+
+
+def missing_gradient(source: str) -> TrainingError:
+    """The error of a script that reads the gradient of what the optimizer does not step itself.
+
+    Args:
+        source: the parameter, as a clause.
+    """
+    return refusal(
+        "reads the gradient of",
+        "a parameter that the optimizer does not step itself",
+        f"{source}; an update by hand takes the gradients of engine.optimizer_params.named, this "
+        "rank's tensors, and calls engine.optimizer_params.sync_model_params() then",
+    )
+
+
+def _refusal(verb: str, absent: AbsentTensor) -> TrainingError:
+    """The error of an operator on a value that this rank does not have."""
+    source = f"{absent.source}; leave out parameters that are on the meta device here (p.is_meta)"
+    return refusal(verb, "a value that this rank does not have", source, absent.line)

@@ -70,12 +70,15 @@ IN_JOBS = {
         "`save_pretrained` and `torch.save` of it [read the whole weights from disk]"
         "(how-to/too-big.md#use-the-model-after-training), on any rank; before, as `generate` and "
         "calls always, they say what to use instead. The trainer's `gather_state_dict()` gives "
-        "rank 0 the whole state dict. A callback that walks its parameters is told that it sees a "
-        "part"
+        "rank 0 the whole state dict, and [`merak.gathered_parameters`]"
+        "(how-to/teacher.md#whole-parameters) every rank whole parameters. A callback that walks "
+        "its parameters is warned that it sees a part"
     ),
     "callbacks that read or write parameters": (
         "parameters of other pipeline stages have shapes and names alone: an operator that needs "
-        "their values ends the job with its line. Averages of a teacher: "
+        "their values ends the job with its line. So does one on "
+        "[shards](how-to/teacher.md#shards-of-parameters) whose result would be another for the "
+        "whole. Averages of a teacher: "
         "[`merak.TeacherAverage`](how-to/teacher.md)"
     ),
     "`save_model`, checkpoints": (

@@ -1,7 +1,8 @@
 """Callbacks that look at the parameters of a model of which each rank has a part.
 
 What they write into parameters is right, since every rank writes into its own. What they compute of
-them, such as a norm, is of one rank's part alone, and nobody would notice.
+the values of parameters is right or refused, by `graph.weights.absent` and `sharded`; sizes that
+they add up are of one rank's part alone, and nobody would notice.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
 from merak.graph.weights.absent import INSTEAD, read_by
 from merak.graph.weights.laid_out import Part, StandIn, part_of
+from merak.graph.weights.sharded import ShardTensor
 from merak.trainer.subclass.methods import codes_of
 
 logger = logging.getLogger(__name__)
@@ -68,14 +70,6 @@ def reporting_parts(model: object) -> Iterator[None]:
             error.add_note(
                 "The gradients of parameters of other pipeline stages are None on this rank; "
                 f"leave out those that are (p.grad is None), or: {INSTEAD}."
-            )
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        if part.shards and "size of tensor" in str(error):
-            error.add_note(
-                f"Each rank has shards of parameters ({part.degrees}), and another tensor is no "
-                "such shard; to average a teacher, use merak.TeacherAverage or "
-                f"merak.average_teacher, in any layout, or: {INSTEAD}."
             )
         raise
     finally:
@@ -146,8 +140,8 @@ def _walk(model: nn.Module, part: Part, walk: Callable[..., Any], *args: Any, **
         warn_once(
             logger,
             "%s walks the model's parameters, and each rank has a part of them: this one has "
-            "values and gradients of %s. What it writes into them is right; what it computes of "
-            "them is of this part alone (%s).",
+            "values and gradients of %s. What it computes of values is right or refused; sizes and "
+            "what it leaves out are of this part alone (%s).",
             frame.f_code.co_qualname,
             _held(model, part),
             INSTEAD,
@@ -165,6 +159,8 @@ def _copy(model: nn.Module, part: Part, memo: dict[int, Any]) -> nn.Module:
         _held(model, part),
         INSTEAD,
     )
+    shards = [p for _, p in nn.Module.named_parameters(model) if isinstance(p, ShardTensor)]
+    memo |= {id(shard): shard.copied(is_followed=True) for shard in shards}
     own = vars(model)
     replaced = {name: own.pop(name) for name in _REPLACED if name in own}
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from merak.engine.teacher import average_teacher
+from merak.engine.parameters.teacher import average_teacher
 
 
 class TeacherAverage(TrainerCallback):

@@ -9,44 +9,22 @@ Source: arXiv:1703.01780 (mean teachers), equation 2.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from merak.core.errors import ArgumentsError, did_you_mean
-from merak.core.shards import ParameterShard, join, take
+from merak.core.shards import take
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.engine import Engine
+from merak.engine.parameters.held import Held, fetch, held_parameters
 from merak.engine.state import EngineState
-from merak.graph.weights.holders import first_names, full_shape, named_tensors, shard_shape
+from merak.graph.weights.holders import first_names, named_tensors
 from merak.graph.weights.laid_out import engine_of
 
 Pair = tuple[str, str]
 """Names of a teacher's parameter and of the student's that it follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A parameter, and the pp ranks that hold it.
-
-    Args:
-        shape: whole.
-        dtype: its element type.
-        shard: its layout over tp (or ep); None where each rank has all of it.
-        pp_ranks: those that hold it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shard: ParameterShard | None
-    pp_ranks: tuple[int, ...]
-
-
-_KNOWN: weakref.WeakKeyDictionary[Engine, dict[str, _Held]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -82,9 +60,7 @@ def average_teacher(model: nn.Module, teacher: str, student: str, decay: float) 
         )
     engine.optimizer_params.wait()
     state = engine._state
-    if engine not in _KNOWN:
-        _KNOWN[engine] = _find_held(model, state, engine)
-    held = _KNOWN[engine]
+    held = held_parameters(model, engine)
     _check_shapes(pairs, {name: one.shape for name, one in held.items()})
     for own, other in pairs:
         if own in held:  # or no operator reads it
@@ -134,27 +110,7 @@ def _average(own: torch.Tensor, other: torch.Tensor, decay: float) -> None:
     own.mul_(decay).add_(other, alpha=1.0 - decay)
 
 
-def _find_held(model: nn.Module, state: EngineState, engine: Engine) -> dict[str, _Held]:
-    """Which pp ranks hold each parameter, and how it is sharded; a collective of all ranks."""
-    mesh, named = state.mesh, named_tensors(model)
-    firsts = first_names(named)
-    is_first = mesh.replicas_rank == 0 and mesh.tp_rank == 0
-    shards = {firsts[name]: shard for name, shard in engine.shards.items()}
-    ours = {
-        firsts[name]: (full_shape(named[name], shards.get(firsts[name])), named[name].dtype)
-        for name in (state.parameters if is_first else ())
-    }
-    found: dict[str, _Held] = {}
-    gathered = state.gather((ours, shards), "the layout of parameters on")
-    for rank, (entries, layouts) in enumerate(gathered):
-        pp_rank = rank // (mesh.replicas * mesh.tp)
-        for name, (shape, dtype) in entries.items():
-            before = found[name].pp_ranks if name in found else ()
-            found[name] = _Held(shape, dtype, layouts.get(name), (*before, pp_rank))
-    return found
-
-
-def _average_held(state: EngineState, pair: Pair, held: Mapping[str, _Held], decay: float) -> None:
+def _average_held(state: EngineState, pair: Pair, held: Mapping[str, Held], decay: float) -> None:
     """Average one parameter on the ranks that hold it."""
     own, other = held[pair[0]], held[pair[1]]
     is_owner = state.mesh.pp_rank in own.pp_ranks
@@ -167,7 +123,7 @@ def _average_held(state: EngineState, pair: Pair, held: Mapping[str, _Held], dec
             names = {name: state.parameters[name].detach() for name in pair}
             _average(names[pair[0]], names[pair[1]], decay)
         return
-    value = _fetch(state, pair[1], other, own)
+    value = fetch(state, pair[1], other, own.pp_ranks, own.shard)
     if not is_owner:
         return
     assert value is not None
@@ -179,43 +135,3 @@ def _average_held(state: EngineState, pair: Pair, held: Mapping[str, _Held], dec
         _average(fsdp.shard(pair[0]), value, decay)
     else:
         _average(state.parameters[pair[0]].detach(), value, decay)
-
-
-def _fetch(state: EngineState, name: str, held: _Held, reader: _Held) -> torch.Tensor | None:
-    """A parameter of other ranks: as it is sharded, or whole for a reader with another layout."""
-    mesh, source = state.mesh, min(held.pp_ranks)
-    value = None
-    if mesh.pp_rank == source:
-        fsdp = state.fsdp
-        is_sharded = fsdp is not None and name in fsdp.meta_parameters
-        value = fsdp.full(name) if fsdp and is_sharded else state.parameters[name].detach()
-        if held.shard is not None and held.shard != reader.shard:
-            value = _join(state, name, value, held)
-    group = mesh.group("pp")
-    if group is None or set(reader.pp_ranks) <= {source}:
-        return value
-    shape = held.shape
-    if held.shard is not None and held.shard == reader.shard:
-        shape = shard_shape(shape, held.shard, mesh.shard_rank)
-    if value is None:
-        value = torch.empty(shape, dtype=held.dtype, device=mesh.device)
-    with state.progress.waiting(f"{name} on", mesh.peers("pp")):
-        dist.broadcast(value.contiguous(), src=mesh.rank_at(source), group=group)
-    return value
-
-
-def _join(state: EngineState, name: str, own: torch.Tensor, held: _Held) -> torch.Tensor:
-    """A parameter whole, from the ranks that have shards of it."""
-    mesh, shard = state.mesh, held.shard
-    assert shard is not None
-    group, pieces = mesh.group(mesh.shard_axis), []
-    first = mesh.rank - mesh.shard_rank * mesh.stride(mesh.shard_axis)
-    for index in range(shard.degree):
-        shape = shard_shape(held.shape, shard, index)
-        piece = own.contiguous() if index == mesh.shard_rank else own.new_empty(shape)
-        if piece.numel():
-            source = first + index * mesh.stride(mesh.shard_axis)
-            with state.progress.waiting(f"{name} on", mesh.peers(mesh.shard_axis)):
-                dist.broadcast(piece, src=source, group=group)
-        pieces.append(piece)
-    return join(pieces, shard)

@@ -1,0 +1,1 @@
+"""Parameters of a model in parts, by name: read whole, written and averaged in every layout."""

@@ -1,0 +1,112 @@
+"""Whole parameters of a laid out model, to read or to write between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merak.core.errors import ArgumentsError, did_you_mean
+from merak.core.shards import take
+from merak.engine.comm.row_shards import rows_of
+from merak.engine.engine import Engine
+from merak.engine.parameters.held import Held, fetch, held_parameters
+from merak.engine.state import EngineState
+from merak.graph.weights.holders import first_names, named_tensors
+from merak.graph.weights.laid_out import engine_of
+
+
+@contextmanager
+def gathered_parameters(
+    model: nn.Module, names: str | Iterable[str] | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Context with whole parameters on every rank; all ranks enter and leave it together.
+
+    What is written into them in place is the model's when it ends: of the lowest rank that has
+    written, so that random draws are the same everywhere. It works in every layout and for a
+    model on one device, which no engine trains.
+
+    Args:
+        model: the user's, as the trainer or `merak.parallelize` got it.
+        names: of parameters, or one of them; None for all, which must fit in memory together.
+
+    Yields:
+        Parameters without gradients by those names, whole.
+
+    Raises:
+        ArgumentsError: the model has no such parameter, or replicas have models of their own
+            (`local_steps`).
+    """
+    wanted, firsts = _wanted(model, names)
+    engine: Engine | None = engine_of(model)
+    if engine is None:
+        named = dict(model.named_parameters(remove_duplicate=False))
+        yield {name: named[name].detach() for name in wanted}
+        return
+    if engine.local_steps is not None:
+        raise ArgumentsError(
+            "gathered_parameters needs parameters that are the same on all replicas, and with "
+            "local_steps each has its own between rounds; leave local_steps out."
+        )
+    engine.optimizer_params.wait()
+    state, held = engine._state, held_parameters(model, engine)
+    if unread := [name for name in wanted if firsts[name] not in held and names is not None]:
+        raise ArgumentsError(f"no operator reads {unread[0]}, so that no rank has it.")
+    values = {n: _whole(state, firsts[n], held) for n in wanted if firsts[n] in held}
+    before = {name: value._version for name, value in values.items()}
+    yield values
+    changed = [name for name, value in values.items() if value._version != before[name]]
+    writers: dict[str, int] = {}
+    for rank, theirs in enumerate(state.gather(changed, "what has been written on")):
+        writers = {**dict.fromkeys(theirs, rank), **writers}
+    if writers:
+        engine.last_weights.forget("parameters have been written since weights were last saved")
+    for name in values:
+        if name in writers:
+            _write(state, firsts[name], held[firsts[name]], values[name], writers[name])
+
+
+def _wanted(
+    model: nn.Module, names: str | Iterable[str] | None
+) -> tuple[list[str], Mapping[str, str]]:
+    """The names of parameters that are asked for, and the first name of each that there is."""
+    firsts = first_names(named_tensors(model))
+    known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if names is None:
+        return [name for name, _ in model.named_parameters()], firsts
+    wanted = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in known:
+            raise ArgumentsError(f"the model has no parameter {name!r}{did_you_mean(name, known)}")
+    return wanted, firsts
+
+
+def _whole(state: EngineState, name: str, held: Mapping[str, Held]) -> torch.Tensor:
+    """A parameter whole on this rank, in memory of its own."""
+    value = fetch(state, name, held[name], range(state.mesh.pp), None)
+    assert value is not None
+    return value.clone()
+
+
+@torch.no_grad()
+def _write(state: EngineState, name: str, held: Held, value: torch.Tensor, writer: int) -> None:
+    """Give every rank that has a part of a parameter its part of what a rank has written."""
+    mesh = state.mesh
+    if mesh.world_size > 1:
+        others = tuple(rank for rank in range(mesh.world_size) if rank != mesh.rank)
+        with state.progress.waiting(f"{name} as written on", others):
+            dist.broadcast(value, src=writer)
+    if mesh.pp_rank not in held.pp_ranks:
+        return
+    part = value if held.shard is None else take(value, held.shard, mesh.shard_rank)
+    if state.fsdp is not None and name in state.fsdp.meta_parameters:
+        rows = state.fsdp.rows(name)
+        state.fsdp.shard(name).copy_(rows_of(part, rows.start, rows.stop))
+        return
+    state.parameters[name].detach().copy_(part)
+    item = state.optimizer_params.items.get(name)
+    if item is not None and item.is_master:
+        item.tensor.detach().copy_(item.own_rows())

@@ -1,0 +1,198 @@
+"""Shards of parameters between steps: right or refused in a loop, whole where they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from merak.core.errors import ArgumentsError, TrainingError
+from tests.multirank.ranks import RankPool, as_script
+from tests.multirank.test_teachers import Byol, batch_of, sgd
+from tests.shared_cache import not_shared
+from tests.tiers import slow
+
+NUM_STEPS = 3
+
+
+def scaled(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(0.9)
+
+
+def rows_of_unit_norm(model: nn.Module) -> None:
+    import merak
+
+    with merak.gathered_parameters(model, "online.1.up.weight") as whole, torch.no_grad():
+        for weight in whole.values():
+            weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def of_unit_norm(model: nn.Module) -> None:
+    """Every trained parameter, by gathering."""
+    import merak
+
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    for name in names:
+        with merak.gathered_parameters(model, name) as whole, torch.no_grad():
+            whole[name].div_(whole[name].norm())
+
+
+def redrawn(model: nn.Module) -> None:
+    import merak
+
+    names = ["online.0.up.weight", "online.2.down.weight", "predictor.bias"]
+    with merak.gathered_parameters(model, names) as whole:
+        for count, weight in enumerate(whole.values()):
+            # Every rank draws something else: the first one's is everyone's.
+            rank = merak.current_mesh().rank if torch.distributed.is_initialized() else 0
+            torch.manual_seed(100 * rank + count)
+            nn.init.xavier_uniform_(weight) if weight.dim() > 1 else nn.init.normal_(weight)
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {
+    "scaled": scaled,
+    "rows": rows_of_unit_norm,
+    "unit": of_unit_norm,
+    "redrawn": redrawn,
+}
+Found = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def alone(way: str) -> Found:
+    model, losses = Byol(), []
+    optimizer = sgd(p for p in model.parameters() if p.requires_grad)
+    for step in range(NUM_STEPS):
+        loss = model(**batch_of(step))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        WAYS[way](model)
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@as_script
+@not_shared()
+def trained(degrees: dict[str, int], way: str, options: dict[str, Any]) -> Found:
+    import merak
+
+    mesh = merak.init(device="cpu", **degrees)
+    model = Byol()
+    example = batch_of(0, mesh.dp_rank, mesh.dp)
+    parallel = merak.parallelize(model, example, optimizer=sgd, num_microbatches=2, **options)
+    losses = []
+    for step in range(NUM_STEPS):
+        losses.append(parallel.step(batch_of(step, mesh.dp_rank, mesh.dp)).item())
+        WAYS[way](model)
+    return losses, parallel.gather_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "way"),
+    [
+        ({"tp": 2}, {}, "redrawn"),
+        ({"dp": 2}, {"zero": 3}, "unit"),
+        slow({"tp": 2}, {}, "scaled"),
+        slow({"tp": 2}, {}, "rows"),
+        slow({"tp": 2}, {}, "unit"),
+        slow({"pp": 2}, {}, "unit"),
+        slow({"pp": 2}, {}, "redrawn"),
+        slow({"dp": 2}, {"zero": 1}, "redrawn"),
+        slow({"dp": 2}, {"zero": 3}, "redrawn"),
+        slow({"pp": 2, "tp": 2}, {}, "redrawn"),
+        slow({"tp": 2, "dp": 2}, {"zero": 3}, "unit"),
+    ],
+)
+def test_whole_parameters_are_read_and_written_as_in_one_process(
+    pool: RankPool, degrees: dict[str, int], options: dict[str, Any], way: str
+) -> None:
+    size = int(torch.tensor(list(degrees.values())).prod())
+    losses, weights = alone(way)
+    first, *_ = pool.run(trained, size, degrees, way, options)
+    torch.testing.assert_close(first[0], losses, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(first[1], dict(weights), rtol=1e-4, atol=1e-6)
+
+
+@as_script
+def refused(degrees: dict[str, int], zero: int) -> dict[str, str]:
+    """What a loop of one's own hears of what it does with shards."""
+    import merak
+
+    merak.init(device="cpu", **degrees)
+    model = Byol()
+    taken = list(model.parameters())
+    parallel = merak.parallelize(model, batch_of(0), optimizer=sgd, zero=zero)
+    parallel.step(batch_of(0))
+    optimizer = parallel.optimizer
+    assert optimizer is not None
+
+    def update() -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    tries: dict[str, Callable[[], object]] = {
+        "norms": lambda: [parameter.norm().item() for parameter in taken],
+        "draws": lambda: nn.init.xavier_uniform_(model.get_submodule("online.0.up").weight),
+        "clips": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "groups": lambda: [p.norm() for g in optimizer.param_groups for p in g["params"]],
+        "update": update,
+        "unknown": lambda: merak.gathered_parameters(model, "onlin.0.up.weight").__enter__(),
+    }
+    found = {}
+    for name, attempt in tries.items():
+        found[name] = ""
+        try:
+            attempt()
+        except (TrainingError, ArgumentsError) as error:
+            found[name] = str(error)
+    parallel.step(batch_of(1))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero"), [({"tp": 2}, 0), slow({"dp": 2}, 1), slow({"dp": 2}, 3)]
+)
+def test_what_needs_the_whole_is_refused(
+    pool: RankPool, degrees: dict[str, int], zero: int
+) -> None:
+    for found in pool.run(refused, 2, degrees, zero):
+        of_model = {"norms": zero != 1, "draws": zero != 1, "clips": True, "groups": True}
+        for name, is_refused in of_model.items():
+            assert ("merak.gathered_parameters" in found[name]) == is_refused
+            assert ("test_sharded_parameters.py:" in found[name]) == is_refused
+        assert "max_grad_norm" in found["clips"]
+        assert ("sync_model_params" in found["update"]) == bool(zero)
+        assert "has no parameter 'onlin.0.up.weight'; did you mean" in found["unknown"]
+
+
+@as_script
+@not_shared()
+def updated_by_hand(degrees: dict[str, int]) -> dict[str, torch.Tensor]:
+    import merak
+
+    merak.init(device="cpu", **degrees)
+    model = Byol()
+    parallel = merak.parallelize(model, batch_of(0))
+    for step in range(NUM_STEPS):
+        parallel.step(batch_of(step))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-0.5)
+    return parallel.gather_state_dict()
+
+
+def test_elementwise_updates_by_hand_are_those_of_one_process(pool: RankPool) -> None:
+    model = Byol()
+    optimizer = sgd(p for p in model.parameters() if p.requires_grad)
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        model(**batch_of(step))["loss"].backward()
+        optimizer.step()
+    found, _ = pool.run(updated_by_hand, 2, {"tp": 2})
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-4, atol=1e-6)
