@@ -77,6 +77,7 @@ def save_in_all_ways(trainer: Any, folder: Path) -> None:
     torch.save(next(model.children()), folder / "whole_child.pt")
     save_file({n: t.clone() for n, t in model.state_dict().items()}, folder / "state.safetensors")
     trainer.save_model(str(folder / "trainer"))
+    accelerator.save_model(model, folder / "save_model")
     if plain:
         return
     trainer._save(str(folder / "_save"), state_dict=accelerator.get_state_dict(model))
@@ -245,6 +246,11 @@ def change(cache: str, folder: Path) -> list[str]:
         lambda model: setattr(model, "head", nn.Linear(2, 2)),
     )
     said = []
+    left = trainer.engine.last_weights.folder
+    with pytest.raises(WeightsError, match="is where the last weights of this training are read"):
+        trainer.model.save_pretrained(left)
+    with pytest.raises(WeightsError, match="save into another folder"):
+        trainer.accelerator.save_model(trainer.model, f"{left}/.")
     with pytest.raises(WeightsError, match="saves the optimizer of one rank"):
         trainer.accelerator.save_state(f"{folder}-state-{trainer.mesh.rank}")
     if trainer.mesh.rank == 0:

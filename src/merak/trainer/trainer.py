@@ -51,7 +51,7 @@ from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.calls.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
-from merak.graph.weights.laid_out import part_of
+from merak.graph.weights.laid_out import part_of, saving_whole
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
@@ -202,6 +202,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
             setattr(self.args, name, value)
         self.accelerator.device_placement = False
         self.accelerator.register_save_state_pre_hook(_refuse_parts)
+        saves: Any = self.accelerator
+        saves.save_model = saving_whole(self.accelerator.save_model)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Search as in transformers; with optuna on several ranks, which train trials together.

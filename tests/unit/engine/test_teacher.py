@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import merak
 from merak.core.errors import ArgumentsError
+from merak.engine.parameters import gathered, teacher
 
 
 def pair() -> nn.ModuleDict:
@@ -58,5 +60,18 @@ def test_parameters_of_a_model_on_one_device_are_whole() -> None:
     with (
         pytest.raises(ArgumentsError, match=r"no parameter 'online.0.wight'; did you mean"),
         merak.gathered_parameters(model, "online.0.wight"),
+    ):
+        pass
+
+
+def test_replicas_with_models_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = pair(), SimpleNamespace(local_steps=object())
+    for module in (teacher, gathered):
+        monkeypatch.setattr(module, "engine_of", lambda model: engine)
+    with pytest.raises(ArgumentsError, match=r"each has its own between rounds; leave local_steps"):
+        merak.average_teacher(model, "target", "online", 0.9)
+    with (
+        pytest.raises(ArgumentsError, match=r"each has its own between rounds; leave local_steps"),
+        merak.gathered_parameters(model),
     ):
         pass

@@ -8,6 +8,7 @@ read the last weights from disk, as long as they are there: nobody knows which r
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import weakref
@@ -99,6 +100,21 @@ class LastWeights:
         """
         self.folder, self.were_left, self._read = None, False, None
         self._tensors, self.why_none = {}, why_none
+
+    def refuse_writes(self, folder: Any) -> None:
+        """Refuse to save into the folder whose files the weights are read from while they are.
+
+        Args:
+            folder: path that is written into.
+
+        Raises:
+            WeightsError: it is that folder.
+        """
+        if self.folder is not None and self.folder.resolve() == Path(folder).resolve():
+            raise WeightsError(
+                f"{folder} is where the last weights of this training are read from, as mapped "
+                "files, and saving would write over them; save into another folder."
+            )
 
     def whole_copy(self, model: nn.Module, part: Part) -> nn.Module:
         """A copy of the model with the last weights, on the CPU; copies share their tensors.
@@ -262,6 +278,9 @@ class Refusal(StandIn):
             WeightsError: they are not, or no copy can do what the method does.
         """
         if (whole := self._whole()) is not None:
+            if self.method == "save_pretrained":
+                for folder in (*args[:1], *filter(None, [kwargs.get("save_directory")])):
+                    self.part.last.refuse_writes(folder)
             return getattr(whole, self.method)(*args, **kwargs)
         module = self.place.module()
         if self.place.is_whole and module is not None:
@@ -342,6 +361,30 @@ def part_of(model: nn.Module) -> Part | None:
     """What this rank has of a model that is laid out; None for a whole model."""
     found = vars(model).get("state_dict")
     return found.part if isinstance(found, Refusal) and not found.place.path else None
+
+
+def saving_whole(save_model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that saves a model, given a copy with the last weights of one in parts.
+
+    Args:
+        save_model: gets the model and the folder.
+
+    Returns:
+        The same function for models of either kind, which raises WeightsError where the weights
+        of one in parts are not on disk.
+    """
+
+    @functools.wraps(save_model)
+    def save(model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        found = vars(model).get("state_dict")
+        if isinstance(found, Refusal):
+            if (whole := found._whole()) is None:
+                raise found._refused()
+            found.part.last.refuse_writes(save_directory)
+            model = whole
+        return save_model(model, save_directory, *args, **kwargs)
+
+    return save
 
 
 @contextmanager
