@@ -446,10 +446,12 @@ def _build(
     drop_layers(source, options)
     cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
+        source.example = columns
         batch = samples_of(columns, signature(columns).columns)
         mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
     else:
-        sample = signature(split_batch(columns, options.num_microbatches)[0]).columns
+        example = split_batch(columns, options.num_microbatches)[0]
+        source.example, sample = example, signature(example).columns
     options = choose_reductions(mesh, source.model, options, cluster, cache)
     _, process_bytes = memory_bytes(mesh.device)
     engine, forecast = build_with_forecast(source, sample, mesh, options)

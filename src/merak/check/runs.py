@@ -154,7 +154,10 @@ class Job:
         model = self.model()
         case = self.case
         own = (case.loss_fn, case.loss_columns)
-        return GraphSource(model, *own, fixed=case.fixed, device=device, cache_dir=cache)
+        example = self.batch(0, self.options.microbatch)
+        return GraphSource(
+            model, *own, fixed=case.fixed, device=device, cache_dir=cache, example=example
+        )
 
 
 @dataclass(slots=True)

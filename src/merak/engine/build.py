@@ -27,6 +27,7 @@ from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.graph.weights.laid_out import mark_laid_out
 from merak.graph.weights.materialize import materialize, names_of_parameters
+from merak.graph.weights.rank_agreement import example_of_rank0
 from merak.plan.activations.decide import may_replan, resolve_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import (
@@ -221,6 +222,7 @@ def forecast_of(
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
         refuse_reductions(plans.base.schedule, options, mesh)
+    source.example = example_of_rank0(source.example)
     with announced(f"tracing {type(source.model).__name__}") as details:
         graph = build_graph(source, dict(sample), training=options.trains)
         details.append(f"{len(graph.segments)} segments")

@@ -303,6 +303,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         columns, self._plain = split_non_tensors(batch)
         self._counter = self._make_counter()
         source = self._graph_source()
+        source.example = columns
         drop_layers(source, self._engine_options())
         return source, self._counter.signature(columns).columns
 

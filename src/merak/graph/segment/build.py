@@ -53,6 +53,8 @@ class GraphSource:
         autocast: the type of mixed precision, as of `merak.graph.trace.trace.trace`.
         numbers: places of Python numbers that are inputs of the graph, by their column.
         dropped: blocks that are dropped by chance in training; None for those of the model's own.
+        example: values of a batch, the same on all ranks, on which opaque modules are measured;
+            none for made-up ones.
 
     It remembers which modules a trace runs as opaque modules, whether a forward leaves values that
     the next one may read, and the full shapes of parameters
@@ -69,6 +71,7 @@ class GraphSource:
     autocast: torch.dtype | None = None
     numbers: dict[str, Slot] = field(default_factory=dict)
     dropped: Stacks | None = None
+    example: Mapping[str, torch.Tensor] = field(default_factory=dict)
     parameters: Mapping[str, TensorMeta] = field(init=False)
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
     leaves: bool = field(init=False, default=False)
@@ -202,6 +205,7 @@ def _trace(
         opaque=source.opaque,
         numbers=source.numbers,
         copies_blocks=copies_blocks,
+        example=example_at(source.example, columns),
     )
     if not traced.outputs:
         raise TraceError(
@@ -209,6 +213,29 @@ def _trace(
             f"{', '.join(columns)}; return a loss, or a dict, tuple or dataclass of tensors."
         )
     return traced
+
+
+def example_at(
+    example: Mapping[str, torch.Tensor], columns: Mapping[str, TensorMeta]
+) -> dict[str, torch.Tensor]:
+    """Values of a batch of some shapes: those of an example, cut, or repeated, in each dim.
+
+    Args:
+        example: values, by column.
+        columns: the batch; columns of another type or number of dims have no values.
+    """
+    found = {}
+    for name, meta in columns.items():
+        value = example.get(name)
+        if value is None or value.dtype != meta.dtype or value.ndim != len(meta.shape):
+            continue
+        if 0 in value.shape:
+            continue
+        for dim, size in enumerate(meta.shape):
+            index = torch.arange(size) % value.shape[dim]
+            value = value if size == value.shape[dim] else value.index_select(dim, index)
+        found[name] = value
+    return found
 
 
 def call_of(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Call:

@@ -21,7 +21,7 @@ from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
 from merak.graph.trace.branches.host_random import HostRandomFunctions
 from merak.graph.trace.modes.autograd_functions import record_autograd_functions
-from merak.graph.trace.modes.constant_values import ConstantValues
+from merak.graph.trace.modes.constant_values import BatchValues, ConstantValues
 from merak.graph.trace.modes.ctc_loss import CtcLosses
 from merak.graph.trace.modes.fakes import (
     eager_masks,
@@ -67,6 +67,7 @@ class Session:
         loops: counts operators in loops.
         copies_blocks: whether calls of equal blocks are copied.
         calls: opaque calls, in the order in which they were recorded.
+        example: what follows from an example batch.
     """
 
     model: nn.Module
@@ -84,6 +85,7 @@ class Session:
     packed: PackedSequences = field(default_factory=PackedSequences)
     autograd: AutogradCalls = field(default_factory=AutogradCalls)
     calls: list[OpaqueCall] = field(default_factory=list)
+    example: BatchValues = field(default_factory=lambda: BatchValues({}))
 
 
 def _noted(session: Session) -> tuple[Any, ...]:
@@ -159,7 +161,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "counts calls of the model alone, so outside of all modes that make further ones",
     ),
     (
-        lambda s: record_opaque_modules(s.model, s.opaque, s.real, s.device, s.calls),
+        lambda s: record_opaque_modules(s.model, s.opaque, s.real, s.device, s.calls, s.example),
         "notes of which tensor a number is, once the modes above have returned it",
     ),
     (

@@ -30,6 +30,7 @@ from merak.graph.trace.calls.further_calls import check_further_calls, warn_of_l
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks
+from merak.graph.trace.modes.constant_values import BatchValues
 from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.lean_export import lean_export
@@ -63,6 +64,7 @@ def trace(
     opaque: OpaqueSelection | None = None,
     numbers: Mapping[str, Slot] | None = None,
     copies_blocks: bool = False,
+    example: Mapping[str, torch.Tensor] | None = None,
 ) -> Trace:
     """Trace a model: run it once on fake tensors and record its operators.
 
@@ -79,6 +81,8 @@ def trace(
         numbers: places of Python numbers that are inputs of the graph, by their column.
         copies_blocks: record calls of blocks that equal earlier ones as copies of those, which is
             as good for planning; see `merak.graph.trace.repeats`.
+        example: values of such a batch, on which opaque modules are measured; None for made-up
+            ones.
 
     Returns:
         The trace.
@@ -96,7 +100,7 @@ def trace(
     opaque.forget_loops()
     while True:
         try:
-            return _traced(model, columns, call, device, opaque, copies_blocks)
+            return _traced(model, columns, call, device, opaque, copies_blocks, example or {})
         except TraceError as error:
             function = error.function if isinstance(error, HostRandomError) else None
             if function is not None and function not in call.host_random:
@@ -118,12 +122,14 @@ def _traced(
     device: torch.device,
     opaque: OpaqueSelection,
     copies_blocks: bool,
+    example: Mapping[str, torch.Tensor],
 ) -> Trace:
     """Trace a model, with all branches of its conditions."""
+    run = partial(export_model, model, columns, call, device, example=example)
 
     def export(answers: tuple[bool, ...], opaque: OpaqueSelection) -> Trace:
         select_hooked_modules(model, opaque)
-        whole = partial(export_model, model, columns, call, device, answers=answers, opaque=opaque)
+        whole = partial(run, answers=answers, opaque=opaque)
         if not copies_blocks or answers or opaque.modules or opaque.functions or opaque.by_batch:
             return normalized(whole(), columns)
         try:
@@ -136,7 +142,7 @@ def _traced(
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
         return replace(made, is_warned_of=warn_of_left(made.left))
-    calls = partial(export_model, model, columns, call, device, opaque=opaque)
+    calls = partial(run, opaque=opaque)
     return replace(made, is_warned_of=check_further_calls(made.left, calls))
 
 
@@ -153,6 +159,7 @@ def export_model(
     num_calls: int = 1,
     counts: Sequence[Mapping[str, float]] = (),
     batches: Sequence[Mapping[str, TensorMeta]] = (),
+    example: Mapping[str, torch.Tensor] | None = None,
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -168,6 +175,7 @@ def export_model(
         num_calls: how often the model is called, each time with such a batch.
         counts: per call, values that counters are set to before it, by their label.
         batches: the columns of each call, where these differ; none for `num_calls` like ones.
+        example: as of `trace`.
 
     Raises:
         LeftOpen: calls were copied that must not be.
@@ -183,14 +191,16 @@ def export_model(
     batches = batches or [columns] * num_calls
     columns, num_calls = columns_of_calls(batches), len(batches)
     session = Session(
-        model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks
-    )
+        model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks,
+        example=BatchValues(example or {}),
+    )  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
-    runner = Runner(model, call, conditions, goes_on, num_calls, counts)
+    begin = session.example.begin
+    runner = Runner(model, call, conditions, goes_on, num_calls, counts, begin)
     program = _run_export(session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)

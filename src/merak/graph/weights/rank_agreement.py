@@ -45,6 +45,21 @@ def gather_objects(value: Any, what: str = "what to save or load on") -> list[An
     return gathered
 
 
+def example_of_rank0(example: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rank 0's example batch, so that what is measured on it is the same everywhere.
+
+    Args:
+        example: this rank's, by column; where it is empty, so are those of all ranks.
+    """
+    own = {name: value.detach().cpu() for name, value in example.items()}
+    if not (own and is_distributed()):
+        return own
+    found: dict[str, torch.Tensor] = gather_objects(
+        own if dist.get_rank() == 0 else None, "rank 0's example batch on"
+    )[0]
+    return found
+
+
 def broadcast_from_rank0(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Broadcast rank 0's values into real tensors; equal ones are not sent.
 

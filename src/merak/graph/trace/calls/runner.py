@@ -78,6 +78,7 @@ class Runner(nn.Module):
         goes_on: whether a plain tensor that a call has replaced is one that the next call reads.
         num_calls: how often it is called.
         counts: per call, values that counters are set to before it, by their label.
+        begin: called with the batch before each call; None for nothing.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Runner(nn.Module):
         goes_on: Callable[[StateLeft], bool],
         num_calls: int = 1,
         counts: Sequence[Mapping[str, float]] = (),
+        begin: Callable[[dict[str, torch.Tensor]], None] | None = None,
     ) -> None:
         super().__init__()
         self.counts = tuple(counts)
         self.goes_on = goes_on
+        self.begin = begin
         self.model = model
         self.call = call
         self.conditions = conditions
@@ -119,6 +122,8 @@ class Runner(nn.Module):
                 self.conditions.restart(own)
                 with _written_buffers(self.model), self._watched_counters(left):
                     batch = dict(zip(self.call.columns, own, strict=True))
+                    if self.begin is not None:
+                        self.begin(batch)
                     with _shapes_stay(batch):
                         outputs = call_model(self.model, batch, self.call)
                     before.write_in_place(self.goes_on)

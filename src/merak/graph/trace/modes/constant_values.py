@@ -6,6 +6,7 @@ elements such a mask selects follows from the batch's shape, so the trace need n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ class ConstantValues(TorchFunctionMode):
     It answers where a model asks for the values of such a tensor, or indexes by them.
     """
 
+    most_elements = _MOST_ELEMENTS
+
     def __init__(self) -> None:
         super().__init__()
         self._twins: Any = WeakIdKeyDictionary()
@@ -85,6 +88,7 @@ class ConstantValues(TorchFunctionMode):
         return tensor in self._twins
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor's values; None for one whose values are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor if type(tensor) is _T and not tensor.is_meta else None
         twin: torch.Tensor | None = self._twins.get(tensor)
@@ -106,6 +110,8 @@ class ConstantValues(TorchFunctionMode):
             return
         for fake, real in zip(results, twins, strict=True):
             are_tensors = isinstance(fake, FakeTensor) and isinstance(real, _T)
+            if are_tensors and any(isinstance(size, torch.SymInt) for size in fake.shape):
+                continue
             if are_tensors and tuple(fake.shape) == tuple(real.shape) and fake.dtype == real.dtype:
                 self._twins[fake] = real
 
@@ -124,7 +130,7 @@ class ConstantValues(TorchFunctionMode):
             except Exception:  # whatever fails for unknown values
                 return None
         sizes = [leaf.numel() for leaf in tree_leaves(found) if isinstance(leaf, _T)]
-        return None if any(size > _MOST_ELEMENTS for size in sizes) else (found,)
+        return None if any(size > self.most_elements for size in sizes) else (found,)
 
     def _real(self, value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -162,6 +168,47 @@ class ConstantValues(TorchFunctionMode):
             return None
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             return twin.nonzero(as_tuple=True) if is_mask else (int(twin),)
+
+
+class BatchValues(ConstantValues):
+    """Function mode that computes beside the fake tensors what follows from an example batch.
+
+    It answers nothing: these values are for probes of modules, which may check what they are given.
+
+    Args:
+        example: values of the batch's columns.
+    """
+
+    most_elements = 2**26
+
+    def __init__(self, example: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._example = example
+
+    def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Note the fake tensors of a batch that a call begins with."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            own = {name: value.clone() for name, value in self._example.items()}
+        for name in batch.keys() & own.keys():
+            self._note(batch[name], own[name])
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values that a tensor has for the example batch, where it follows from that alone."""
+        return self._known(tensor)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, for known values too."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]
+        known = all(self._known(tensor) is not None for tensor in tensors)
+        follows = (known and bool(tensors)) or func in _FACTORIES or func in _LIKE
+        twin = self._twin(func, args, kwargs) if follows else None
+        if twin is None and _writes(func, kwargs):
+            self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
+        result = func(*args, **kwargs)
+        if twin is not None:
+            self._note(result, twin[0])
+        return result
 
 
 def _is_large(func: Any, args: Any) -> bool:

@@ -96,8 +96,9 @@ def probe(
     real: Mapping[str, torch.Tensor],
     device: torch.device,
     modes: Sequence[TorchFunctionMode] = (),
+    example: Sequence[torch.Tensor | None] = (),
 ) -> ProbeResult:
-    """Call a module on synthetic values, and measure it.
+    """Call a module on values of an example batch and on synthetic ones, and measure it.
 
     Args:
         call: without its outputs, which are to be found.
@@ -105,6 +106,7 @@ def probe(
         real: parameters and buffers that have values already, by name in the module.
         device: device to run it on.
         modes: function modes to run it in, the outermost first.
+        example: values of its inputs for an example batch, where these follow from it alone.
 
     Raises:
         CannotBeOpaque: it fails on all values that were tried, or its outputs' sizes depend on
@@ -112,7 +114,7 @@ def probe(
     """
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_probe, _Probe(call, metas, real, device, modes))
+        future = pool.submit(_probe, _Probe(call, metas, real, device, modes, example))
     if (failure := future.exception()) is not None:  # whose frames hold weights and activations
         for error in causes(failure):
             traceback.clear_frames(error.__traceback__)
@@ -129,21 +131,28 @@ class _Probe:
     real: Mapping[str, torch.Tensor]
     device: torch.device
     modes: Sequence[TorchFunctionMode]
+    example: Sequence[torch.Tensor | None] = ()
 
 
 def _probe(subject: _Probe) -> ProbeResult:
     path = subject.call.ref.path
     found: list[ProbeResult] = []
     errors: list[Exception] = []
+    synthetic = replace(subject, example=())
+    tries = [(synthetic, *own) for own in product(_numbers(subject), (_usual, _other, _ones))]
+    if any(value is not None for value in subject.example):
+        tries.insert(0, (subject, next(_numbers(subject)), _usual))
+    is_of_example = False
     with undisturbed(subject.call):
-        for numbers, values in product(_numbers(subject), (_usual, _other, _ones)):
+        for one, numbers, values in tries:
             try:
-                found.append(_try(subject, values, numbers))
+                found.append(_try(one, values, numbers))
+                is_of_example |= one is subject
             except (CannotBeOpaque, CollectiveError):
                 raise
             except Exception as error:  # whatever the module's code does with synthetic values
                 errors.append(error)
-            if len(found) > 1:
+            if len(found) > 1 + is_of_example:
                 break
     if not found:
         reason = str(errors[0]).strip().partition("\n")[0]
@@ -162,7 +171,7 @@ def _probe(subject: _Probe) -> ProbeResult:
         | {i for i, names in enumerate(subject.call.states) if suspected.intersection(names)}
     )
     aliases = frozenset(pair for one in found for pair in one.aliases)
-    most = max(found, key=lambda one: one.flops)
+    most = first if is_of_example else max(found, key=lambda one: one.flops)
     return replace(most, written=tuple(written), aliases=aliases)
 
 
@@ -285,8 +294,11 @@ def _tensors(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> lis
     call = subject.call
     made = []
     states_bytes = sum(meta.num_bytes for meta in subject.metas[: len(call.states)])
+    given: list[torch.Tensor | None] = [None] * len(call.states) + list(subject.example)
     for i, meta in enumerate(subject.metas):
-        if i < len(call.states):
+        if i < len(given) and (value := given[i]) is not None:
+            tensor = value.detach().clone()
+        elif i < len(call.states):
             real = subject.real.get(call.states[i][0])
             tensor = _state(meta, real, generator, states_bytes > _MOST_BYTES)
         elif i - len(call.states) in numbers:

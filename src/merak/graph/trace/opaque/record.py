@@ -16,6 +16,7 @@ from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.modes.constant_values import BatchValues
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
 from merak.graph.trace.opaque.experts.loop import expert_loop_of
@@ -103,6 +104,7 @@ def record_opaque_modules(
     real: RealTensors,
     device: torch.device,
     calls: list[OpaqueCall],
+    example: BatchValues,
 ) -> Iterator[None]:
     """Let a trace record calls of opaque modules and functions as one operator each.
 
@@ -112,6 +114,7 @@ def record_opaque_modules(
         real: its own parameters and buffers.
         device: device that it will run on.
         calls: gains the calls as they are recorded.
+        example: values of an example batch, for probes.
     """
     if not opaque.modules and not opaque.functions:
         yield
@@ -121,7 +124,7 @@ def record_opaque_modules(
     refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
     given = {path: attributes(module) for path, module in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
-    recorder = _Recorder(calls, real, device, numbers, masks, given, looped)
+    recorder = _Recorder(calls, real, device, numbers, masks, given, looped, example)
     stand_ins = {
         name: recorder.forward(ModuleRef(name, functions[name]), why)
         for name, why in opaque.functions.items()
@@ -133,6 +136,7 @@ def record_opaque_modules(
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (
+            example,
             numbers,
             masks,
             _without_cache(model) if opaque.without_cache else nullcontext(),
@@ -169,6 +173,7 @@ class _Recorder:
         masks: tensors with at most one place in each row that is not zero.
         given: attributes of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
+        example: values of an example batch.
         known: results of probes, by module kind and shapes.
         offsets: ends of groups, by the identity of their sizes, which are held with them.
         loops: over experts that modules compute, by the same key as `known`.
@@ -181,6 +186,7 @@ class _Recorder:
     masks: OneHotMasks
     given: Mapping[str, Mapping[tuple[int, str], Any]]
     looped: frozenset[str]
+    example: BatchValues
     known: dict[Any, ProbeResult] = field(default_factory=dict)
     offsets: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     loops: dict[Any, ExpertLoop | None] = field(default_factory=dict)
@@ -311,7 +317,8 @@ class _Recorder:
             self.known[key] = dry_run(call, metas, self.device)
         elif key not in self.known:
             real, modes = self.real.under(call.module), self.real.modes
-            self.known[key] = probe(call, metas, real, _usable(self.device), modes)
+            example = [self.example.values(tensor) for tensor in tensors[len(call.states) :]]
+            self.known[key] = probe(call, metas, real, _usable(self.device), modes, example)
         return self.known[key]
 
     def _key(self, call: OpaqueCall, metas: Sequence[TensorMeta]) -> Any:
