@@ -10,6 +10,7 @@ from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.trace.opaque.report import opaque_cause
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import Timed, balance
 from merak.plan.cost.benchmark import measure
@@ -76,7 +77,7 @@ def partition_segments(
         PlanError: more stages than segments, or a partition or times of another model.
     """
     num_segments = len(graph.segments)
-    check_stages(num_segments, num_stages, mesh.pp)
+    check_stages(num_segments, num_stages, mesh.pp, opaque_cause(graph))
     if options.partition is not None:
         return from_sizes(options.partition, num_segments)
     if num_stages == 1:
@@ -92,8 +93,14 @@ def partition_segments(
     return decide_on_rank0(mesh, "the balance of stages", balanced)
 
 
-def check_stages(num_segments: int, num_stages: int, pp: int) -> None:
+def check_stages(num_segments: int, num_stages: int, pp: int, cause: str = "") -> None:
     """Refuse more stages than there are segments to fill them.
+
+    Args:
+        num_segments: of the model.
+        num_stages: of all ranks.
+        pp: the pipeline degree.
+        cause: why there are so few segments.
 
     Raises:
         PlanError: there are.
@@ -101,8 +108,9 @@ def check_stages(num_segments: int, num_stages: int, pp: int) -> None:
     if num_stages > num_segments:
         most = num_segments * pp // num_stages  # of a schedule with several stages a rank
         fix = f"pp ≤ {most}" if most else "a schedule with fewer stages a rank"
+        why = f": {cause}" if cause else ""
         raise PlanError(
-            f"{num_segments} segments cannot fill {num_stages} stages (pp={pp}); use {fix}."
+            f"{num_segments} segments cannot fill {num_stages} stages (pp={pp}){why}; use {fix}."
         )
 
 

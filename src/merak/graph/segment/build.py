@@ -28,6 +28,7 @@ from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
 from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.calls.further_calls import reads_other_shape
+from merak.graph.trace.modes.quiet_export import quiet_loggers
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
@@ -80,7 +81,8 @@ class GraphSource:
         """Remember every parameter's full shape, by all of its names.
 
         Raises:
-            TraceError: a part of the model is TorchScript, whose inside nothing can follow.
+            TraceError: a part of the model is TorchScript, whose inside nothing can follow, or a
+                parameter or buffer is of a class of tensor with code of its own.
         """
         for path, module in self.model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -88,9 +90,26 @@ class GraphSource:
                     f"{path or 'the model'} is a {type(module).__name__} made by torch.jit; use "
                     "the module it was made from."
                 )
+        _refuse_tensor_classes(self.model)
         names, tied = parameter_names(self.model)
         whole = names | {other: names[first] for other, first in tied.items()}
         self.parameters = whole
+
+
+_OF_ANY_CLASS = frozenset(vars(type("", (), {}))) | {"__slots__"}
+
+
+def _refuse_tensor_classes(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        cls = type(tensor)
+        own = [c for c in cls.__mro__[:-1] if c.__module__.partition(".")[0] != "torch"]
+        if any(vars(base).keys() - _OF_ANY_CLASS for base in own):
+            raise TraceError(
+                f"{name} of {type(model).__name__} is a {cls.__name__}, a class of tensor with "
+                "code of its own, such as packed weights, which ranks could not make again from "
+                "its values; hold the values in a plain tensor, and the rest in attributes of its "
+                "module."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +341,13 @@ def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
     drops: AbstractContextManager[None] = nullcontext()
     if source.dropped is not None and training:
         drops = keeping_at_random(source.model, source.dropped)
-    with methods_allowed(source.model), whole, _mode(source.model, training), drops:
+    with (
+        quiet_loggers(),
+        methods_allowed(source.model),
+        whole,
+        _mode(source.model, training),
+        drops,
+    ):
         yield
 
 

@@ -26,6 +26,7 @@ from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.search import whole_share
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.propagate import SequencePropagation
+from merak.graph.trace.opaque.report import opaque_cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,10 @@ def replication_warning(model: ModelGraph, parallel: TensorParallel) -> str | No
     degree = parallel.auto_sharder.degree
     if not parallel.weights.keys() - vocabularies(model):
         but, rest = (" but the vocabulary", "the rest") if parallel.weights else ("", "all")
+        why = opaque_cause(model) or "any other split would gather more than it saves"
         return (
             f"tp={degree} splits nothing{but} of this model, so that every rank trains {rest} of "
-            "it: any other split would gather more than it saves; `merak trace --tp` lists why, "
-            "and dp or pp would use the ranks."
+            f"it: {why}; `merak trace --tp` lists why, and dp or pp would use the ranks."
         )
     sizes = {name: math.prod(meta.shape) for name, meta in model.parameters.items()}
     pieces = limits_of(model)

@@ -44,6 +44,10 @@ class UntraceableError(TraceError):
         self.modules = modules
 
 
+class FailsOnFakes(UntraceableError):
+    """Code that fails on fake tensors; the module around it may run on real ones, as kernels do."""
+
+
 def explain(
     model: nn.Module, loss_fn: Any, error: Exception, call_eagerly: Callable[[], Any]
 ) -> TraceError:
@@ -72,10 +76,11 @@ def explain(
                 "parameter or buffer and has no values; register it with register_buffer."
             )
         if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
-            return TraceError(
-                f"{name} fails in its own forward, traced or not, at "
-                f"{_place(model, loss_fn, own)}: {_reason(own)}; call it by hand with such a batch "
-                "and correct the model, its config, or the batch."
+            place = _place(model, loss_fn, own)
+            return FailsOnFakes(
+                f"{name} fails in its own forward, traced or not, at {place}: {_reason(own)}; call "
+                "it by hand with such a batch and correct the model, its config, or the batch.",
+                f"{place}: {_reason(own)}",
             )
     place = _place(model, loss_fn, error)
     if any(map(_depends_on_values, causes(error))):

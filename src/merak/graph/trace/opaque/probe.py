@@ -294,7 +294,7 @@ def _tensors(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> lis
     call = subject.call
     made = []
     states_bytes = sum(meta.num_bytes for meta in subject.metas[: len(call.states)])
-    given: list[torch.Tensor | None] = [None] * len(call.states) + list(subject.example)
+    given: list[torch.Tensor | None] = [*(None for _ in call.states), *subject.example]
     for i, meta in enumerate(subject.metas):
         if i < len(given) and (value := given[i]) is not None:
             tensor = value.detach().clone()

@@ -46,6 +46,23 @@ def report_opaque(graph: ModelGraph) -> list[OpaqueModule]:
     return list(found.values())
 
 
+def opaque_cause(graph: ModelGraph) -> str:
+    """Clause that names the largest opaque module; "" where most parameters are in others.
+
+    Args:
+        graph: the model, of whose stages or shards there are too few.
+    """
+    found = report_opaque(graph)
+    every = sum(math.prod(meta.shape) for meta in graph.parameters.values())
+    if 2 * sum(one.parameters for one in found) < every or not found:
+        return ""
+    one = max(found, key=lambda one: one.parameters)
+    return (
+        f"{one.module} ({one.class_name}) is opaque, one operator that is neither cut nor split, "
+        f"for {one.why}"
+    )
+
+
 def opaque_lines(modules: Sequence[OpaqueModule]) -> Iterator[str]:
     """The report as lines of text; modules that differ only in their path share a line."""
     groups: dict[tuple[str, str], list[OpaqueModule]] = {}

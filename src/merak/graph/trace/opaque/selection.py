@@ -13,7 +13,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.rank0 import warn_on_rank0
-from merak.graph.trace.explain import UntraceableError, causes
+from merak.graph.trace.explain import FailsOnFakes, UntraceableError, causes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
 from merak.graph.trace.opaque.probe import CannotBeOpaque
@@ -43,6 +43,7 @@ class OpaqueSelection:
         not_for_loops: names and paths of functions and modules that cannot be.
         looped: paths of the modules that are opaque for a loop, and the code that it stands in.
         unrolled: code whose loops are unrolled.
+        failing: paths of modules that failed on fake tensors, and may run on real ones.
     """
 
     modules: dict[str, str] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class OpaqueSelection:
     not_for_loops: set[str] = field(default_factory=set)
     looped: dict[str, Place] = field(default_factory=dict)
     unrolled: set[Place] = field(default_factory=set)
+    failing: dict[str, FailsOnFakes] = field(default_factory=dict)
 
     def forget_loops(self) -> None:
         """Forget decisions about loops: those of another batch shape may be shorter."""
@@ -88,7 +90,7 @@ class OpaqueSelection:
         try:
             return self._enough(model, trace)
         except UntraceableError as error:
-            if self.sizes is not DynamicSizes.REFUSED:
+            if self.sizes is not DynamicSizes.REFUSED or isinstance(error, FailsOnFakes):
                 raise
             known = dict(self.modules), set(self.refused), self.without_cache
             for sizes in (DynamicSizes.REGIONS, DynamicSizes.NON_EMPTY):
@@ -128,6 +130,8 @@ class OpaqueSelection:
         why = ""
         if isinstance(error, CannotBeOpaque):
             self._refuse(model, error.path)
+            if error.path in self.failing:  # on real values, too
+                raise self.failing[error.path] from None
             why = self.modules.pop(error.path, error.why)
             for path in _modules_of_kind(model, error.path):
                 self.modules.pop(path, None)
@@ -137,6 +141,9 @@ class OpaqueSelection:
             why = error.why
         else:
             return False
+        if isinstance(error, FailsOnFakes):  # the innermost alone: outer ones take long to try
+            paths = paths[-1:]
+            self.failing |= dict.fromkeys(paths, error)
         for path in reversed(paths):
             # One that is opaque already and fails in its call would fail again and again.
             if path and path not in self.modules and _kind(model, path) not in self.refused:

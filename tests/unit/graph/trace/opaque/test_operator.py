@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from queue import SimpleQueue
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from merak.core.errors import TraceError
+from merak.core.errors import PlanError, TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.value_file import ValueFile, write_values
 from merak.graph.ir.ir import ModelGraph
@@ -21,7 +22,9 @@ from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque import record
 from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
-from merak.graph.trace.opaque.report import opaque_lines, report_opaque
+from merak.graph.trace.opaque.report import opaque_cause, opaque_lines, report_opaque
+from merak.plan.layout import check_stages
+from tests.unit.graph.stages import Pipeline, gradients_of
 
 COLUMNS = {
     "x": TensorMeta((6, 8), torch.float32),
@@ -338,3 +341,123 @@ def test_a_failed_call_lets_go_of_what_it_has_computed() -> None:
         build_graph(GraphSource(Surrounded()), COLUMNS, training=True)
     seen = [SEEN.get_nowait() for _ in range(SEEN.qsize())]
     assert seen and all(ref() is None for ref in seen), caught
+
+
+class _Packed(torch.autograd.Function):
+    """A product with packed weights, whose kernel asks for the memory that it reads."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        return x @ _unpacked(packed).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ _unpacked(ctx.saved_tensors[0]), None
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    halves = torch.stack((packed & 15, packed >> 4), -1).reshape(8, 8)
+    # As a kernel does, which is given the address of its operand.
+    out = torch.empty(8, 8)
+    torch.empty(0).set_(out.untyped_storage()).resize_(64).copy_(halves.flatten() / 8 - 1)
+    if packed.is_meta or isinstance(packed, FakeTensor):
+        raise RuntimeError("Attempted to set the storage of a tensor on another device")
+    return out
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        numbers = torch.randint(0, 256, (32,), generator=generator, dtype=torch.uint8)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Packed.apply(x, self.weight) + self.bias  # type: ignore[no-any-return]
+
+
+class Adapted(nn.Module):
+    """Frozen packed products, with weights to train beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.ModuleList(Packed() for _ in range(2))
+        self.beside = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for packed, beside in zip(self.packed, self.beside, strict=True):
+            x = torch.tanh(packed(x) + beside(x))
+        return nn.functional.cross_entropy(x, labels)
+
+
+def test_a_kernel_that_fails_on_fake_tensors_is_opaque() -> None:
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    logging.getLogger("torch._subclasses.fake_tensor").addHandler(handler)
+    torch.manual_seed(0)
+    source = GraphSource(Adapted())
+    graph = build_graph(source, COLUMNS, training=True)
+    logging.getLogger("torch._subclasses.fake_tensor").removeHandler(handler)
+    assert sorted(source.opaque.modules) == ["packed.0", "packed.1"]
+    assert not said  # what torch logs of a trace that is followed by another
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "x": torch.randn(6, 8, generator=generator),
+        "labels": torch.randint(8, (6,), generator=generator),
+    }
+    loss = Pipeline(graph, source.model).train(batch)
+    found = gradients_of(source.model)
+    source.model.zero_grad()
+    expected = source.model(**batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, gradient in gradients_of(source.model).items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+class Wrong(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 9))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean()  # type: ignore[no-any-return]
+
+
+def test_what_fails_on_real_values_too_is_the_models_fault() -> None:
+    with pytest.raises(TraceError, match="Wrong fails in its own forward, traced or not, at"):
+        build_graph(GraphSource(Wrong()), COLUMNS, training=True)
+
+
+class Params4bit(nn.Parameter):
+    """Packed values with a state beside them, as of bitsandbytes."""
+
+    scale = 0.5
+
+
+def test_weights_of_a_class_of_their_own_are_refused() -> None:
+    model = Adapted()
+    model.packed[0].weight = Params4bit(model.packed[0].weight.detach(), requires_grad=False)
+    with pytest.raises(TraceError, match=r"packed.0.weight of Adapted is a Params4bit, a class"):
+        GraphSource(model)
+
+
+def test_too_few_segments_and_no_shards_name_the_module_and_its_line() -> None:
+    graph = build_graph(GraphSource(OneBranch()), COLUMNS, training=True)
+    said = opaque_cause(graph)
+    assert said.startswith("inner (Branch) is opaque, one operator that is neither cut nor split")
+    assert "`return 2 * y if y.max() > 0.5 else y`" in said
+    with pytest.raises(PlanError, match=r"cannot fill 9 stages \(pp=9\): inner \(Branch\) is"):
+        check_stages(len(graph.segments), 9, 9, said)
+
+
+class OneBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Branch()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.inner(x), labels)
