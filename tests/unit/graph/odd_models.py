@@ -264,6 +264,22 @@ class OwnBackwardByAnotherName(Layers):
         return self.b(straight_through(self.a(x), 3.0)).pow(2).mean()
 
 
+class LentType(Layers):
+    """A slice that lends nothing but its type to a table made without autocast, as a rotary's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.linspace(1, 2, WIDTH))
+
+    @torch.autocast("cuda", enabled=False)
+    def table(self, like: Tensor) -> Tensor:
+        return self.scales.to(like) * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return (self.b(h) * self.table(h[:, 1:])).pow(2).mean()
+
+
 class ReshapesInput(Layers):
     """Changes the shape of its own input in place, which the batch's own tensor must not get."""
 
@@ -454,7 +470,7 @@ TRAINABLE: tuple[type[nn.Module], ...] = (
     Mlp, InPlaceActivation, ResNet, UNet, WrittenBufferOfOnes, WrittenColumn, ShiftedLabels,
     Counter, InnerCounter, ViewedParameters, SharedModule, Frozen, Unused, ComplexValues,
     IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
-    OwnBackwardByAnotherName, ReshapesInput,
+    OwnBackwardByAnotherName, ReshapesInput, LentType,
     PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Bounded, Chunks,
     NumberOfTheBatch, DataAttributes,
     Everything, LossTwice, DataclassOutput, ParameterIsLoss,

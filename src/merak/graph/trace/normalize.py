@@ -224,6 +224,10 @@ def is_random(node: fx.Node) -> bool:
 def inline_subgraphs(graph: fx.Graph) -> None:
     """Replace `wrap_with_set_grad_enabled` and `wrap_with_autocast` by the graphs they wrap."""
     module = graph.owning_module
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            # Export forgets dead readers whose operands it has put in a subgraph of autocast.
+            operand.users.setdefault(node)
     for node in list(graph.nodes):
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue

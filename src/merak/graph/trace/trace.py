@@ -81,8 +81,7 @@ def trace(
         numbers: places of Python numbers that are inputs of the graph, by their column.
         copies_blocks: record calls of blocks that equal earlier ones as copies of those, which is
             as good for planning; see `merak.graph.trace.repeats`.
-        example: values of such a batch, on which opaque modules are measured; None for made-up
-            ones.
+        example: values of such a batch, to measure opaque modules on; None for made-up ones.
 
     Returns:
         The trace.
@@ -187,20 +186,18 @@ def export_model(
     host_random = HostRandomFunctions(call.host_random)
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
-    loops = Loops(model, opaque.unrolled)
     batches = batches or [columns] * num_calls
     columns, num_calls = columns_of_calls(batches), len(batches)
     session = Session(
-        model, columns, device, opaque, conditions, host_random, real, reads, loops, copies_blocks,
-        example=BatchValues(example or {}),
+        model, columns, device, opaque, conditions, host_random, real, reads,
+        Loops(model, opaque.unrolled), copies_blocks, example=BatchValues(example or {}),
     )  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
-    begin = session.example.begin
-    runner = Runner(model, call, conditions, goes_on, num_calls, counts, begin)
+    runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.example.begin)
     program = _run_export(session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
