@@ -17,6 +17,10 @@ VOCABULARY, LENGTH, SAMPLES, RADIUS = 64, 12, 64, 0.5
 class Adversarial:
     """A trainer's loss, and that at adversarial embeddings; for any trainer of transformers."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = False  # a mean over a microbatch, not over the step
+
     def compute_loss(
         self,
         model: Any,
