@@ -121,6 +121,28 @@ class FastAttack(Classifier):
         return {"loss": self.cost(x + 0.1 * slope.sign(), y), "slope": slope}
 
 
+class AttentionAttack(nn.Module):
+    """FGM: inputs of attention moved along a first derivative, which has no second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 24) for _ in range(2))
+        self.out = nn.Linear(8, CLASSES)
+
+    def cost(self, h: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            q, k, v = block(h)[:, None].chunk(3, -1)
+            h = h + functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return functional.cross_entropy(self.out(h.mean(1)), y)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.embed(x[..., None])
+        cost = self.cost(h, y)
+        (slope,) = torch.autograd.grad(cost, [h], retain_graph=True)
+        return cost + self.cost(h + (0.5 * slope / slope.norm()).detach(), y)
+
+
 class GradAttribute(Classifier):
     """FGSM by backward() and .grad."""
 

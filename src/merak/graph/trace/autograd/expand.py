@@ -112,6 +112,8 @@ class _Expansion:
         self._outputs: dict[int, tuple[fx.Node, int]] = {}
         self._opened: set[fx.Node] = set()
         self._live: set[Step] = set()
+        # What backwards without a graph of their own read of the forward, detached.
+        self._detached: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> None:
         self._find_outputs()
@@ -195,16 +197,9 @@ class _Expansion:
         for step in self._steps.of[call]:
             if step in self._live:
                 self._emit(step, call)
-        if not creates_graph(call):
-            for gradient in gradients:
-                source = self._node(gradient, call)
-                with self._graph.inserting_before(call):
-                    node = self._graph.call_function(aten.detach.default, (source,))
-                _describe(node, call, gradient)
-                self._nodes[id(gradient)] = node
-        else:
-            for gradient in gradients:
-                self._nodes[id(gradient)] = self._node(gradient, call)
+        for gradient in gradients:
+            node = self._node(gradient, call)
+            self._nodes[id(gradient)] = node if creates_graph(call) else self._detach(node, call)
 
     def _emit(self, step: Step, at: fx.Node) -> None:
         """Write a step as a node, before another one."""
@@ -214,9 +209,15 @@ class _Expansion:
                 source.meta.pop(CONSTANT, None)
             self._nodes[id(step.result)] = source
             return
-        args, kwargs = tree_map_only(
-            torch.Tensor, lambda t: self._node(t, at), (step.args, step.kwargs)
-        )
+        # Gradients without a graph of their own are a constant from their first operator on: a
+        # segment that ends between two of them would differentiate the first.
+        is_constant = is_autograd_call(step.node) and not creates_graph(step.node)
+
+        def operand(tensor: torch.Tensor) -> fx.Node:
+            node = self._node(tensor, at)
+            return self._detach(node, at) if is_constant else node
+
+        args, kwargs = tree_map_only(torch.Tensor, operand, (step.args, step.kwargs))
         with self._graph.inserting_before(at):
             node = self._graph.call_function(step.func, args, kwargs)
             _describe(node, at, step.result)
@@ -239,6 +240,15 @@ class _Expansion:
         elif step.is_constant(tensor):
             node.meta[CONSTANT] = True
         self._nodes[id(tensor)] = node
+
+    def _detach(self, node: fx.Node, at: fx.Node) -> fx.Node:
+        """A node without its gradient, detached once, before another one."""
+        if node not in self._detached:
+            with self._graph.inserting_before(at):
+                made = self._graph.call_function(aten.detach.default, (node,))
+            _describe(made, node, node.meta["val"])
+            self._detached[node] = self._detached[made] = made
+        return self._detached[node]
 
     def _node(self, tensor: torch.Tensor, at: fx.Node) -> fx.Node:
         """The node that yields a tensor."""

@@ -93,7 +93,9 @@ def test_a_penalty_on_the_gradient_of_convolutions() -> None:
     compare(g.Penalised(g.Images()), IMAGES)
 
 
-@pytest.mark.parametrize("model", [g.FastAttack, g.GradAttribute, g.ProjectedAttack])
+@pytest.mark.parametrize(
+    "model", [g.FastAttack, g.AttentionAttack, g.GradAttribute, g.ProjectedAttack]
+)
 def test_an_attack(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x", "y"))
 
