@@ -236,6 +236,16 @@ class CheckpointedReentrant(Checkpointed):
     reentrant = True
 
 
+class CheckpointedColumn(Layers):
+    """Reentrant around columns and what weights have not touched: eager code trains none of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y, scale: torch.relu(self.a(y)) * scale, x, 2.0, use_reentrant=True)
+        h = x + checkpoint(self.b, h, use_reentrant=True)
+        h = checkpoint(lambda y: torch.relu(self.c(y)), self.c(h), use_reentrant=True)
+        return (h + checkpoint(self.b, x.clone(), use_reentrant=False)).pow(2).mean()
+
+
 class StraightThrough(torch.autograd.Function):
     """A sign whose gradient passes as if it were not there, scaled."""
 
@@ -469,7 +479,8 @@ BATCHES = {
 TRAINABLE: tuple[type[nn.Module], ...] = (
     Mlp, InPlaceActivation, ResNet, UNet, WrittenBufferOfOnes, WrittenColumn, ShiftedLabels,
     Counter, InnerCounter, ViewedParameters, SharedModule, Frozen, Unused, ComplexValues,
-    IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant, OwnBackward,
+    IntegersCross, WithoutGradient, Autocast, Checkpointed, CheckpointedReentrant,
+    CheckpointedColumn, OwnBackward,
     OwnBackwardByAnotherName, ReshapesInput, LentType,
     PlainTensors, PlainArguments, DerivedFirst, Recurrent, Normalised, Bounded, Chunks,
     NumberOfTheBatch, DataAttributes,

@@ -8,6 +8,7 @@ trace records, and which applies the function when the segment runs.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
@@ -19,10 +20,14 @@ from torch.autograd import Function
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
+from merak.core.rank0 import warn_once
+from merak.core.source_lines import model_line
 from merak.graph.ir.custom_operators import Role, pack_arguments, register, unpack_arguments
 from merak.graph.trace.autograd.calls import applying, is_recording, plain_apply
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.opaque.collectives import refuse_in_function
+
+logger = logging.getLogger(__name__)
 
 _APPLY: Callable[..., Any] = inspect.getattr_static(Function, "apply").__func__
 
@@ -63,8 +68,7 @@ def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
-            run, _, *own = args
-            return run(*own)
+            return _run_reentrant(*args)
         is_known = cls.__module__.startswith(("torch.", "merak.graph."))
         if depth or is_known or not torch.is_grad_enabled():
             return plain_apply(cls, *args, **kwargs)
@@ -76,6 +80,21 @@ def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
 
     with applying(apply), _plain_checkpoints():
         yield
+
+
+def _run_reentrant(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+    """Run a reentrant checkpoint as eager code does: without gradients unless an input has one."""
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in inputs):
+        return run(*args)
+    warn_once(
+        logger,
+        "No input of the reentrant checkpoint at %s requires a gradient, so the weights in it get "
+        "none, as in PyTorch without Merak; pass use_reentrant=False to train them.",
+        model_line(),
+    )
+    with torch.no_grad():
+        return run(*args)
 
 
 @contextmanager
