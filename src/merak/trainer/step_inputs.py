@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from merak.core.errors import DataError
+from merak.core.errors import DataError, TrainingError
 from merak.core.tensor_meta import TensorMeta
 from merak.data import BatchSignature, signature
 from merak.trainer.batch_exchange import Batch, ExchangedBatches
 
 
-class StepInputs:
-    """Collects the inputs of a step's microbatches, which the pipeline runs together.
+class StepInputs(list[Any]):
+    """A step's microbatches for transformers' loop, and their inputs, which run together.
 
     Args:
-        batches: this rank's columns of each microbatch, as the loop is about to give them.
+        batches: this rank's columns of each microbatch, which the loop takes one by one.
         exchanged: the same microbatches as all ranks see them.
     """
 
     def __init__(self, batches: Sequence[Batch], exchanged: ExchangedBatches) -> None:
+        super().__init__(batches)
         self.exchanged = exchanged
+        self.num_given = 0  # also where a subclass makes a list of its own of them
         self.microbatches: list[Batch] = []
         self._expected = [signature(batch) for batch in batches]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the loop the microbatches one by one."""
+        for number, batch in enumerate(super().__iter__()):
+            self.num_given = number + 1
+            yield batch
 
     def add(self, trainer: type, inputs: Mapping[str, Any]) -> bool:
         """Take the inputs of the next microbatch.
@@ -36,7 +44,15 @@ class StepInputs:
 
         Raises:
             DataError: they have other columns, shapes or types than the ranks have exchanged.
+            TrainingError: the inputs of this microbatch have been taken already.
         """
+        if len(self.microbatches) == (self.num_given or len(self)):
+            raise TrainingError(
+                f"training_step of {trainer.__name__} calls super().training_step more than once "
+                "for a microbatch, but the stages run all microbatches of a step together, after "
+                "the last call; take both losses in compute_loss, which may call the model several "
+                "times and take gradients with torch.autograd.grad."
+            )
         expected = self._expected[len(self.microbatches)]
         _refuse_other_columns(trainer, expected, signature(inputs))
         self.microbatches.append(inputs)

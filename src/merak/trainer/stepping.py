@@ -147,13 +147,13 @@ class Stepping(Saving):
         if self._has_shared_groups:
             state |= step_options(self._inner_optimizer())
         exchanged = self._batch_exchange.exchange(batches, metadata, samples, state)
-        self._step = StepInputs(batches, exchanged)
+        self._step = StepInputs(batches, exchanged)  # which transformers' loop iterates
         across = self.args.average_tokens_across_devices
         replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)
         rows = exchanged.metadata
         counts = [row[r]["labels"] for row in rows for r in replicas if "labels" in row[r]]
         # On the host: the engine sends it with the columns, and nothing waits for the device here.
-        return batches, torch.tensor(float(sum(counts))) if counts else None
+        return self._step, torch.tensor(float(sum(counts))) if counts else None
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs as they are: the engine moves those columns to the device that it reads."""

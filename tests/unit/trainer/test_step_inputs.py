@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from merak.core.errors import DataError
+from merak.core.errors import DataError, TrainingError
 from merak.trainer.batch_exchange import ExchangedBatches
 from merak.trainer.step_inputs import StepInputs
 
@@ -45,3 +45,19 @@ def test_other_columns_shapes_and_types_are_refused(changed: dict[str, Any], nam
     with pytest.raises(DataError) as caught:
         of({"input_ids": IDS}).add(Changing, changed)
     assert str(caught.value).startswith("Changing changes column " + name)
+
+
+def test_a_microbatch_that_is_trained_twice_is_refused() -> None:
+    step = of({"input_ids": IDS}, {"input_ids": IDS})
+    for batch in step:
+        step.add(object, batch)
+        with pytest.raises(TrainingError, match="more than once for a microbatch"):
+            step.add(object, batch)
+    assert step.is_complete
+
+
+def test_a_list_made_of_the_microbatches_runs_them_all() -> None:
+    step = of({"input_ids": IDS}, {"input_ids": IDS})
+    for batch in step[::-1]:
+        step.add(object, batch)
+    assert step.is_complete

@@ -72,7 +72,9 @@ _CALLED = {
 }
 
 _EXTENDED = {
-    "it hands the microbatch to the pipeline, which runs forward and backward": "training_step",
+    "once a microbatch; it hands it to the pipeline, which runs forward and backward": (
+        "training_step"
+    ),
     "it takes a step's microbatches and agrees on their shapes with the other ranks": (
         "get_batch_samples"
     ),
