@@ -32,7 +32,7 @@ from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
-from merak.data import drop_non_tensors, signature, split_non_tensors
+from merak.data import check_tensors, drop_non_tensors, signature, split_non_tensors
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
@@ -52,6 +52,7 @@ from merak.engine.recording.recorder import RunRecorder
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
+from merak.graph.segment.unread_arguments import unread_arguments
 from merak.graph.trace.calls.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.activations.forecast import Forecast
@@ -87,7 +88,7 @@ class ParallelModel:
         max_grad_norm: clip the global gradient norm to this; None leaves it.
         scaler: the loss scale of fp16; None for other precisions.
         not_finite: what becomes of steps whose loss or gradient is not finite; None looks at none.
-        plain: arguments in every batch that are no tensors.
+        plain: arguments in every batch that are no tensors, with the type of unread ones.
         loop: the figures of its steps; None for those of a loop that is not recorded.
     """
 
@@ -339,8 +340,7 @@ def parallelize(
             `loss_fn` computes it.
         example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
             None in it are arguments of the model that every batch has.
-        loss_fn: `loss_fn(outputs, batch) -> loss`; columns that the model's forward does not name
-            are for it alone.
+        loss_fn: `loss_fn(outputs, batch) -> loss`; columns that forward does not name are its own.
         optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
@@ -365,8 +365,9 @@ def parallelize(
     """
     given = _agreed_options(**locals())
     not_finite = _not_finite(nan_policy, locate_nan)
-    columns, plain = split_non_tensors(example_batch)
-    source = _source(model, loss_fn, plain, autocast)
+    columns, fixed = split_non_tensors(example_batch)
+    source = _source(model, loss_fn, fixed, autocast)
+    plain = _agreed_arguments(source, columns, num_microbatches)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
     scaler = LossScale() if autocast == torch.float16 else None
     needs = max_grad_norm, scaler, not_finite
@@ -377,10 +378,25 @@ def parallelize(
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
 
 
+def _agreed_arguments(
+    source: GraphSource, columns: Mapping[str, torch.Tensor], num_microbatches: int
+) -> dict[str, Any]:
+    """Arguments of every batch, with the type of those that nothing reads; a collective.
+
+    Raises:
+        ArgumentsError: one that the model reads differs by rank.
+    """
+    sample = signature(split_batch(columns, num_microbatches)[0]).columns
+    unread = unread_arguments(source, dict(sample))
+    plain = {n: type(v) if n in unread else v for n, v in source.fixed.items()}
+    refuse_differences({f"example_batch[{name!r}]": value for name, value in plain.items()})
+    return plain
+
+
 def _agreed_options(
     *,
     model: object,
-    example_batch: Mapping[str, Any],
+    example_batch: object,
     optimizer: OptimizerFactory | None,
     run_record: object,
     options: Mapping[str, Any],
@@ -392,22 +408,29 @@ def _agreed_options(
         ArgumentsError: an argument of `parallelize` differs by rank, or is none.
     """
     given = _todays_options(options)
-    _, plain = split_non_tensors(example_batch)
-    of_batch = {f"example_batch[{name!r}]": value for name, value in plain.items()}
     own = {"optimizer": optimizer, "run_record": run_record is not None}
-    refuse_differences({**arguments, **given, **own, **of_batch})
+    refuse_differences({**arguments, **given, **own})
     refuse_different_optimizers(stand_in_optimizer(optimizer))
     return given
 
 
 def _source(
-    model: nn.Module,
+    model: object,
     loss_fn: LossFunction | None,
     plain: Mapping[str, Any],
     autocast: torch.dtype | None,
 ) -> GraphSource:
-    """The model as it is to be traced, with all of its weights."""
+    """The model as it is to be traced, with all of its weights.
+
+    Raises:
+        ArgumentsError: it is no module.
+    """
     device = current_mesh().device
+    if not isinstance(model, nn.Module):
+        own = ", whose attribute `model` is one" if isinstance(model, ParallelModel) else ""
+        raise ArgumentsError(
+            f"the model is a {type(model).__name__}{own}; give merak.parallelize a torch.nn.Module."
+        )
     check_autocast(autocast, device)
     make_whole(model)
     return GraphSource(model, loss_fn, fixed=plain, device=device, autocast=autocast)
@@ -591,8 +614,10 @@ def split_batch(
     """Cut a batch's columns along their first dim into equal microbatches.
 
     Raises:
-        DataError: a column whose first dim is not a multiple of `num_microbatches`.
+        DataError: a column that is no tensor, or whose first dim is not a multiple of
+            `num_microbatches`.
     """
+    check_tensors(batch)
     for name, column in batch.items():
         if column.ndim and column.shape[0] % num_microbatches:
             raise DataError(

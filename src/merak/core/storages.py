@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -72,9 +73,33 @@ MIN_OFFLOADED_BYTES = 1024
 """Smaller storages stay: a copy would take longer than it is worth."""
 
 
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, which must outlive them.
+
+    NumPy's view of a tensor would make torch refuse to resize it for ever, which the first forward
+    of some models does to their buffers.
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    found = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(found).cast("B")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether all elements of a tensor have a place in its storage: it is not sparse."""
+    return tensor.layout is torch.strided
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, of a sparse one with 8 bytes for every index."""
+    if is_dense(tensor):
+        return tensor.nbytes
+    return int(tensor._nnz()) * (tensor.element_size() + 8 * tensor.dim())
+
+
 def storage_of(value: Any) -> int | None:
     """Return the identity of a tensor's storage; None for other values, and sparse tensors."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if not isinstance(value, torch.Tensor) or not is_dense(value):
         return None
     return int(value.untyped_storage()._cdata)
 
@@ -92,7 +117,7 @@ def can_move(tensor: torch.Tensor, device: torch.device, stays: frozenset[int]) 
         device: where it is computed.
         stays: storages that are on the device anyway.
     """
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    if not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.device.type != device.type or isinstance(tensor, torch.nn.Parameter):
         return False

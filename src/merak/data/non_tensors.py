@@ -1,6 +1,7 @@
 """Non-tensor arguments in a batch, such as return_loss=True: a trace is made for their values.
 
-They are not sent to other ranks, and every batch has the same ones.
+They are not sent to other ranks, and every batch has the same ones, but for values that nothing
+reads.
 """
 
 from __future__ import annotations
@@ -31,20 +32,25 @@ def drop_non_tensors(batch: Mapping[str, Any], expected: Mapping[str, Any]) -> d
 
     Args:
         batch: by name of the model's argument.
-        expected: non-tensor arguments of the trace.
+        expected: non-tensor arguments of the trace, with the type of those that nothing reads.
 
     Raises:
         DataError: the batch has other non-tensor arguments.
     """
     columns, non_tensors = split_non_tensors(batch)
     for name in (*expected, *non_tensors):
-        if (name in non_tensors) != (name in expected) or non_tensors[name] != expected[name]:
+        both = name in non_tensors and name in expected
+        if not both or not _is_expected(non_tensors[name], expected[name]):
             raise DataError(
                 f"the model was traced for {_described(name, expected)} and a batch has "
                 f"{_described(name, non_tensors)}; let every batch have the same arguments that "
                 "are no tensors, or make this one a tensor."
             )
     return columns
+
+
+def _is_expected(value: Any, expected: Any) -> bool:
+    return bool(type(value) is expected if isinstance(expected, type) else value == expected)
 
 
 def _described(name: str, non_tensors: Mapping[str, Any]) -> str:

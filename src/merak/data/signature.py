@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from merak.core.errors import DataError
+from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
 
 
@@ -45,18 +46,37 @@ def signature(batch: Mapping[str, Any]) -> BatchSignature:
     Raises:
         DataError: a column that is not a tensor.
     """
-    for name, value in batch.items():
-        if not isinstance(value, torch.Tensor):
-            raise DataError(
-                f"column {name!r} of the batch is a {type(value).__name__}, not a tensor; give a "
-                "data_collator that makes tensors, or remove the column."
-            )
+    check_tensors(batch)
     return BatchSignature(
         tuple(
             (name, TensorMeta(tuple(batch[name].shape), batch[name].dtype))
             for name in sorted(batch)
         )
     )
+
+
+def check_tensors(batch: Mapping[str, Any]) -> None:
+    """Refuse a column that is not a tensor, such as a list of images or an object of a library.
+
+    Args:
+        batch: columns by name.
+
+    Raises:
+        DataError: there is one.
+    """
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            raise DataError(
+                f"column {name!r} of the batch is a {type(value).__name__}, not a tensor; give a "
+                "data_collator that makes tensors (torch.stack, or pad_sequence and a mask where "
+                "sizes differ), or remove the column."
+            )
+        if not is_dense(value):
+            raise DataError(
+                f"column {name!r} of the batch is a tensor of layout {value.layout}, whose "
+                "elements have no fixed places to cut and send; give its indices and values, or "
+                "to_dense(), as columns."
+            )
 
 
 def union(*signatures: BatchSignature) -> BatchSignature:

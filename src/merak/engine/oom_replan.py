@@ -180,7 +180,7 @@ def written_buffers(state: EngineState, signatures: Sequence[Signature]) -> Tens
 def restore(state: EngineState, written: TensorDict) -> None:
     """Undo a step that was aborted or not finite: what it wrote into buffers, its gradients."""
     for name, before in written.items():
-        state.buffers[name].copy_(before)
+        state.buffers[name].resize_as_(before).copy_(before)  # it may have grown in the step
     state.optimizer_params.clear_gradients()
     if state.reducer.compression is not None:
         state.reducer.compression.undo()

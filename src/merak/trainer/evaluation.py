@@ -202,7 +202,8 @@ class Evaluation:
     def _given_back(self, computed: Mapping[str, Any]) -> dict[str, Any]:
         if not computed["inputs"]:  # a stand-in, for the loop to count the samples of
             return {"samples": torch.empty(computed["samples"], 0)}
-        plain = self._options.plain if self._options.kept_inputs is None else {}
+        known = self._options.plain if self._options.kept_inputs is None else {}
+        plain = {n: value for n, value in known.items() if not isinstance(value, type)}
         return {**computed["inputs"], **plain}
 
     def result(

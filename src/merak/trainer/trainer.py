@@ -49,6 +49,7 @@ from merak.engine.rank_arguments import refuse_different_optimizers
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
+from merak.graph.segment.unread_arguments import unread_arguments
 from merak.graph.trace.calls.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
 from merak.graph.weights.laid_out import part_of, saving_whole
@@ -278,6 +279,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         source, columns = self.trace_source(batch)
         batch, _ = split_non_tensors(batch)
         trains = trains or gives_loss(self, batch, self._plain)
+        unread = unread_arguments(source, dict(columns))
+        self._plain |= {name: type(self._plain[name]) for name in unread}
         options = replace(self._engine_options(), trains=trains)
         options = choose_reductions(
             self.mesh, self.model, options, self.args.cluster, source.cache_dir
@@ -300,14 +303,15 @@ class MerakTrainer(Stepping, Logging, Trainer):
         Args:
             batch: its columns, and arguments of every batch that are no tensors.
         """
-        columns, self._plain = split_non_tensors(batch)
+        columns, plain = split_non_tensors(batch)
+        self._plain = dict(plain)
         self._counter = self._make_counter()
-        source = self._graph_source()
+        source = self._graph_source(plain)
         source.example = columns
         drop_layers(source, self._engine_options())
         return source, self._counter.signature(columns).columns
 
-    def _graph_source(self) -> GraphSource:
+    def _graph_source(self, plain: Mapping[str, Any]) -> GraphSource:
         compute, self._traced_loss = self.compute_loss_func, self._loss_functions()
 
         def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -332,7 +336,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             model=self.model,
             loss_fn=own or (loss_of if compute is not None else None),
             loss_columns=("labels",) if compute is not None or has_own else (),
-            fixed=self._plain,
+            fixed=plain,
             device=self.mesh.device,
             cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
             autocast=self.args.autocast,

@@ -28,6 +28,8 @@ def test_a_batch_is_parted_into_columns_and_plain_arguments() -> None:
         ),
         ({"return_loss": True}, {}, "for return_loss=True .* has no plain return_loss"),
         ({}, {"mask": None}, "for no plain mask and a batch has mask=None"),
+        ({"longest": int}, {"longest": "7"}, "for longest=.* and a batch has longest='7'"),
+        ({"longest": int}, {}, "has no plain longest"),
     ],
 )
 def test_other_arguments_than_the_traced_ones_are_refused(
@@ -35,3 +37,8 @@ def test_other_arguments_than_the_traced_ones_are_refused(
 ) -> None:
     with pytest.raises(DataError, match=said):
         drop_non_tensors({"input_ids": torch.ones(2, 3), **given}, expected)
+
+
+def test_values_that_nothing_reads_may_change() -> None:
+    batch = {"input_ids": torch.ones(2, 3), "longest": 7}
+    assert list(drop_non_tensors(batch, {"longest": int})) == ["input_ids"]

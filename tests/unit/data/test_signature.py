@@ -35,3 +35,8 @@ def test_columns_of_several_ranks_make_the_whole():
 def test_a_column_that_is_no_tensor_is_refused():
     with pytest.raises(DataError, match="column 'text' of the batch is a list, not a tensor"):
         signature({"text": ["a"]})
+
+
+def test_a_sparse_column_is_refused():
+    with pytest.raises(DataError, match="'adjacency' of the batch is a tensor of layout"):
+        signature({"adjacency": torch.eye(2).to_sparse()})

@@ -16,6 +16,7 @@ import torch
 
 from merak.core.errors import WeightsError
 from merak.core.files.json_file import parse_json
+from merak.core.storages import memory_of
 from merak.core.tensor_meta import TensorMeta
 
 DTYPES = {
@@ -115,8 +116,8 @@ class TensorFile:
             key: of the tensor in the file.
             tensor: of the shape and type that were planned, on any device.
         """
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._write(self._layout.begins[key], flat.numpy().data)
+        flat = tensor.detach().cpu().contiguous()
+        self._write(self._layout.begins[key], memory_of(flat))
 
     def close(self) -> None:
         """Sync the file to disk and close it."""

@@ -23,6 +23,7 @@ import transformers
 from torch import nn
 
 from merak.core.source_lines import is_installed, module_file
+from merak.core.storages import memory_of
 from merak.core.tensor_meta import TensorMeta
 
 logger = logging.getLogger(__name__)
@@ -275,8 +276,8 @@ class _Describer:
         kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         self._write("tensor", repr(kind), repr(tensor.stride()))
         if id(tensor) not in self._without_numbers and not tensor.is_meta:
-            data = tensor.detach().cpu().contiguous().view(-1)
-            self._hash.update(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+            data = tensor.detach().cpu().contiguous()
+            self._hash.update(memory_of(data))
 
     def _is_known(self, value: Any) -> bool:
         if id(value) in self._seen:

@@ -18,6 +18,7 @@ from merak.core.errors import TraceError
 from merak.core.garbage import paused_collector
 from merak.core.health.status import phase
 from merak.core.rank0 import warn_once
+from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
@@ -82,8 +83,10 @@ class GraphSource:
 
         Raises:
             TraceError: a part of the model is TorchScript, whose inside nothing can follow, or a
-                parameter or buffer is of a class of tensor with code of its own.
+                parameter or buffer is of a class of tensor with code of its own, or a tensor that
+                has to be saved is sparse.
         """
+        _refuse_sparse(self.model)
         for path, module in self.model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 raise TraceError(
@@ -110,6 +113,26 @@ def _refuse_tensor_classes(model: nn.Module) -> None:
                 "its values; hold the values in a plain tensor, and the rest in attributes of its "
                 "module."
             )
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Refuse sparse tensors that an optimizer or a checkpoint would have.
+
+    Raises:
+        TraceError: there is one.
+    """
+    for path, module in model.named_modules():
+        of_kinds = ("parameter", module._parameters), ("persistent buffer", module._buffers)
+        for kind, slots in of_kinds:
+            for name, tensor in slots.items():
+                is_saved = name not in module._non_persistent_buffers_set
+                if tensor is not None and not is_dense(tensor) and is_saved:
+                    raise TraceError(
+                        f"the {kind} {f'{path}.{name}'.lstrip('.')} is a sparse tensor, which "
+                        "neither optimizers nor checkpoints of Merak can hold; train or save its "
+                        "values, and register the tensor with register_buffer(…, "
+                        "persistent=False), or make it dense."
+                    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import nn
 from merak.core.errors import WeightsError
 from merak.core.random import set_random_state
 from merak.core.shards import ParameterShard, fill_up, take
+from merak.core.storages import is_dense
 from merak.graph.weights.absent import OF_OTHER_STAGE, AbsentTensor, swap
 from merak.graph.weights.deferred_init import InitTape, replay
 from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE, InitOrigin, is_building, origin_of
@@ -96,7 +97,7 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _real_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for named in (model.named_parameters(), model.named_buffers()):
-        yield from ((name, tensor) for name, tensor in named if not tensor.is_meta)
+        yield from ((name, t) for name, t in named if not t.is_meta and is_dense(t))
 
 
 def _random_inits(model: nn.Module) -> RandomInits:

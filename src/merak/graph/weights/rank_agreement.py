@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from merak.core.errors import WeightsError
 from merak.core.health.status import waiting_for_all
+from merak.core.storages import memory_of
 
 
 def is_distributed() -> bool:
@@ -105,5 +106,5 @@ def _described(entry: tuple[Any, ...] | None) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+    flat = tensor.detach().cpu().contiguous()
+    return hashlib.blake2b(memory_of(flat), digest_size=16).digest()

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.core.storages import num_bytes
 from merak.graph.expert_parallel.apply import LocalRewrite, spread_weights
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
@@ -322,7 +323,7 @@ class Forecast:
         """Bytes of buffers, constants, and parameters that no segment reads, of every pp rank."""
         graph = self.layout.graph
         buffers = [*self.model.buffers(), *graph.constants.values()]
-        buffer_bytes = sum(buffer.nbytes for buffer in buffers)
+        buffer_bytes = sum(num_bytes(buffer) for buffer in buffers)
         read = {name for segment in graph.segments for name in segment.parameters}
         unread = {name: meta for name, meta in graph.parameters.items() if name not in read}
         return tuple(

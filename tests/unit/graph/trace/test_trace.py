@@ -347,3 +347,39 @@ def test_a_mask_left_out_while_compiled_is_made_as_in_eager() -> None:
     model = transformers.LongT5ForConditionalGeneration(config)
     batch = {name: torch.zeros(2, 12, dtype=torch.long) for name in ("input_ids", "labels")}
     assert trace(model, metas(batch)).outputs[0] == "loss"
+
+
+class Sparse(Layers):
+    """Buffers that are sparse: one that is read, and one that is there for other methods."""
+
+    def __init__(self, *, is_read: bool = True, persistent: bool = False) -> None:
+        super().__init__()
+        self.is_read = is_read
+        heads = torch.eye(4).to_sparse()
+        self.register_buffer("heads", heads, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.is_read:
+            h = torch.sparse.mm(self.heads, h) + self.heads.to_dense() @ h
+        return self.b(torch.relu(h)).pow(2).mean()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_sparse_buffer(is_read: bool) -> None:
+    torch.manual_seed(0)
+    model, batch = Sparse(is_read=is_read), {"x": torch.randn(4, 8)}
+    eager, graph = copy.deepcopy(model), built(model, batch)
+    assert model.heads is dict(model.named_buffers())["heads"]
+    assert model.heads.is_sparse
+    expected = eager(**batch)
+    expected.backward()
+    assert torch.equal(Pipeline(graph, model).train(batch), expected)
+    check_gradients(model, eager)
+
+
+def test_sparse_tensors_that_have_to_be_saved() -> None:
+    assert "the persistent buffer heads is a sparse tensor" in message(Sparse(persistent=True))
+    model = Layers()
+    model.register_parameter("table", nn.Parameter(torch.eye(8).to_sparse()))
+    assert "the parameter table is a sparse tensor" in message(model)

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
+from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.probe import host_generators
 
@@ -21,7 +22,8 @@ from merak.graph.trace.opaque.probe import host_generators
 def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
     """Replace parameters and buffers by fake tensors; restore the model's own afterwards.
 
-    Parameters and buffers that the model registers while it runs are removed.
+    Parameters and buffers that the model registers while it runs are removed. Sparse buffers
+    are plain attributes meanwhile.
     """
     every: list[dict[str, Any]] = [
         slots for module in model.modules() for slots in (module._parameters, module._buffers)
@@ -42,12 +44,32 @@ def fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device) -
 
     try:
         for slots in every:
-            slots.update({name: fake_of(t) for name, t in slots.items() if t is not None})
-        yield
+            known = {name: tensor for name, tensor in slots.items() if tensor is not None}
+            slots.update({name: fake_of(t) for name, t in known.items() if is_dense(t)})
+        with _sparse_constants(model):
+            yield
     finally:
         for slots, known in zip(every, own, strict=True):
             slots.clear()
             slots.update(known)
+
+
+@contextmanager
+def _sparse_constants(model: nn.Module) -> Iterator[None]:
+    """Turn sparse buffers into plain attributes, which torch.export makes constants."""
+    found = [
+        (module, name)
+        for module in model.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and not is_dense(tensor)
+    ]
+    for module, name in found:
+        vars(module)[name] = module._buffers.pop(name)
+    try:
+        yield
+    finally:
+        for module, name in found:
+            del vars(module)[name]
 
 
 def fake_batch(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.types import py_sym_types
 from torch.utils._pytree import tree_leaves
 
+from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.constant_values import BatchValues
 from merak.graph.trace.opaque.dry_run import dry_run
@@ -82,7 +83,7 @@ class RealTensors:
                 for module in model.modules()
                 for slots in (module._parameters, module._buffers)
                 for name, tensor in slots.items()
-                if tensor is not None
+                if tensor is not None and is_dense(tensor)
             },
             _get_current_function_mode_stack(),
         )

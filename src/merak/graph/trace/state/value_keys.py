@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
+from merak.core.storages import memory_of
 from merak.graph.ir.mutation import find_mutations, mutated_arguments
 
 
@@ -92,9 +93,8 @@ class _Text(str):
 
 def tensor_key(tensor: torch.Tensor) -> str:
     """Key of a constant: of its values."""
-    data = tensor.detach().cpu().contiguous().view(-1)
-    values = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    return _key(str(tuple(tensor.shape)), str(tensor.dtype), hashlib.sha1(values).hexdigest())
+    values = memory_of(data := tensor.detach().cpu().contiguous())
+    return _key(str(tuple(data.shape)), str(data.dtype), hashlib.sha1(values).hexdigest())
 
 
 def _key(*parts: str) -> str:
