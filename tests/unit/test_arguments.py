@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from merak.arguments import (
     MerakArguments,
     MerakSeq2SeqArguments,
     check_arguments,
+    fields,
     rules,
     single_process_accelerate,
 )
@@ -154,6 +156,56 @@ def test_checkpointing_of_modules_means_recomputation(job: Callable[..., None]) 
     assert (taken.recompute, taken.gradient_checkpointing) == ("full", False)
     assert arguments(gradient_checkpointing=True, recompute="selective").recompute == "selective"
     assert arguments().recompute != "full"
+
+
+@pytest.mark.parametrize("kind", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("given", [{"use_reentrant": False}, '{"use_reentrant": true}'])
+def test_keywords_of_torchs_checkpoint_have_no_effect(
+    kind: str, given: object, job: Callable[..., None]
+) -> None:
+    assert arguments(**{kind: True, f"{kind}_kwargs": given}).recompute == "full"
+    assert arguments(**{f"{kind}_kwargs": given}).recompute == arguments().recompute
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_kwargs`:FutureWarning")
+@pytest.mark.parametrize("kind", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("rest", [{"every_n_layers": 2}, {"offload": True}, {"own": 1}])
+def test_other_requests_of_checkpointing_are_refused(
+    kind: str, rest: dict[str, object], job: Callable[..., None]
+) -> None:
+    with pytest.raises(ArgumentsError, match=re.escape(f"{rest} cannot be honoured")):
+        arguments(**{kind: True, f"{kind}_kwargs": {"use_reentrant": False, **rest}})
+
+
+@dataclasses.dataclass
+class OwnArguments(TrainingArguments):
+    """Arguments of a script's own, with another default and a field without a shared one."""
+
+    learning_rate: float = 1e-3
+    tags: list[str] = dataclasses.field(default_factory=lambda: ["own"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        self.num_tags = len(self.tags)
+
+
+@pytest.mark.parametrize("is_decorated", [True, False])
+@pytest.mark.parametrize("is_annotated", [True, False])
+@pytest.mark.parametrize("bases", [(MerakArguments, OwnArguments), (OwnArguments, MerakArguments)])
+def test_a_class_of_two_kinds_of_arguments_has_the_fields_of_both(
+    bases: tuple[type, ...], is_annotated: bool, is_decorated: bool, job: Callable[..., None]
+) -> None:
+    body = {"__annotations__": {"more": int}, "more": 1} if is_annotated else {}
+    both: Any = type("Both", bases, body)
+    both = dataclasses.dataclass(both) if is_decorated else both
+    given = {"output_dir": "unused", "report_to": "none", "zero": 1}
+    made = both(**given, tags=["a", "b"])
+    assert (made.learning_rate, made.tags, made.num_tags, made.zero) == (1e-3, ["a", "b"], 2, 1)
+    assert both(**given).tags == ["own"]
+    assert both(**given).per_device_train_batch_size is fields.LEFT_OUT
+    if is_decorated or not is_annotated:  # else the parser sees those of one base, as of any class
+        (parsed,) = HfArgumentParser(both).parse_args_into_dataclasses(["--tags", "a"])
+        assert (parsed.tags, parsed.learning_rate) == (["a"], 1e-3)
 
 
 def test_a_look_for_overflows_locates_them(job: Callable[..., None]) -> None:

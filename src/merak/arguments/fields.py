@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import json
 import sys
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, Self
+from collections.abc import Iterator
+from dataclasses import Field, dataclass, field, fields
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, Self, get_type_hints
 
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainingArguments
 from transformers.debug_utils import DebugOption
 
@@ -79,6 +85,7 @@ else:
     BytesPerSecond = NumBytes
 
 
+_FIELDS = "__dataclass_fields__"
 _GIVEN = "_given"
 """Attribute of arguments: the names of those that are given."""
 
@@ -94,13 +101,27 @@ def given_arguments(arguments: TrainingFields) -> frozenset[str]:
     return given
 
 
+_OF_CHECKPOINT = frozenset(keyword_names(checkpoint)) | {"preserve_rng_state"}
+"""Keywords of torch's checkpoint, which change nothing in what it computes."""
+
+_NO_REQUESTS = (("every_n_layers", 1), ("offload", False))
+"""Keywords of transformers at values that ask for nothing else."""
+
+
 def take_checkpointing(arguments: TrainingFields) -> None:
     """Turn transformers' request to checkpoint modules into one to recompute segments.
+
+    Keywords of torch's checkpoint say nothing to that; what else is asked for stays, to be refused.
 
     Args:
         arguments: of a job; `recompute` stays as it is where it is given.
     """
     names = ("gradient_checkpointing", "activation_checkpointing")
+    for name in (f"{name}_kwargs" for name in names):
+        if isinstance(given := _parsed(getattr(arguments, name, None)), dict):
+            requests = {key: value for key, value in given.items() if key not in _OF_CHECKPOINT}
+            rest = {key: v for key, v in requests.items() if (key, v) not in _NO_REQUESTS}
+            setattr(arguments, name, rest or None)
     if not any(getattr(arguments, name, False) is True for name in names):
         return
     given = given_arguments(arguments)
@@ -120,6 +141,16 @@ def read_texts(arguments: TrainingFields) -> None:
     """
     for name, read in READS.items():
         setattr(arguments, name, read(getattr(arguments, name)))
+
+
+def _parsed(value: object) -> object:
+    """A value of a command line, which may be JSON; any other as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value  # which transformers refuses
 
 
 def take_debug(arguments: TrainingFields) -> None:
@@ -143,6 +174,18 @@ def own(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def _declared_elsewhere(cls: type) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Fields that a base declares, and that `dataclass` would take from another: name, type, it."""
+    bases = cls.__mro__[1:]
+    known = [vars(base).get(_FIELDS, {}) for base in bases]
+    for name in dict.fromkeys(chain.from_iterable(known)):
+        taken_from = next(fields[name] for fields in known if name in fields)
+        declaring = (base for base in bases if name in inspect.get_annotations(base))
+        base = next((base for base in declaring if _FIELDS in vars(base)), None)
+        if base is not None and (own := vars(base)[_FIELDS][name]) is not taken_from:
+            yield name, get_type_hints(base)[name], own
+
+
 @dataclass(repr=False)  # transformers' own repr hides tokens
 class TrainingFields(TrainingArguments):
     """Fields of a training job, without what `MerakArguments` does with them.
@@ -151,12 +194,34 @@ class TrainingFields(TrainingArguments):
     here what `transformers.HfArgumentParser` can parse.
     """
 
+    def __init_subclass__(cls, **of_bases: Any) -> None:
+        """Give a class the fields of all of its bases, with the defaults that it inherits.
+
+        `dataclass` takes a field from the first base that has it, though that base has it of
+        transformers and another one declares it; a class without the decorator has those of one
+        base alone.
+        """
+        super().__init_subclass__(**of_bases)
+        own = inspect.get_annotations(cls)
+        others = [found for found in _declared_elsewhere(cls) if found[0] not in own]
+        cls.__annotations__ = {name: kind for name, kind, _ in others} | own
+        for name, _, inherited in others:
+            setattr(cls, name, copy.copy(inherited))
+        if not own:  # else a decorator may come
+            dataclass(repr=False)(cls)
+
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Make arguments that know which of them are given, for `given_arguments`.
 
         Raises:
             ArgumentsError: a name that the class does not have; its `__init__` is not called.
         """
+        if _FIELDS not in vars(cls):  # nobody has decorated it: its own annotations are no fields
+            own = inspect.get_annotations(cls)
+            inherited = [name for name in own if isinstance(vars(cls).get(name), Field)]
+            cls.__annotations__ = {name: own[name] for name in inherited}
+            dataclass(repr=False)(cls)
+            cls.__annotations__ = own
         if not takes_any_name(cls.__init__):
             known = keyword_names(cls.__init__)
             suggested = accepted_arguments(known)

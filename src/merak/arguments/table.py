@@ -93,7 +93,10 @@ PRECISION = {
 
 MEMORY_AND_SPEED = {
     "activation_checkpointing": honoured(_RECOMPUTE),
-    "activation_checkpointing_kwargs": refused(f"{_CHECKPOINT}; use recompute=0.5 for half"),
+    "activation_checkpointing_kwargs": refused(
+        f"{_CHECKPOINT}, whose own keywords, such as use_reentrant, have no effect; for "
+        "every_n_layers use recompute=0.5 for half, for offload offload_activations"
+    ),
     "gradient_checkpointing": honoured(_RECOMPUTE),
     "gradient_checkpointing_kwargs": no_effect(_CHECKPOINT),
     "torch_compile": honoured(_COMPILE),
