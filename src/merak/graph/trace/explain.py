@@ -17,7 +17,13 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from merak.core.errors import TraceError
-from merak.core.source_lines import is_library, module_file, with_text
+from merak.core.source_lines import (
+    MERAK,
+    is_installed,
+    is_library,
+    module_file,
+    with_text,
+)
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 _DEPENDS_ON_VALUES = (*_NEEDS_VALUES, GuardOnDataDependentSymNode)
@@ -140,7 +146,7 @@ def _place(model: nn.Module, loss_fn: Any, error: Exception) -> str:
         if not is_library(frame.filename)
     ]
     files = own_files(model, loss_fn)
-    own = [frame for frame in frames if frame[0] in files]
+    own = [frame for frame in frames if frame[0] in files or not is_installed(frame[0])]
     if not own and not frames:
         return _forward_of(model)
     file, line = (own or frames)[-1]
@@ -153,7 +159,7 @@ def own_files(model: nn.Module, loss_fn: Any) -> set[str]:
     code = getattr(loss_fn, "__code__", None)
     files = {file for cls in classes if (file := _file(cls))}
     files |= {code.co_filename} if code is not None else set()
-    return {f for f in files if not (is_library(f) or f.endswith(_SHARED_CODE))}
+    return {f for f in files if not (is_library(f) or f.endswith(_SHARED_CODE) or MERAK in f)}
 
 
 def _file(cls: type) -> str | None:

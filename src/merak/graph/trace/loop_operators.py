@@ -30,8 +30,8 @@ from merak.graph.ir.ir import Kind
 from merak.graph.trace.modes.grad_hooks import TensorHooks
 from merak.graph.trace.normalize import Rewriting, set_metadata
 from merak.graph.trace.opaque.operator import OpaqueCall
-from merak.graph.trace.opaque.probe import called, describe, restore, undisturbed
-from merak.graph.trace.opaque.run import attributes
+from merak.graph.trace.opaque.probe import called, describe, undisturbed
+from merak.graph.trace.state.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ def _apart(call: OpaqueCall, run: Callable[[], T]) -> T:
     """Run in a thread of its own, where no modes are active, and leave the module as it was."""
 
     def safely() -> T:
-        before = attributes(call.module)
+        before = Snapshot.take(call.module)
         with undisturbed(call):
             try:
                 return run()
@@ -99,7 +99,7 @@ def _apart(call: OpaqueCall, run: Callable[[], T]) -> T:
                 reason = str(error).strip().partition("\n")[0]
                 raise NoBody(f"fails at other sizes ({type(error).__name__}: {reason})") from error
             finally:
-                restore(call, before)
+                before.restore()
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(safely).result()

@@ -26,7 +26,11 @@ from merak.graph.trace.branches.host_random import (
 )
 from merak.graph.trace.calls.call import Call, InputReshaped, LossFunction
 from merak.graph.trace.calls.exported import Exported, lift
-from merak.graph.trace.calls.further_calls import check_further_calls, warn_of_left
+from merak.graph.trace.calls.further_calls import (
+    check_further_calls,
+    described_call,
+    warn_of_left,
+)
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks
@@ -44,6 +48,7 @@ from merak.graph.trace.passes import run_passes
 from merak.graph.trace.repeats.calls import LeftOpen
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
+from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.state.snapshot import StateLeft
@@ -137,12 +142,15 @@ def _traced(
             logger.debug("no copies of blocks: %s", error)
             return normalized(whole(), columns)
 
-    made = trace_with_fallbacks(model, export, opaque)
+    ranks = RankReads()
+    with ranks.recorded():
+        made = trace_with_fallbacks(model, export, opaque)
+    calls = partial(run, opaque=opaque)
+    is_warned_of = refuse_by_rank(ranks, lambda: described_call(calls()))
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
-        return replace(made, is_warned_of=warn_of_left(made.left))
-    calls = partial(run, opaque=opaque)
-    return replace(made, is_warned_of=check_further_calls(made.left, calls))
+        return replace(made, is_warned_of=warn_of_left(made.left) or is_warned_of)
+    return replace(made, is_warned_of=check_further_calls(made.left, calls) or is_warned_of)
 
 
 def export_model(

@@ -16,6 +16,8 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     PrinterCallback,
     ProgressCallback,
     Seq2SeqTrainer,
@@ -205,6 +207,21 @@ def test_a_loss_of_ones_own_that_changes_the_trainer_is_refused(
         trainer.train()
     assert sentence in str(caught.value)
     assert not any(trainer.seen.values())
+
+
+class AsNumber(OwnLoss):
+    def beside(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if float(loss) > 3 else 2 * loss
+
+
+def test_a_loss_that_reads_a_value_is_reported_at_its_own_line(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=8, n_positions=4, n_embd=8, n_layer=1, n_head=1)
+    samples = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 8
+    trainer = AsNumber(GPT2LMHeadModel(config), arguments(tmp_path), train_dataset=samples)
+    with pytest.raises(TraceError) as caught:
+        trainer.train()
+    line = AsNumber.beside.__code__.co_firstlineno + 1
+    assert f"cannot be traced at {__file__}:{line}: `return loss if float(" in str(caught.value)
 
 
 class KeepingLosses(OwnLoss):

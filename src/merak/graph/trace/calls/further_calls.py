@@ -21,6 +21,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.runner import BEGINS, ENDS, plain_name, split_call
+from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.normalize import Rewriting
 from merak.graph.trace.passes import PLAIN_PASSES
 from merak.graph.trace.state.known_values import KnownValues
@@ -66,7 +67,7 @@ def check_further_calls(left: Sequence[LeftState], export: Callable[..., Exporte
         Whether anything is warned of.
 
     Raises:
-        TraceError: they do not.
+        TraceError: they do not, or fail.
     """
     try:
         traced = export(num_calls=NUM_CALLS)
@@ -81,6 +82,11 @@ def check_further_calls(left: Sequence[LeftState], export: Callable[..., Exporte
         raise TraceError(str(error)) from None
     except TraceError as error:
         names = ", ".join(one.label for one in left if one.may_be_read)
+        if isinstance(error, UntraceableError):
+            raise TraceError(
+                f"forward leaves values in {names}, and its next call cannot run as the first has, "
+                f"which a trace would repeat for ever: {error}"
+            ) from None
         warn_on_rank0(
             logger,
             "forward leaves values in %s, and whether its next call computes with them cannot be "
@@ -105,6 +111,16 @@ def compare_calls(exported: Exported) -> FurtherCalls:
     rewriting, outputs = _comparable(exported)
     found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
     return FurtherCalls(exported.left, tuple(one != found[0] for one in found))
+
+
+def described_call(exported: Exported) -> dict[str, str]:
+    """What a traced call returns and leaves in buffers: keys, by name, that are equal where it is.
+
+    Args:
+        exported: a trace of one call; its graph is consumed.
+    """
+    rewriting, outputs = _comparable(exported)
+    return _described(0, outputs, rewriting)
 
 
 def _comparable(exported: Exported) -> tuple[Rewriting, dict[tuple[int, str], fx.Node]]:
@@ -217,7 +233,8 @@ def refuse_further_calls(found: FurtherCalls) -> None:
         return
     differing = found.differs.index(True)
     before = [one for calls in found.left[:differing] for one in calls if one.may_be_read]
-    named = list(dict.fromkeys(f"{one.label}{one.where}" for one in before))
+    located = [one for one in before if one.line] or before  # what nothing reads may be among them
+    named = list(dict.fromkeys(f"{one.label}{one.where}" for one in located))
     more = len(named) - _MOST_NAMED
     places = ", and ".join(named[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
     first = ""

@@ -16,8 +16,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.calls.call import Call, InputReshaped, call_model
 from merak.graph.trace.state.counters import Counter, plain, watched
-from merak.graph.trace.state.kept import version
-from merak.graph.trace.state.snapshot import Snapshot, StateLeft
+from merak.graph.trace.state.slots import MISSING
+from merak.graph.trace.state.snapshot import HeldTensor, Snapshot, StateLeft
 
 BEGINS, ENDS = "begins with ", "ends with "
 """Beginnings of names of tensors that a call finds in a buffer, and that it leaves there."""
@@ -118,7 +118,7 @@ class Runner(nn.Module):
                 own = values[number * width : (number + 1) * width]
                 is_last = number + 1 == self.num_calls
                 before = self._taken(number)
-                buffers = _versions(self.model)
+                buffers = Snapshot.of_buffers(self.model).tensors
                 self.conditions.restart(own)
                 with _written_buffers(self.model), self._watched_counters(left):
                     batch = dict(zip(self.call.columns, own, strict=True))
@@ -182,18 +182,12 @@ def _is_counter(left: StateLeft) -> bool:
     return left.place.kind in (object, dict) and type(left.new) in (int, float)
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
-    return {name: (buffer, version(buffer)) for name, buffer in model.named_buffers()}
-
-
-def _written(
-    before: Snapshot, buffers: Mapping[str, tuple[torch.Tensor, int]]
-) -> dict[str, torch.Tensor]:
+def _written(before: Snapshot, buffers: Iterable[HeldTensor]) -> dict[str, torch.Tensor]:
     """Buffers and plain tensors that a call has written into, and that the next may read."""
     found = {
-        name: buffer
-        for name, (buffer, known) in buffers.items()
-        if version(buffer) != known or name.rpartition(".")[2] in _RUNNING
+        held.place.label: held.tensor
+        for held in buffers
+        if held.is_written or held.place.label.rpartition(".")[2] in _RUNNING
     }
     return found | {plain_name(held.tensor): held.tensor for held in before.written()}
 
@@ -225,16 +219,13 @@ def _ended(
 @contextmanager
 def _written_buffers(model: nn.Module) -> Iterator[None]:
     """Write into a buffer where the model assigns a new tensor of its shape to it."""
-    before = [(module, dict(module._buffers)) for module in model.modules()]
+    before = Snapshot.of_buffers(model)
     yield
-    for module, buffers in before:
-        for name, old in buffers.items():
-            new = module._buffers.get(name)
-            if old is None or new is None or new is old:
-                continue
-            if new.shape == old.shape:
-                old.copy_(new.detach())
-                module._buffers[name] = old
+    for left in before.changes():
+        old, new = left.old, left.new
+        if all(isinstance(t, torch.Tensor) for t in (old, new)) and new.shape == old.shape:
+            old.copy_(new.detach())
+            left.put(old)
 
 
 @contextmanager
@@ -243,13 +234,12 @@ def _tables_anew(model: nn.Module, remade: set[str]) -> Iterator[None]:
 
     It is a table for that shape: each run computes its own.
     """
-    before = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    before = Snapshot.of_buffers(model)
     yield
-    for path, module, buffers in before:
-        for name, old in buffers.items():
-            if module._buffers.get(name) is not old:
-                remade.add(f"{path}.{name}".removeprefix("."))
-                module._buffers[name] = old
+    for left in before.changes():
+        if left.old is not MISSING:
+            remade.add(f"{left.place.label}.{left.key}".removeprefix("."))
+            left.put(left.old)
 
 
 def refuse_growing(program: torch.export.ExportedProgram, remade: set[str]) -> None:

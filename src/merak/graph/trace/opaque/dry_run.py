@@ -29,10 +29,9 @@ from merak.graph.trace.opaque.probe import (
     ProbeResult,
     called,
     describe,
-    restore,
     undisturbed,
 )
-from merak.graph.trace.opaque.run import attributes
+from merak.graph.trace.state.snapshot import Snapshot
 
 
 def dry_run(
@@ -66,7 +65,7 @@ def _dry_run(
     reason = ""
     with undisturbed(call):
         for mode, where in _modes(call, device):
-            before = attributes(call.module)
+            before = Snapshot.take(call.module)
             try:
                 with mode:
                     measure = partial(_measured, call, device=where)
@@ -76,7 +75,7 @@ def _dry_run(
             except Exception as error:  # whatever the code does on meta tensors
                 reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             finally:
-                restore(call, before)
+                before.restore()
     raise CannotBeOpaque(path, f"it fails on fake tensors ({reason})")
 
 

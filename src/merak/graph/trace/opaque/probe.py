@@ -37,7 +37,8 @@ from merak.graph.trace.opaque.collectives import (
 )
 from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
-from merak.graph.trace.opaque.run import attributes, autocast_of, invoke, set_attributes, sharing
+from merak.graph.trace.opaque.run import autocast_of, invoke, sharing
+from merak.graph.trace.state.snapshot import Snapshot
 
 _MODULE_CALL = nn.Module._wrapped_call_impl
 _MODULE_GETATTR = nn.Module.__getattr__
@@ -177,13 +178,13 @@ def _probe(subject: _Probe) -> ProbeResult:
 
 def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
     """Call it twice: with other results the second time, it could not be recomputed."""
-    before = attributes(subject.call.module)
+    before = Snapshot.take(subject.call.module)
     try:
         first, _ = _once(subject, values, numbers)
         again, found = _once(subject, values, numbers)
         refuse_in_backward(again)
     finally:
-        restore(subject.call, before)
+        before.restore()
     if len(first) != len(again) or not all(map(_equal, first, again)):
         raise CannotBeOpaque(
             subject.call.ref.path,
@@ -244,25 +245,14 @@ def _flop_counter() -> FlopCounterMode:
     return counter
 
 
-def held_tensors(module: nn.Module) -> dict[int, str]:
-    """Attributes of a module that hold tensors, parameters aside, by the tensors' identity."""
-    parts = list(module.modules())
-    found = {
-        id(leaf): f"the attribute {name} of a {type(parts[i]).__name__}"
-        for (i, name), value in attributes(module).items()
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, torch.Tensor)
-    }
-    return found | {id(buffer): f"the new buffer {n}" for n, buffer in module.named_buffers()}
-
-
 def called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
     """The module's result.
 
     Raises:
         CannotBeOpaque: it keeps a tensor for others or for its next call, or draws on the host.
     """
-    before, states = held_tensors(call.module), host_generators()
+    before, states = Snapshot.take(call.module, attributes_only=True), host_generators()
+    buffers = set(map(id, call.module.buffers()))
     with autocast_of(call):
         result = invoke(call, tensors)
     if host_generators() != states:
@@ -270,22 +260,18 @@ def called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
             call.ref.path,
             "it draws random numbers with Python's or NumPy's generator; draw with torch",
         )
-    for number, where in held_tensors(call.module).items():
-        if number not in before:
-            raise CannotBeOpaque(
-                call.ref.path,
-                f"it keeps a tensor in {where}; register a buffer for it before training, or "
-                "return it",
-            )
+    held = [f"its attribute {left.inside}" for left in before.changes() if _has_tensor(left.new)]
+    held += [f"the new buffer {n}" for n, b in call.module.named_buffers() if id(b) not in buffers]
+    for where in held:
+        raise CannotBeOpaque(
+            call.ref.path,
+            f"it keeps a tensor in {where}; register a buffer for it before training, or return it",
+        )
     return result
 
 
-def restore(call: OpaqueCall, before: Mapping[tuple[int, str], Any]) -> None:
-    """Restore a probed module's attributes."""
-    parts = list(call.module.modules())
-    for i, name in attributes(call.module).keys() - before.keys():
-        del vars(parts[i])[name]
-    set_attributes(parts, before)
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
 
 
 def _tensors(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.types import py_sym_types
-from torch.utils._pytree import tree_leaves
 
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
@@ -27,8 +26,9 @@ from merak.graph.trace.opaque.functions import FunctionModule, replaced_function
 from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
-from merak.graph.trace.opaque.run import attributes
 from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.state.slots import MISSING
+from merak.graph.trace.state.snapshot import Snapshot
 
 
 class ScalarSources(TorchFunctionMode):
@@ -123,7 +123,7 @@ def record_opaque_modules(
     numbers, masks = ScalarSources(), OneHotMasks()
     functions = {name: FunctionModule(name) for name in opaque.functions}
     refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
-    given = {path: attributes(module) for path, module in refs.items()}
+    given = {p: Snapshot.take(m, attributes_only=True) for p, m in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
     recorder = _Recorder(calls, real, device, numbers, masks, given, looped, example)
     stand_ins = {
@@ -172,7 +172,7 @@ class _Recorder:
         device: device that it will run on.
         numbers: scalars that the model's code has taken from tensors.
         masks: tensors with at most one place in each row that is not zero.
-        given: attributes of every opaque module, by its path, as the trace began.
+        given: state of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
         example: values of an example batch.
         known: results of probes, by module kind and shapes.
@@ -185,7 +185,7 @@ class _Recorder:
     device: torch.device
     numbers: ScalarSources
     masks: OneHotMasks
-    given: Mapping[str, Mapping[tuple[int, str], Any]]
+    given: Mapping[str, Snapshot]
     looped: frozenset[str]
     example: BatchValues
     known: dict[Any, ProbeResult] = field(default_factory=dict)
@@ -209,17 +209,12 @@ class _Recorder:
 
     def _refuse_set(self, ref: ModuleRef) -> None:
         """Refuse a module whose attributes are set by code around it, which runs elsewhere."""
-        assert ref.module is not None
-        before = self.given[ref.path]
-        for (i, name), value in attributes(ref.module).items():
-            if name == "forward" or _is_same(value, before.get((i, name), self)):
-                continue
-            part = list(ref.module.modules())[i]
-            raise CannotBeOpaque(
-                ref.path,
-                f"the attribute {name} of a {type(part).__name__} in it is set by code around it "
-                "while the model runs",
-            )
+        for left in self.given[ref.path].changes():
+            if left.key != "forward" and left.new is not MISSING:
+                raise CannotBeOpaque(
+                    ref.path,
+                    f"its attribute {left.inside} is set by code around it while the model runs",
+                )
 
     def _known_numbers(
         self, ref: ModuleRef, inputs: list[Any]
@@ -338,12 +333,6 @@ def _metas(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[TensorMeta
     return [TensorMeta(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
 
 
-def _is_same(value: Any, before: Any) -> bool:
-    if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
-        return False
-    return value is before or (isinstance(value, PLAIN) and value == before)
-
-
 def likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     """A key that is equal for modules that compute the same, such as layers: one is probed for all.
 
@@ -352,9 +341,10 @@ def likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
     if any(not tensor.is_meta for tensor in real.values() if not isinstance(tensor, nn.Parameter)):
         return id(module)  # its control flow may depend on a buffer's values
     held = frozenset(
-        (i, name, repr(value) if isinstance(value, PLAIN) else id(value))
-        for (i, name), value in attributes(module).items()
-        if name != "forward"
+        (place.label, name, repr(value) if isinstance(value, PLAIN) else id(value))
+        for place in Snapshot.take(module, attributes_only=True).places
+        for name, value in place.items.items()
+        if place.kind is object and name != "forward"
     )
     return tuple((type(part), part.training) for part in module.modules()), held
 

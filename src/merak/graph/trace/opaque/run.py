@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -16,8 +16,8 @@ from merak.core.errors import TrainingError
 from merak.graph.trace.opaque.collectives import may_communicate, refused_collectives
 from merak.graph.trace.opaque.operator import OpaqueCall, fake_outputs, in_order
 from merak.graph.trace.opaque.pytree import fill, flatten
-
-_NOT_ATTRIBUTES = frozenset(nn.Module().__dict__)
+from merak.graph.trace.state.slots import MISSING
+from merak.graph.trace.state.snapshot import Snapshot, StateLeft
 
 
 def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:
@@ -71,12 +71,11 @@ class _OpaqueFunction(Function):
     def forward(ctx: Any, call: OpaqueCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the module on leaves of its own, and save its graph for the backward."""
         leaves = [t.detach().requires_grad_() if t.requires_grad else t for t in tensors]
-        before = attributes(call.module)
+        before = Snapshot.take(call.module, attributes_only=True)
         with torch.enable_grad():
             results = _outcome(call, _separate(call, leaves))
-        after = attributes(call.module)
         ctx.call, ctx.leaves, ctx.results = call, leaves, results
-        ctx.attributes = {k: v for k, v in after.items() if before.get(k, ctx) is not v}
+        ctx.left = [one for one in before.changes() if one.place.kind is object]
         ctx.set_materialize_grads(False)
         outputs = tuple(result.detach() for result in results)
         plain = [o for o in outputs if not (o.is_floating_point() or o.is_complex())]
@@ -92,7 +91,7 @@ class _OpaqueFunction(Function):
             if gradient is not None and result.requires_grad
         ]
         call, leaves = ctx.call, ctx.leaves
-        where = in_place(call, leaves), _having(call, ctx.attributes)
+        where = in_place(call, leaves), _in_place_again(ctx.left)
         with where[0], where[1], _alone(call), torch.enable_grad():
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
@@ -241,35 +240,17 @@ def _slot(module: nn.Module, path: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), name
 
 
-def attributes(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """Attributes of a module and its submodules, beside parameters, buffers and modules."""
-    return {
-        (i, name): value
-        for i, part in enumerate(module.modules())
-        for name, value in vars(part).items()
-        if name not in _NOT_ATTRIBUTES and name != "_flat_weights"
-    }
-
-
 @contextmanager
-def _having(call: OpaqueCall, wanted: Mapping[tuple[int, str], Any]) -> Iterator[None]:
+def _in_place_again(left: Sequence[StateLeft]) -> Iterator[None]:
     """Set the attributes that the module's forward gave it; another call may have followed."""
-    if not wanted:
-        yield
-        return
-    parts = list(call.module.modules())
-    now = {key: vars(parts[key[0]]).get(key[1]) for key in wanted}
+    now = [one.place.owner.get(one.key, MISSING) for one in left]
     try:
-        set_attributes(parts, wanted)
+        for one in left:
+            one.put(one.new)
         yield
     finally:
-        set_attributes(parts, now)
-
-
-def set_attributes(parts: Sequence[nn.Module], wanted: Mapping[tuple[int, str], Any]) -> None:
-    """Set modules' attributes, past their own `__setattr__`."""
-    for (i, name), value in wanted.items():
-        vars(parts[i])[name] = value
+        for one, value in zip(left, now, strict=True):
+            one.put(value)
 
 
 def autocast_of(call: OpaqueCall) -> AbstractContextManager[Any]:

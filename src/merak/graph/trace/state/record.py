@@ -206,6 +206,11 @@ class StateReads:
         name = str(left.key or left.place.label.rpartition(".")[2])
         if is_item and key is not None:
             return self.lines.get(key) or self._sources.get(key) or self._absent.get(key, "")
+        if left.place.kind is Iterator:  # the first line that reads it; of a list of them, that
+            name = name.partition("[")[0]
+            return left.place.source or line_that_stores(
+                self._model, self.loss_fn, name, "LOAD_ATTR", "LOAD_METHOD"
+            )
         written = "" if key is None else self.writes.get(key, "")
         if not written and not is_item:
             written = line_that_stores(

@@ -33,8 +33,8 @@ from merak.graph.trace.state.kept import is_equal, shown, version
 from merak.graph.trace.state.modules import line_of
 from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, slots_of
 
-_OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hooks" not in name)
-"""Attributes of every module that torch keeps itself, and that a forward does not change."""
+_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))
+"""Attributes that torch keeps itself, and that a forward does not change but for hooks."""
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 _KINDS = (list, deque, dict, set)
 _MAX_DEPTH, _MAX_ITEMS = 4, 1000
@@ -120,6 +120,18 @@ class StateLeft:
         own = self.place
         return (id(own.owner), self.key) if own.kind is object else own.attribute
 
+    @property
+    def inside(self) -> str:
+        """The place in the model that the snapshot is of, as people write it."""
+        return str(self).removeprefix("model.")
+
+    def put(self, value: Any) -> None:
+        """Set the attribute or item, past the object's own code; remove it for `MISSING`."""
+        if value is MISSING:
+            self.place.owner.pop(self.key, None)
+        else:
+            self.place.owner[self.key] = value
+
     def __str__(self) -> str:
         """The place, as people write it."""
         own = self.place
@@ -176,7 +188,11 @@ class Snapshot:
 
     @staticmethod
     def take(
-        model: nn.Module, loss_fn: Callable[..., Any] | None = None, *, copies: bool = False
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        copies: bool = False,
+        attributes_only: bool = False,
     ) -> Snapshot:
         """Snapshot of the state now.
 
@@ -184,12 +200,16 @@ class Snapshot:
             model: the model.
             loss_fn: its loss function, such as a method of a trainer; None for none.
             copies: whether to copy the values of tensors, so that they can be restored.
+            attributes_only: whether to look at the attributes of modules and of what these hold,
+                and not at the model's code, which takes milliseconds.
         """
         walk = _Walk(copies)
         for path, module in model.named_modules():
             walk.object(module, str(StateRead(MODEL, path, (), "")), MODEL)
         for holder in loss_holders(loss_fn):
             walk.object(holder.value, str(StateRead(LOSS, "", holder.steps, "")), LOSS)
+        if attributes_only:
+            return walk.found()
         for path, name, value, line in _of_hooks(model):
             walk.value(value, f"{name} of a hook of {path or 'the model'}", MODEL, None, line)
         for slot in slots_of(function_reads(model, loss_fn), model, loss_fn):
@@ -197,7 +217,18 @@ class Snapshot:
                 walk.variable(slot)
         for function in reached_functions(model, loss_fn):
             walk.function(function, "" if function.__closure__ else function.__qualname__)
-        return Snapshot(tuple(walk.places), tuple(walk.tensors), tuple(walk.hooks))
+        return walk.found()
+
+    @staticmethod
+    def of_buffers(model: nn.Module) -> Snapshot:
+        """Snapshot of the buffers of a model's modules, without copies of their values."""
+        modules = [(path, m._buffers) for path, m in model.named_modules()]
+        places = [Place(path, own, dict(own), dict, MODEL) for path, own in modules]
+        tensors = [
+            HeldTensor(b, version(b), None, Place(name, b, {}, torch.Tensor, MODEL), False)
+            for name, b in model.named_buffers()
+        ]
+        return Snapshot(tuple(places), tuple(tensors), ())
 
     def changes(self) -> list[StateLeft]:
         """What is other now, by place; writes into tensors of modules are none."""
@@ -278,6 +309,10 @@ class _Walk:
     hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
+    def found(self) -> Snapshot:
+        """Snapshot of what has been met."""
+        return Snapshot(tuple(self.places), tuple(self.tensors), tuple(self.hooks))
+
     def object(self, value: Any, label: str, root: str) -> None:
         """Add the attributes of an object and of its class, and what is in them."""
         own = attributes(value)
@@ -287,10 +322,10 @@ class _Walk:
         items = _items(own, object)
         self.places.append(Place(label, own, items, object, root))
         for name, held in items.items():
-            if name not in _HOOKS:
+            if type(held) not in PLAIN:
                 self.value(held, f"{label}.{name}", root, (id(own), name))
-            elif isinstance(held, dict):
-                self.hooks.append((held, dict(held)))
+        hooks = (own.get(name) for name in _HOOKS if isinstance(value, nn.Module))
+        self.hooks += [(held, dict(held)) for held in hooks if isinstance(held, dict)]
         for cls in type(value).__mro__[:-1]:
             if id(cls) not in self.seen and not is_installed_class(cls):
                 self.seen.add(id(cls))

@@ -191,8 +191,8 @@ class GrowsBuffer(nn.Module):
     ("model", "said"),
     [
         (WritesOutside(), "passes cannot be opaque: it returns a tensor that shares memory"),
-        (SetsAttribute(), "the attribute factor of a Told in it is set by code around it"),
-        (Model(Remembers()), "it keeps a tensor in the attribute seen of a Remembers"),
+        (SetsAttribute(), "its attribute factor is set by code around it"),
+        (Model(Remembers()), "it keeps a tensor in its attribute seen"),
         (Model(Counts()), "called twice alike it returns two things"),
         (Model(Draws()), "it draws random numbers with Python's or NumPy's generator"),
         (Model(GrowsBuffer()), "it keeps a tensor in the new buffer top"),

@@ -117,6 +117,18 @@ def of_an_iterator(model: Any, x: Tensor) -> Tensor:
     return x * next(model.numbers)
 
 
+def runs_out(model: Any, x: Tensor) -> Tensor:
+    model.objects.pop()
+    return x
+
+
+def decides_later(model: Any, x: Tensor) -> Tensor:
+    if model.last is not None and model.last.mean() > 0:
+        x = 2 * x
+    model.last = x.detach()
+    return x
+
+
 REFUSED: dict[Use, str] = {
     flag: "values in model.is_first, at .*: `model.is_first = False`.*run one forward before",
     late_centre: "values in model.is_first, at .*: `model.is_first, model.last = ",
@@ -128,7 +140,9 @@ REFUSED: dict[Use, str] = {
     of_a_function: "values in model.use.calls, at .*: `own.calls = getattr",
     of_a_global: "values in .*COUNT, at .*: `COUNT ",
     of_a_closure: "values in model.counted.calls, at .*: `calls ",
-    of_an_iterator: "values in model.numbers, and its next call",
+    of_an_iterator: "values in model.numbers, at .*: `return x . next.model.numbers.`, and its",
+    runs_out: "values in model.objects, and its next call cannot run.*: `model.objects.pop",
+    decides_later: "values in model.last, .*cannot run.*cannot be traced at .*: `if model.last is",
 }
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import undisturbed
-from merak.graph.trace.opaque.run import attributes, invoke
+from merak.graph.trace.opaque.run import invoke
+from merak.graph.trace.state.snapshot import Snapshot
 
 aten = torch.ops.aten
 
@@ -96,14 +97,13 @@ def _followed(call: OpaqueCall, weight: tuple[int, ...], given: tuple[int, int])
     follower = _Follower(stack, x, list(accumulate(sizes, initial=0)))
     try:
         with undisturbed(call), torch.no_grad():
-            before = attributes(call.module)
+            before = Snapshot.take(call.module, attributes_only=True)
             with follower:
                 result = invoke(call, [stack, *inputs])
-            after = attributes(call.module)
+            if before.changes():
+                return None  # what it keeps, others may read
     except Exception:  # whatever the module's code does with tensors that have no values
         return None
-    if before.keys() != after.keys() or any(before[k] is not after[k] for k in before):
-        return None  # what it keeps, others may read
     found = follower.meaning(result)
     return found[1] if found is not None and found[0] == "result" else None
 

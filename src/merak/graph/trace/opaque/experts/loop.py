@@ -12,12 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from merak.graph.trace.opaque.experts.around import Around
 from merak.graph.trace.opaque.experts.follow.follower import Follower
@@ -33,9 +30,9 @@ from merak.graph.trace.opaque.experts.steps import (
 )
 from merak.graph.trace.opaque.experts.subject import Routing, Subject
 from merak.graph.trace.opaque.operator import OpaqueCall
-from merak.graph.trace.opaque.probe import called, restore, undisturbed
-from merak.graph.trace.opaque.pytree import PLAIN
-from merak.graph.trace.opaque.run import attributes, autocast_of
+from merak.graph.trace.opaque.probe import called, undisturbed
+from merak.graph.trace.opaque.run import autocast_of
+from merak.graph.trace.state.snapshot import Snapshot
 
 _MOST_BEFORE = 3
 """Integers that a router may make of scores before its choices, such as of groups of experts."""
@@ -85,7 +82,7 @@ def _subjects(
 def _found(module: Subject) -> ExpertLoop | None:
     call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
-        before, state = attributes(call.module), _state(call.module)
+        before = Snapshot.take(call.module)
         makes_choices = module.place is None and module.counts is None
         for num_before in range(_MOST_BEFORE + 1 if makes_choices else 1):
             module = replace(module, num_before=num_before)
@@ -99,8 +96,8 @@ def _found(module: Subject) -> ExpertLoop | None:
                 break
             if found is not None or not num_classes:
                 break  # no integers were left
-        is_changed = _state(call.module) != state
-        restore(call, before)
+        is_changed = bool(before.changes())
+        before.restore()
     if found is None or is_changed:
         return None  # what it keeps, others may read
     program, idle = found
@@ -133,14 +130,6 @@ def _has_unread(kind: Kind) -> bool:
     """Whether there are parameters like the experts' that none of them reads."""
     numbers = [len(step.weight.numbers) for step in kind.steps if isinstance(step, Product)]
     return max(numbers) > max(kind.stop, 1)
-
-
-def _state(module: nn.Module) -> dict[tuple[int, str], list[Any]]:
-    """What a module's attributes hold: numbers and words by value, all else by identity."""
-    return {
-        name: [one if isinstance(one, PLAIN) else id(one) for one in (value, *tree_leaves(value))]
-        for name, value in attributes(module).items()
-    }
 
 
 def _has_operators(loop: ExpertLoop, module: Subject) -> bool:
