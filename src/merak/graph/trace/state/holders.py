@@ -123,6 +123,16 @@ def is_holder(value: Any) -> bool:
 
 
 @cache
+def slot_names(cls: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class keep in slots; none for Python's own."""
+    if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or cls.__module__.split(".")[0] in _OF_PYTHON:
+        return ()
+    slots = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
+    return tuple(name for name in names if name[:2] != "__")
+
+
+@cache
 def reads_by_dict(bases: tuple[type, ...]) -> bool:
     """Whether code of a class, or of its bases, may read attributes without asking by name."""
     for base in bases:

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -161,6 +162,8 @@ def is_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     if isinstance(one, frozenset):
         return bool(one == other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
     if isinstance(one, (tuple, list)):

@@ -9,7 +9,7 @@ import torch
 from merak.core.source_lines import with_text
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.snapshot import StateLeft
+from merak.graph.trace.state.snapshot import CONTAINER_KINDS, StateLeft
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of numbers that a forward takes of a tensor, as `.item()` does."""
@@ -46,7 +46,7 @@ class LeftState:
             reads: of the trace.
         """
         kind = left.place.kind
-        held = kind.__name__ in ("list", "deque", "dict", "set")
+        held = issubclass(kind, CONTAINER_KINDS)
         return LeftState(
             str(left),
             (left.place.label, type(left.place.owner).__name__) if held else ("", ""),

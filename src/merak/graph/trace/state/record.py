@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +20,7 @@ from merak.graph.trace.state.functions import line_that_stores
 from merak.graph.trace.state.holders import Holder, attributes, find_holders, reads_by_dict
 from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS
 from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, is_plain_dict
-from merak.graph.trace.state.snapshot import StateLeft
+from merak.graph.trace.state.snapshot import CONTAINER_KINDS, StateLeft
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
 _RECORDED = frozenset((*PLAIN, *CONTAINERS)) | _CONSTANTS
@@ -30,6 +31,7 @@ _STORES: dict[type, tuple[str, ...]] = {
     types.FunctionType: ("STORE_DEREF",),
 }
 """Operations of Python's bytecode that set a global, and a variable of a closure."""
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME")
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -202,21 +204,20 @@ class StateReads:
 
     def line(self, left: StateLeft) -> str:
         """The line of the model that writes what a call has left; else one that reads its place."""
-        key, is_item = left.attribute, left.place.kind in (list, deque, dict, set, torch.Tensor)
+        key = left.attribute
         name = str(left.key or left.place.label.rpartition(".")[2])
-        if is_item and key is not None:
-            return self.lines.get(key) or self._sources.get(key) or self._absent.get(key, "")
-        if left.place.kind is Iterator:  # the first line that reads it; of a list of them, that
-            name = name.partition("[")[0]
-            return left.place.source or line_that_stores(
-                self._model, self.loss_fn, name, "LOAD_ATTR", "LOAD_METHOD"
+        if left.place.kind in (*CONTAINER_KINDS, torch.Tensor, np.ndarray, Iterator):
+            known = key is not None and (
+                self.lines.get(key) or self._sources.get(key) or self._absent.get(key)
             )
+            name = left.place.label.rpartition(".")[2].partition("[")[0]
+            return known or left.place.source or self._first(name, *_LOADS)
         written = "" if key is None else self.writes.get(key, "")
-        if not written and not is_item:
-            written = line_that_stores(
-                self._model, self.loss_fn, name, *_STORES.get(left.place.kind, ("STORE_ATTR",))
-            )
+        written = written or self._first(name, *_STORES.get(left.place.kind, ("STORE_ATTR",)))
         return written or left.place.source
+
+    def _first(self, name: str, *operations: str) -> str:
+        return line_that_stores(self._model, self.loss_fn, name, *operations)
 
     def found(
         self,

@@ -8,7 +8,9 @@ and submodules are no part of it.
 from __future__ import annotations
 
 import hashlib
+import random
 import types
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from functools import partial
 from operator import length_hint
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -28,16 +31,29 @@ from merak.graph.trace.state.functions import (
     is_installed_class,
     reached_functions,
 )
-from merak.graph.trace.state.holders import attributes, closure, is_holder, loss_holders
+from merak.graph.trace.state.holders import (
+    attributes,
+    closure,
+    is_holder,
+    loss_holders,
+    slot_names,
+)
 from merak.graph.trace.state.kept import is_equal, shown, version
 from merak.graph.trace.state.modules import line_of
 from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, slots_of
 
-_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))
+_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights")) - {"training"}
 """Attributes that torch keeps itself, and that a forward does not change but for hooks."""
 _HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
-_KINDS = (list, deque, dict, set)
-_MAX_DEPTH, _MAX_ITEMS = 4, 1000
+_SEQUENCES = (list, deque, bytearray, array)
+CONTAINER_KINDS = (*_SEQUENCES, dict, set)
+"""Types of containers whose items are looked at; subclasses count as these."""
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+_MAX_DEPTH, _MAX_ITEMS, _MAX_ITEMS_ELSEWHERE = 8, 20_000, 1000
+
+
+class _Slots:
+    """Kind of a place that keeps attributes in slots."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +62,11 @@ class Place:
 
     Args:
         label: as people write it.
-        owner: attributes of an object, a list, deque, dict or set, or the slot of a variable.
+        owner: attributes of an object, a container, an array, or the slot of a variable.
         items: the values that it held, by name, index or key; of a set, by themselves.
         kind: type of the owner; `Slot` for a global, `object` for an object's attributes, `type`
             for a class's, a function's for the variables of its closure, a tensor's for what is
-            written into it, `Iterator` for one, which nothing can look into.
+            written into it, `Iterator` for one or a generator of random numbers.
         root: as of `StateRead`.
         attribute: identity of the attributes of the object that has it, and its name there.
         source: the line that reads it, where that is known beforehand.
@@ -86,7 +102,9 @@ class Place:
         elif self.kind is types.FunctionType:
             for name, cell in _cells(self.owner).items():
                 cell.cell_contents = self.items[name]
-        elif self.kind in (object, type):
+        elif self.kind is np.ndarray:
+            self.owner[...] = self.items[""]
+        elif self.kind in (object, type, _Slots):
             delete, put = (partial(f, self.owner) for f in (delattr, setattr))
             if self.kind is object:  # past the object's own code
                 delete, put = self.owner.__delitem__, self.owner.__setitem__
@@ -135,10 +153,10 @@ class StateLeft:
     def __str__(self) -> str:
         """The place, as people write it."""
         own = self.place
-        is_added = own.kind in (list, deque) and MISSING in (self.old, self.new)
-        if is_added or own.kind in (Slot, set, torch.Tensor, Iterator):
+        is_added = own.kind in _SEQUENCES and (self.old is MISSING or self.new is MISSING)
+        if is_added or own.kind in (Slot, set, torch.Tensor, np.ndarray, Iterator):
             return own.label
-        is_item = own.kind in (list, deque, dict)
+        is_item = own.kind in (*_SEQUENCES, dict)
         return f"{own.label}[{self.key!r}]" if is_item else f"{own.label}.{self.key}"
 
 
@@ -179,12 +197,10 @@ class Snapshot:
     Args:
         places: what holds values.
         tensors: the plain tensors among these values.
-        hooks: the hooks of each module, and those that it had.
     """
 
     places: tuple[Place, ...]
     tensors: tuple[HeldTensor, ...]
-    hooks: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
 
     @staticmethod
     def take(
@@ -228,7 +244,7 @@ class Snapshot:
             HeldTensor(b, version(b), None, Place(name, b, {}, torch.Tensor, MODEL), False)
             for name, b in model.named_buffers()
         ]
-        return Snapshot(tuple(places), tuple(tensors), ())
+        return Snapshot(tuple(places), tuple(tensors))
 
     def changes(self) -> list[StateLeft]:
         """What is other now, by place; writes into tensors of modules are none."""
@@ -271,9 +287,6 @@ class Snapshot:
             place.restore()
         for tensor in self.tensors:
             tensor.restore()
-        for now, before in self.hooks:
-            if now != before:
-                _refill(now, before)
 
     def digest(self) -> str:
         """Digest of the state, the same in every process that has the same."""
@@ -306,12 +319,11 @@ class _Walk:
     copies: bool
     places: list[Place] = field(default_factory=list)
     tensors: list[HeldTensor] = field(default_factory=list)
-    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     def found(self) -> Snapshot:
         """Snapshot of what has been met."""
-        return Snapshot(tuple(self.places), tuple(self.tensors), tuple(self.hooks))
+        return Snapshot(tuple(self.places), tuple(self.tensors))
 
     def object(self, value: Any, label: str, root: str) -> None:
         """Add the attributes of an object and of its class, and what is in them."""
@@ -324,15 +336,17 @@ class _Walk:
         for name, held in items.items():
             if type(held) not in PLAIN:
                 self.value(held, f"{label}.{name}", root, (id(own), name))
-        hooks = (own.get(name) for name in _HOOKS if isinstance(value, nn.Module))
-        self.hooks += [(held, dict(held)) for held in hooks if isinstance(held, dict)]
+        for name in _HOOKS if isinstance(value, nn.Module) else ():
+            if isinstance(held := own.get(name), dict):
+                self.place(Place(f"{label}.{name}", held, dict(held), dict, root))
         for cls in type(value).__mro__[:-1]:
             if id(cls) not in self.seen and not is_installed_class(cls):
                 self.seen.add(id(cls))
                 items = _items(cls, type)
                 self.places.append(Place(cls.__qualname__, cls, items, type, root))
-                for name, held in items.items():
-                    self.value(held, f"{cls.__qualname__}.{name}", GLOBALS, None)
+                for name, held in vars(cls).items():
+                    if name in items or is_holder(held):  # such as a descriptor
+                        self.value(held, f"{cls.__qualname__}.{name}", GLOBALS, None)
 
     def function(self, function: types.FunctionType, label: str) -> None:
         """Add the variables of a function's closure, and its attributes."""
@@ -347,6 +361,12 @@ class _Walk:
             for name, held in items.items():
                 if not isinstance(held, nn.Module):  # of the model, as good as surely
                     self.value(held, f"{label}.{name}", GLOBALS, None, line)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self.value(defaults, f"defaults of {function.__qualname__}", GLOBALS, None, line)
+        for name in function.__code__.co_names:
+            held = function.__globals__.get(name)
+            if not isinstance(held, types.FunctionType):  # of which those that are called are met
+                self.value(held, f"{function.__globals__.get('__name__')}.{name}", GLOBALS, None)
 
     def variable(self, slot: Slot) -> None:
         """Add a global, and what is in it."""
@@ -368,8 +388,6 @@ class _Walk:
             return
         if isinstance(value, types.FunctionType):
             self.function(value, label)
-        elif is_holder(value) and (root == MODEL or not is_installed_class(type(value))):
-            self.object(value, label, root)
         elif type(value) is torch.Tensor:
             self.seen.add(id(value))
             copied = None
@@ -378,19 +396,52 @@ class _Walk:
             place = Place(label, value, {}, torch.Tensor, root, attribute, source)
             held = HeldTensor(value, version(value), copied, place, root == GLOBALS)
             self.tensors.append(held)
-        elif isinstance(value, Iterator) and root != LOSS:
+        elif isinstance(value, partial):
+            self.value((value.func, value.args, value.keywords), label, root, attribute, source)
+        elif isinstance(value, (Iterator, *_GENERATORS)) and root != LOSS:
+            self.place(Place(label, value, _items(value, Iterator), Iterator, root, None, source))
+        elif isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS:
+            items = _items(value, np.ndarray)
+            self.place(Place(label, value, items, np.ndarray, root, attribute, source))
+        else:
+            self.parts(value, label, root, attribute, source, depth)
+
+    def place(self, place: Place) -> None:
+        """Add a place."""
+        self.seen.add(id(place.owner))
+        self.places.append(place)
+
+    def parts(
+        self,
+        value: Any,
+        label: str,
+        root: str,
+        attribute: tuple[int, str] | None,
+        source: str,
+        depth: int,
+    ) -> None:
+        """Add the items of a container, and the attributes of an object, which may be one."""
+        most = _MAX_ITEMS if root == MODEL else _MAX_ITEMS_ELSEWHERE
+        if isinstance(value, (*CONTAINER_KINDS, tuple)) and len(value) <= most:
             self.seen.add(id(value))
-            items = _items(value, Iterator)
-            self.places.append(Place(label, value, items, Iterator, root, None, source))
-        elif isinstance(value, (*_KINDS, tuple)) and len(value) <= _MAX_ITEMS:
-            self.seen.add(id(value))
-            kind = next((kind for kind in _KINDS if isinstance(value, kind)), tuple)
+            kind = next((kind for kind in CONTAINER_KINDS if isinstance(value, kind)), tuple)
             items = _items(value, kind)
             if kind is not tuple:
-                self.places.append(Place(label, value, items, kind, root, attribute, source))
+                self.place(Place(label, value, items, kind, root, attribute, source))
             for key, item in items.items():
-                inner = f"{label}[{key!r}]"
-                self.value(item, inner, root, attribute, source, depth + 1)
+                if type(item) not in PLAIN:
+                    inner = f"{label}[{key!r}]"
+                    self.value(item, inner, root, attribute, source, depth + 1)
+        is_container = type(value).__module__ in ("collections", "weakref")
+        if root != MODEL and not is_container and is_installed_class(type(value)):
+            return
+        if is_holder(value) or (is_container and hasattr(value, "__dict__")):
+            self.object(value, label, root)
+        if slot_names(type(value)):
+            items = _items(value, _Slots)
+            self.place(Place(label, value, items, _Slots, root, None, source))
+            for name, held in items.items():
+                self.value(held, f"{label}.{name}", root, None, source, depth + 1)
 
 
 def _is_same(old: Any, new: Any) -> bool:
@@ -405,7 +456,11 @@ def _items(owner: Any, kind: Any) -> dict[Any, Any]:
     if kind is Slot:
         return {"": owner.get()}
     if kind is Iterator:
-        return {"": length_hint(owner) if hasattr(owner, "__length_hint__") else None}
+        return {"": _position(owner)}
+    if kind is np.ndarray:
+        return {"": owner.copy()}
+    if kind is _Slots:
+        return {n: getattr(owner, n) for n in slot_names(type(owner)) if hasattr(owner, n)}
     if kind is object:
         return {name: value for name, value in owner.items() if name not in _OF_TORCH}
     if kind is type:
@@ -417,6 +472,17 @@ def _items(owner: Any, kind: Any) -> dict[Any, Any]:
     return dict(owner) if kind is dict else dict(enumerate(owner))
 
 
+def _position(iterator: Any) -> Any:
+    """What tells whether an iterator or a generator of random numbers has gone on; None if none."""
+    if isinstance(iterator, np.random.Generator):
+        return iterator.bit_generator.state
+    if isinstance(iterator, np.random.RandomState):
+        return iterator.get_state(legacy=False)
+    if isinstance(iterator, random.Random):
+        return iterator.getstate()
+    return length_hint(iterator) if hasattr(iterator, "__length_hint__") else None
+
+
 def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
     """Filled cells of a function's closure, by name."""
     names, filled = function.__code__.co_freevars, closure(function)
@@ -426,11 +492,11 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 def _is_data(value: Any) -> bool:
     """Whether an attribute of a class is a value: a number, a tensor, a list and the like."""
-    return is_plain(value) or isinstance(value, (*_KINDS, tuple, torch.Tensor))
+    return is_plain(value) or isinstance(value, (*CONTAINER_KINDS, tuple, torch.Tensor))
 
 
 def _refill(container: Any, items: Any) -> None:
-    container.clear()
+    container.clear() if hasattr(container, "clear") else container.__delitem__(slice(None))
     container.update(items) if isinstance(container, (dict, set)) else container.extend(items)
 
 

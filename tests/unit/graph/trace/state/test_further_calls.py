@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,7 @@ from merak.graph.trace.state.snapshot import Snapshot
 
 COLUMNS = {"x": TensorMeta((4, 4), torch.float32)}
 COUNT = 0
+COUNTS = np.zeros(2)
 Use = Callable[[Any, Tensor], Tensor]
 
 
@@ -28,8 +32,27 @@ class Held:
         self.mean: Tensor | None = None
 
 
+@dataclass(slots=True)
+class HeldInSlots:
+    calls: int = 0
+
+
+class Described:
+    """A descriptor that keeps the values of all objects itself."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, int] = {}
+
+    def __get__(self, owner: Any, cls: Any = None) -> int:
+        return self.values.get(id(owner), 0)
+
+    def __set__(self, owner: Any, value: int) -> None:
+        self.values[id(owner)] = value
+
+
 class Leaves(nn.Module):
     total = 0
+    described = Described()
 
     def __init__(self, use: Use) -> None:
         super().__init__()
@@ -41,6 +64,13 @@ class Leaves(nn.Module):
         self.numbers = iter([1.0, 2.0] * 99)
         self.counted = counting()
         self.cos = self.sin = None
+        self.places = {
+            "slots": HeldInSlots(),
+            "array": np.zeros(2),
+            "container": UserDict(calls=0),
+            "deep": [[[[[[0]]]]]],
+            "generator": np.random.default_rng(0),
+        }
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": self.use(self, torch.tanh(self.linear(x))).square().mean()}
@@ -129,7 +159,67 @@ def decides_later(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def counts_in_slots(model: Any, x: Tensor) -> Tensor:
+    model.places["slots"].calls += 1
+    return x * model.places["slots"].calls
+
+
+def counts_in_an_array(model: Any, x: Tensor) -> Tensor:
+    model.places["array"][0] += 1
+    return x * float(model.places["array"][0])
+
+
+def counts_in_a_global_array(model: Any, x: Tensor) -> Tensor:
+    COUNTS[1] += 1
+    return x * float(COUNTS[1])
+
+
+def counts_in_a_container(model: Any, x: Tensor) -> Tensor:
+    model.places["container"]["calls"] += 1
+    return x * model.places["container"]["calls"]
+
+
+def counts_deep_inside(model: Any, x: Tensor) -> Tensor:
+    model.places["deep"][0][0][0][0][0][0] += 1
+    return x * model.places["deep"][0][0][0][0][0][0]
+
+
+def counts_in_a_default(model: Any, x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return x * calls[0]
+
+
+def draws_of_a_generator(model: Any, x: Tensor) -> Tensor:
+    return x * model.places["generator"].random()
+
+
+def counts_in_a_descriptor(model: Any, x: Tensor) -> Tensor:
+    model.described += 1
+    return x * model.described
+
+
+def leaves_another_mode(model: Any, x: Tensor) -> Tensor:
+    x = 2 * x if model.linear.training else x
+    model.linear.training = False
+    return x
+
+
+def adds_hooks(model: Any, x: Tensor) -> Tensor:
+    model.linear.register_forward_hook(lambda *_: None)
+    return x * len(model.linear._forward_hooks)
+
+
 REFUSED: dict[Use, str] = {
+    counts_in_slots: r"model.places.'slots'..calls, at .*calls \+= 1",
+    counts_in_an_array: r"model.places.'array'., at .*: `model.places..array",
+    counts_in_a_global_array: "COUNTS, at .*: `COUNTS",
+    counts_in_a_container: r"model.places.'container'..data.'calls'., ",
+    counts_deep_inside: r"model.places.'deep'.(.0.){6}, at ",
+    counts_in_a_default: "defaults of counts_in_a_default.*, at .*: `def counts_in_a_default",
+    draws_of_a_generator: r"model.places.'generator'., at .*: `return x . model.places",
+    counts_in_a_descriptor: "described.* and its next call",
+    leaves_another_mode: "model.linear.training, at .*: `model.linear.training = False`",
+    adds_hooks: "model.linear._forward_hooks.* and its next call",
     flag: "values in model.is_first, at .*: `model.is_first = False`.*run one forward before",
     late_centre: "values in model.is_first, at .*: `model.is_first, model.last = ",
     none_to_tensor: "values in model.last, at .*: `model.last = x",
@@ -157,6 +247,7 @@ def test_what_the_next_call_computes_with_is_refused_with_its_line(use: Use) -> 
     with pytest.raises(TraceError, match=REFUSED[use]):
         built(use)
     assert (Leaves.total, COUNT, getattr(of_a_function, "calls", 0)) == (0, 0, 0)
+    assert not COUNTS.any()
 
 
 @pytest.mark.parametrize(
