@@ -123,11 +123,16 @@ def is_holder(value: Any) -> bool:
 
 
 @cache
-def slot_names(cls: type) -> tuple[str, ...]:
-    """Names of the attributes that objects of a class keep in slots; none for Python's own."""
+def slot_names(bases: tuple[type, ...]) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class keep in slots; none for Python's own.
+
+    Args:
+        bases: the class, and its bases.
+    """
+    cls = bases[0]
     if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or cls.__module__.split(".")[0] in _OF_PYTHON:
         return ()
-    slots = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    slots = [base.__dict__.get("__slots__", ()) for base in bases]
     names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
     return tuple(name for name in names if name[:2] != "__")
 

@@ -437,7 +437,7 @@ class _Walk:
             return
         if is_holder(value) or (is_container and hasattr(value, "__dict__")):
             self.object(value, label, root)
-        if slot_names(type(value)):
+        if slot_names(type(value).__mro__):
             items = _items(value, _Slots)
             self.place(Place(label, value, items, _Slots, root, None, source))
             for name, held in items.items():
@@ -460,7 +460,7 @@ def _items(owner: Any, kind: Any) -> dict[Any, Any]:
     if kind is np.ndarray:
         return {"": owner.copy()}
     if kind is _Slots:
-        return {n: getattr(owner, n) for n in slot_names(type(owner)) if hasattr(owner, n)}
+        return {n: getattr(owner, n) for n in slot_names(type(owner).__mro__) if hasattr(owner, n)}
     if kind is object:
         return {name: value for name, value in owner.items() if name not in _OF_TORCH}
     if kind is type:
