@@ -3,6 +3,10 @@
 `datasets.fingerprint.Hasher` is no substitute: dill names functions and classes of importable
 modules without their code, so that an edited model would keep its hash, and it reads the data of
 every parameter, which may be terabytes or on the meta device.
+
+Nor is the digest of a `Snapshot`, which tells states of one model apart by what people would read:
+a fingerprint has code and all values whole, whatever their size, and where an object cannot be
+looked into, its address, so that its trace is one of its own.
 """
 
 from __future__ import annotations

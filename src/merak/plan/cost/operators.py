@@ -331,7 +331,7 @@ def _product_shape(second: TensorMeta, out: TensorMeta, flops: float) -> Product
     """Shape of a product: one of matrices where the second operand is one, else a batch of them."""
     is_batch = len(second.shape) > 2 and len(out.shape) > 2
     batch = math.prod(out.shape[:-2]) if is_batch else 1
-    n = max(out.shape[-1], 1)
+    n = max(out.shape[-1], 1) if out.shape else 1  # a dot product has one number
     m = max(_size(out) // (batch * n), 1) if batch else 1
     return ProductShape(m, n, max(round(flops / 2 / max(batch * m * n, 1)), 1), max(batch, 1))
 

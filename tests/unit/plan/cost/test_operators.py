@@ -95,6 +95,11 @@ def test_a_product_with_a_vector_multiplies_every_element_once():
     assert flops_of(Call(torch.matmul, (4,)), (2, 3, 4)) == (2 * 24, 2 * 2 * 24)
 
 
+def test_a_dot_product_multiplies_every_element_once():
+    model = Call(lambda x, w: x @ w, (4,))
+    assert flops_of(model, (4,)) == (2.0 * 4, 2 * 2.0 * 4)
+
+
 def test_a_bilinear_form_multiplies_every_pair_of_features():
     # torch's counter leaves these out.
     model = Call(lambda x, w, b: F.bilinear(x, x, w, b), (5, 4, 4), (5,))

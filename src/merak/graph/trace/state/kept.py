@@ -1,5 +1,9 @@
 """Values of watched places as they were: what the values of now are compared with.
 
+A `Snapshot` compares places by what they hold now, after a call; the watch compares, before each
+step, what a graph has as constants. So a small tensor or a list in the place of an equal one is no
+change here, and is one there.
+
 Tensors are compared by identity and version, functions by identity, lists and dicts item by item,
 and dicts of plain values, whose items are watched, by their keys: so a comparison before each step
 costs next to nothing.
@@ -49,12 +53,12 @@ class KeptTensor:
     version: int
     values: torch.Tensor | None
 
-    def is_same(self, new: Any, *, reads_values: bool = True) -> bool:
+    def is_same(self, new: Any) -> bool:
         """Whether a value of now is this tensor, or a small one that equals it."""
         if new is self.tensor and version(new) == self.version:
             return True
         old = self.values
-        if not reads_values or old is None or type(new) is not torch.Tensor or new.is_meta:
+        if old is None or type(new) is not torch.Tensor or new.is_meta:
             return False
         kinds = [(t.shape, t.dtype, t.device) for t in (old, new)]
         is_trained = self.tensor.requires_grad != new.requires_grad
@@ -87,16 +91,14 @@ class KeptItems:
     keys: tuple[Any, ...]
     values: tuple[Any, ...]
 
-    def is_same(self, new: Any, *, reads_values: bool = True) -> bool:
+    def is_same(self, new: Any) -> bool:
         """Whether a value of now has the same items."""
         if type(new) is not self.kind or len(now := items_of(new)) != len(self.keys):
             return False
         if not self.values:
             return True
         return tuple(now) == self.keys and all(
-            type(value) is old
-            if isinstance(old, type)
-            else is_same(old, value, reads_values=reads_values)
+            type(value) is old if isinstance(old, type) else is_same(old, value)
             for old, value in zip(self.values, now.values(), strict=True)
         )
 
@@ -137,16 +139,15 @@ def kept(value: Any, depth: int = 0) -> Any:
     return type(value)(value) if type(value) in (list, set) else value
 
 
-def is_same(old: Any, new: Any, *, reads_values: bool = True) -> bool:
+def is_same(old: Any, new: Any) -> bool:
     """Whether a value of now is what it was.
 
     Args:
         old: as of `kept`.
         new: the value of now.
-        reads_values: whether another tensor with equal values is the same; a trace cannot tell.
     """
     if isinstance(old, (KeptTensor, KeptItems)):
-        return old.is_same(new, reads_values=reads_values)
+        return old.is_same(new)
     if type(old) is KeptKeys:
         return type(new) is dict and tuple(new) == old.keys
     return old is new or not differs(old, new)
