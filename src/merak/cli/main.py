@@ -148,9 +148,9 @@ def _with_help(sentence: str, context: Any) -> str:
     if context is None:
         return sentence
     help_command = f"{context.command_path} --help"
-    if sentence.endswith("."):
-        return f"{sentence[:-1]}; see {help_command}."
-    return f"{sentence} See {help_command}."
+    if sentence.endswith("?"):
+        return f"{sentence} See {help_command}."
+    return f"{sentence.removesuffix('.')}; see {help_command}."
 
 
 def _refuse_all(sentences: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from merak.core.errors import did_you_mean
 from merak.core.health.stderr import write_line
 from merak.core.precision import PARAMETER_TYPES, read_type
 from merak.launch.errors import CommandError
@@ -276,7 +277,9 @@ def optimizer_factory(name: str) -> OptimizerFactory:
 
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise CommandError(f"--optimizer {name} is no class of torch.optim; use such as AdamW.")
+        meant = did_you_mean(name, torch.optim.__all__)
+        fix = "; use such as AdamW." if meant == "." else meant
+        raise CommandError(f"--optimizer {name} is no class of torch.optim{fix}")
     return lambda parameters: cls(parameters, lr=1e-3)  # type: ignore[call-arg]
 
 

@@ -97,7 +97,9 @@ def build(name: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Sc
     unknown = sorted(set(chosen) - set(options(name)))
     if unknown:
         known = ", ".join(options(name)) or "none"
-        raise ScheduleError(f"{name} has no option {unknown[0]!r}; its options are: {known}.")
+        meant = did_you_mean(unknown[0], options(name))
+        fix = f"; its options are: {known}." if meant == "." else meant
+        raise ScheduleError(f"{name} has no option {unknown[0]!r}{fix}")
     _check_types(name, builder, chosen)
     return builder(num_ranks, num_microbatches, **chosen)
 

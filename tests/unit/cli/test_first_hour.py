@@ -8,6 +8,9 @@ import pytest
 
 import merak
 from merak.cli.main import app, main
+from merak.cli.recipe.source import Origins
+from merak.core.errors import PlanError
+from merak.plan.cluster.parse import parse_cluster
 from merak.schedule import registry
 
 
@@ -162,3 +165,61 @@ def test_wrong_model_and_wrong_arguments_are_said_at_once(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("merak: arguments.zero=7: zero=7 is not a choice")
     assert second.startswith("merak: model.name=GPT2LMHead: ") and "GPT2LMHeadModel" in second
+
+
+def test_a_recipe_that_comes_with_merak_is_no_file_of_the_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user's word counts first; a line of Merak's own file is no place that one could mend."""
+    words = [f"arguments.output_dir={tmp_path}/run", "plan=null"]
+    assert main(["train", "gpt2", *words, "arguments.max_steps=0"]) == 2
+    assert capsys.readouterr().err.startswith("merak: arguments.max_steps=0: max_steps=0 trains")
+    assert main(["train", "sft", *words, "model=null"]) == 2
+    err = capsys.readouterr().err
+    assert "model.name is missing" in err and "sft:1" not in err and "sft:2" not in err
+    origins = Origins({("data",): "sft:3:1", ("data", "sequence"): "data.sequence=9"}, "sft", True)
+    said = str(origins.error(("data", "source"), "data.source is missing."))
+    assert said == "sft: data.source is missing. Change it by data=…."
+    assert str(origins.error(("data", "sequence"), "wrong.")) == "data.sequence=9: wrong."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["memory", "--model", "GPT2LMHeadModel", "--optimizer", "Adamw"], "did you mean AdamW"),
+        (
+            "schedule interleaved_1f1b --stages 4 --microbatches 8 --option chunk=2".split(),
+            "did you mean chunks?",
+        ),
+        (["schedule", "1f1b", "--stages", "two"], "as an integer; see merak schedule --help."),
+    ],
+)
+def test_stumbles_of_the_first_hour(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_recipe_in_the_folder_is_suggested(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {}\n", encoding="utf-8")
+    assert main(["train", str(tmp_path / "recipe.yml")]) == 2
+    assert f"did you mean {tmp_path}/recipe.yaml?" in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_a_cluster_file_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "nodes:\n  - devize: h100\n    devices_per_node: 8\n"
+        "  - device: h100x\n    devices_per_node: 2\n  - {device: h100, lnk: x}\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(PlanError) as caught:
+        parse_cluster(str(file))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4, lines
+    assert "line 2: nodes[0] has no field 'devize'; did you mean device" in lines[0]
+    assert any("nodes[1].device is 'h100x'" in line for line in lines)
+    assert any("nodes[2] has no field 'devices_per_node'" in line for line in lines)

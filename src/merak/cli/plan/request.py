@@ -198,7 +198,7 @@ def _check_words(request: PlanRequest) -> None:
     Raises:
         MerakError: one is unknown; the sentence lists those that are known.
     """
-    from merak.core.errors import ScheduleError
+    from merak.core.errors import ScheduleError, did_you_mean
     from merak.plan.activations.offload import parse_offload
     from merak.plan.recompute_spec import parse_recompute
     from merak.schedule import registry
@@ -210,10 +210,9 @@ def _check_words(request: PlanRequest) -> None:
     known = registry.options(request.schedule)
     for name, _ in map(_key_value, request.options or ()):
         if name not in known:
-            raise ScheduleError(
-                f"--option {name} is unknown to {request.schedule}; it takes "
-                f"{', '.join(known) or 'none'}."
-            )
+            meant = did_you_mean(name, known)
+            fix = f"; it takes {', '.join(known) or 'none'}." if meant == "." else meant
+            raise ScheduleError(f"--option {name} is unknown to {request.schedule}{fix}")
 
 
 def _check_folders(request: PlanRequest) -> None:

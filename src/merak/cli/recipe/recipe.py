@@ -73,11 +73,16 @@ def read_recipe(
         CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind;
             the message begins with the line and column of that field.
     """
-    if str(file) in READY and not Path(file).is_file():
+    is_ready = str(file) in READY and not Path(file).is_file()
+    if is_ready:
         text = ready_text(str(file))
     else:
         text = _text(Path(file))
     written = parse_yaml(text, str(file))
+    if is_ready:
+        written = dataclasses.replace(
+            written, origins=dataclasses.replace(written.origins, is_ready=True)
+        )
     written = with_overrides(written, overrides) if overrides else written
     return _checked(written if needs_data else _without_source(written))
 
@@ -113,7 +118,8 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except OSError as cause:
-        meant = did_you_mean(str(file), READY) if not file.suffix else "."
+        beside = [str(own) for own in file.parent.glob("*.y*ml")]
+        meant = did_you_mean(str(file), beside if file.suffix else READY)
         raise CommandError(
             f"the recipe {file} cannot be read: {cause.strerror}"
             f"{meant if meant != '.' else '; merak recipes lists those that come with Merak.'}"

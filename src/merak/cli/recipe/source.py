@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
@@ -48,10 +48,21 @@ class Origins:
     Args:
         places: by the field's names, such as `recipe.yaml:12:3` (line and column from 1).
         file: the recipe; empty for one that is not from a file.
+        is_ready: whether it comes with Merak: its lines are in no file of the user's.
     """
 
     places: Mapping[Keys, str] = field(default_factory=dict)
     file: str = ""
+    is_ready: bool = False
+
+    def _located(self, keys: Keys, sentence: str) -> str:
+        """Put the place of a field in front of a sentence, or what changes it, behind."""
+        place = self.places[keys]
+        if not self.is_ready or not place.startswith(f"{self.file}:"):
+            return f"{place}: {sentence}"
+        name = ".".join(keys)
+        has_fix = f"{name}=…" in sentence or "--set" in sentence
+        return f"{self.file}: {sentence}" + ("" if has_fix else f" Change it by {name}=….")
 
     def error(self, keys: Keys, sentence: str) -> CommandError:
         """Make the error about a field, which begins with its place.
@@ -62,7 +73,7 @@ class Origins:
         """
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.places:
-                return CommandError(f"{self.places[keys[:length]]}: {sentence}")
+                return CommandError(self._located(keys[:length], sentence))
         return CommandError(f"{self.file}: {sentence}" if self.file else sentence)
 
     @contextmanager
@@ -88,17 +99,18 @@ class Origins:
             error.args = ("\n".join(dict.fromkeys(map(str, error.errors))),)
             return
         message = str(error)
-        place = self._place_of(message)
-        if place is not None and not message.startswith((*self.places.values(), self.file)):
-            error.args = (f"{place}: {message}",)
+        keys = self._field_of(message)
+        if keys is not None and not message.startswith((*self.places.values(), self.file)):
+            error.args = (self._located(keys, message),)
 
-    def _place_of(self, message: str) -> str | None:
+    def _field_of(self, message: str) -> Keys | None:
+        """The first field that a message names; one of the user's before those of Merak's file."""
         found = [
-            (match.start(), -len(keys), place)
+            (self.is_ready and place.startswith(f"{self.file}:"), match.start(), -len(keys), keys)
             for keys, place in self.places.items()
             if (match := re.search(_mention(keys), message))
         ]
-        return min(found)[2] if found else None
+        return min(found)[3] if found else None
 
 
 def _mention(keys: Keys) -> str:
@@ -218,7 +230,7 @@ def with_overrides(written: Written, words: Sequence[str]) -> Written:
             around = around[key]
         places = {own: place for own, place in places.items() if own[: len(keys)] != keys}
         places[keys] = word
-    return Written(fields, Origins(places, written.origins.file))
+    return Written(fields, replace(written.origins, places=places))
 
 
 def _override(word: str) -> tuple[Keys, Any]:

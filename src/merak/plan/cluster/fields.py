@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from merak.core.errors import PlanError, did_you_mean
+from merak.core.errors import MerakError, PlanError, did_you_mean, raise_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Field:
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error("is no mapping; give it fields, such as NAME: VALUE")
         found: dict[str, Field] = {}
+        problems: list[MerakError] = []
+        misspelt = ""
         for key, value in self.node.value:
             name = str(key.value)
             inner = Field(self.file, f"{self.name}.{name}".removeprefix("the file."), value)
@@ -65,13 +67,16 @@ class Field:
             if known is not None and name not in known:
                 similar = did_you_mean(name, known)
                 choice = f"; choose one of: {', '.join(sorted(known))}."
-                raise at_key.error(f"has no field {name!r}{choice if similar == '.' else similar}")
+                fix = choice if similar == "." else similar
+                misspelt += "" if similar == "." else f" {similar.rstrip('?')} "
+                problems.append(at_key.error(f"has no field {name!r}{fix}"))
             if name in found:
-                raise at_key.error(f"has the field {name!r} twice; keep one")
+                problems.append(at_key.error(f"has the field {name!r} twice; keep one"))
             found[name] = inner
         for name in sorted(required):
-            if name not in found:
-                raise self.error(f"has no field {name!r}; add it")
+            if name not in found and f" {name} " not in misspelt:
+                problems.append(self.error(f"has no field {name!r}; add it"))
+        raise_all(problems)
         return found
 
     def items(self) -> list[Field]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from merak.core.errors import PlanError, did_you_mean
+from merak.core.errors import MerakError, PlanError, collected, did_you_mean, raise_all
 from merak.core.rank0 import warn_on_rank0
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.fields import Field, read_fields
@@ -154,7 +154,12 @@ def _from_file(path: Path, device: str | None) -> Cluster:
     root = read_fields(path)
     known = {"nodes"}
     fields = root.mapping(known, required=known)
-    return Cluster(tuple(_nodes(own, path.parent) for own in fields["nodes"].items()))
+    nodes, problems = list[Nodes](), list[MerakError]()
+    for own in fields["nodes"].items():
+        with collected(problems):
+            nodes.append(_nodes(own, path.parent))
+    raise_all(problems)
+    return Cluster(tuple(nodes))
 
 
 _OF_NODES = frozenset(
