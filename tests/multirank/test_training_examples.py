@@ -71,11 +71,8 @@ def losses_of(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize(
-    ("name", "degrees"),
-    [("pairs", {"pp": 2}), ("pairs", {"tp": 2}), ("adversarial", {"tp": 2})],
-    ids=("pairs-pp2", "pairs-tp2", "adversarial-tp2"),
-)
+@LAYOUTS
+@pytest.mark.parametrize("name", list(MODELS))
 def test_losses_of_a_trainer(
     name: str, degrees: dict[str, int], pool: RankPool, tmp_path: Path
 ) -> None:
