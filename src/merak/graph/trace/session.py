@@ -161,7 +161,13 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "counts calls of the model alone, so outside of all modes that make further ones",
     ),
     (
-        lambda s: record_opaque_modules(s.model, s.opaque, s.real, s.device, s.calls, s.example),
+        lambda s: s.example if s.opaque.modules or s.opaque.functions else nullcontext(),
+        "computes what follows from the example batch, which the line below probes modules on",
+    ),
+    (
+        lambda s: record_opaque_modules(
+            s.model, s.opaque, s.real, s.device, s.calls, s.example.values
+        ),
         "notes of which tensor a number is, once the modes above have returned it",
     ),
     (

@@ -16,7 +16,6 @@ from torch.types import py_sym_types
 
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.modes.constant_values import BatchValues
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
 from merak.graph.trace.opaque.experts.loop import expert_loop_of
@@ -98,6 +97,9 @@ class RealTensors:
         }
 
 
+ExampleValues = Callable[[torch.Tensor], torch.Tensor | None]
+
+
 @contextmanager
 def record_opaque_modules(
     model: nn.Module,
@@ -105,7 +107,7 @@ def record_opaque_modules(
     real: RealTensors,
     device: torch.device,
     calls: list[OpaqueCall],
-    example: BatchValues,
+    example: ExampleValues,
 ) -> Iterator[None]:
     """Let a trace record calls of opaque modules and functions as one operator each.
 
@@ -115,7 +117,7 @@ def record_opaque_modules(
         real: its own parameters and buffers.
         device: device that it will run on.
         calls: gains the calls as they are recorded.
-        example: values of an example batch, for probes.
+        example: gives the values of a tensor that follows from an example batch, for probes.
     """
     if not opaque.modules and not opaque.functions:
         yield
@@ -137,7 +139,6 @@ def record_opaque_modules(
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (
-            example,
             numbers,
             masks,
             _without_cache(model) if opaque.without_cache else nullcontext(),
@@ -174,7 +175,7 @@ class _Recorder:
         masks: tensors with at most one place in each row that is not zero.
         given: state of every opaque module, by its path, as the trace began.
         looped: paths of the modules and functions that are opaque for a loop.
-        example: values of an example batch.
+        example: as of `record_opaque_modules`.
         known: results of probes, by module kind and shapes.
         offsets: ends of groups, by the identity of their sizes, which are held with them.
         loops: over experts that modules compute, by the same key as `known`.
@@ -187,7 +188,7 @@ class _Recorder:
     masks: OneHotMasks
     given: Mapping[str, Snapshot]
     looped: frozenset[str]
-    example: BatchValues
+    example: ExampleValues
     known: dict[Any, ProbeResult] = field(default_factory=dict)
     offsets: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     loops: dict[Any, ExpertLoop | None] = field(default_factory=dict)
@@ -313,7 +314,7 @@ class _Recorder:
             self.known[key] = dry_run(call, metas, self.device)
         elif key not in self.known:
             real, modes = self.real.under(call.module), self.real.modes
-            example = [self.example.values(tensor) for tensor in tensors[len(call.states) :]]
+            example = [self.example(tensor) for tensor in tensors[len(call.states) :]]
             self.known[key] = probe(call, metas, real, _usable(self.device), modes, example)
         return self.known[key]
 
