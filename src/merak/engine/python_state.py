@@ -189,7 +189,7 @@ class PythonState:
                 and source.opaque.by_batch == before.by_batch
             ):
                 return True
-        except MerakError as error:
+        except Exception as error:  # of any step behind the trace: it is done without them
             logger.debug("%s cannot be inputs: %s", ", ".join(numbers), error)
         for name in numbers:
             del source.numbers[name]

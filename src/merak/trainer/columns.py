@@ -10,10 +10,13 @@ from torch import nn
 from transformers import Trainer
 
 from merak.data import check_columns
+from merak.trainer.subclass.methods import overriding
 
 
 def check_batch(trainer: Trainer, batch: Mapping[str, Any], dataset: object) -> None:
     """Refuse a batch that the trainer's model cannot be called with, or that lacks what it needs.
+
+    A `compute_loss` of the script's own may read any columns and call the model with others.
 
     Args:
         trainer: any.
@@ -23,6 +26,8 @@ def check_batch(trainer: Trainer, batch: Mapping[str, Any], dataset: object) -> 
     Raises:
         DataError: a column is missing, or one that nothing takes is there.
     """
+    if overriding(trainer, "compute_loss") is not None:
+        return
     model: Any = trainer.model  # of any module, whatever transformers declares
     check_columns(
         batch,

@@ -94,6 +94,7 @@ class Logging(Trainer):
     callback_handler: AgreedCallbacks
     _display: TrainerCallback
     _is_traced: bool = False  # while a trace runs compute_loss
+    is_as_in_first_step: bool = False  # whether stand-ins are in the place of what trains
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None
 

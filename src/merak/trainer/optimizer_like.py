@@ -22,7 +22,7 @@ def similar_optimizer(
         trainer: any; it is left as it is.
         parameters: what the optimizer is to step.
     """
-    if trainer.optimizer is not None:
+    if trainer.optimizer is not None and not getattr(trainer, "is_as_in_first_step", False):
         similar = type(trainer.optimizer)
         own: torch.optim.Optimizer = similar(parameters, **trainer.optimizer.defaults)
         return own

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -50,7 +50,6 @@ from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.unread_arguments import unread_arguments
-from merak.graph.trace.calls.call import calls_model
 from merak.graph.weights.gather_weights import make_whole
 from merak.graph.weights.laid_out import part_of, saving_whole
 from merak.plan.engine_options import EngineOptions
@@ -75,10 +74,16 @@ from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
 from merak.trainer.planning.plan import check_plan_file, plan_training
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
+from merak.trainer.subclass.agreed_metrics import (
+    evaluations_agreed,
+    metrics_of_rank0,
+    metrics_on_rank0_alone,
+)
 from merak.trainer.subclass.callbacks import AgreedCallbacks
 from merak.trainer.subclass.methods import bound, overriding
 from merak.trainer.subclass.optimizer import parameter_order
 from merak.trainer.subclass.overrides import refuse_overrides, refuse_replaced_accelerator
+from merak.trainer.subclass.traced_loss import in_first_step, loss_of
 from merak.trainer.tokens import TOKENS, TokenCounter
 from merak.trainer.unsupported import (
     given_by_name,
@@ -278,15 +283,17 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._flops_per_token = self._estimate_flops()
         source, columns = self.trace_source(batch)
         batch, _ = split_non_tensors(batch)
-        trains = trains or gives_loss(self, batch, self._plain)
-        unread = unread_arguments(source, dict(columns))
-        self._plain |= {name: type(self._plain[name]) for name in unread}
+        of_training, trains = trains, trains or gives_loss(self, batch, self._plain)
         options = replace(self._engine_options(), trains=trains)
         options = choose_reductions(
             self.mesh, self.model, options, self.args.cluster, source.cache_dir
         )
         _, process_bytes = memory_bytes(self.mesh.device)
-        with _as_out_of_memory() if self.args.auto_find_batch_size else nullcontext():
+        in_training = in_first_step(self, loader) if of_training else nullcontext()
+        as_too_large = _as_out_of_memory() if self.args.auto_find_batch_size else nullcontext()
+        with in_training, as_too_large:
+            unread = unread_arguments(source, dict(columns))
+            self._plain |= {name: type(self._plain[name]) for name in unread}
             self.engine, forecast = build_with_forecast(source, columns, self.mesh, options)
         self._divides_by_count = TOKENS in forecast.layout.graph.columns_read()
         if trains:
@@ -312,30 +319,12 @@ class MerakTrainer(Stepping, Logging, Trainer):
         return source, self._counter.signature(columns).columns
 
     def _graph_source(self, plain: Mapping[str, Any]) -> GraphSource:
-        compute, self._traced_loss = self.compute_loss_func, self._loss_functions()
-
-        def loss_of(outputs: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-            labels, count = batch.get("labels"), batch.get(TOKENS)
-            loss: torch.Tensor = compute(outputs, labels, num_items_in_batch=count)
-            return loss
-
-        def loss_of_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-            count = batch.pop(TOKENS, None)
-            self._is_traced = True
-            try:
-                found: Any = self.compute_loss(
-                    model, batch, return_outputs=True, num_items_in_batch=count
-                )
-            finally:
-                self._is_traced = False
-            return found[0], found[1]
-
-        has_own = self._overrides_loss or (self.label_smoother is not None and compute is None)
-        own = calls_model(loss_of_model) if has_own else None
+        self._traced_loss = self._loss_functions()
+        loss_fn, loss_columns = loss_of(self)
         return GraphSource(
             model=self.model,
-            loss_fn=own or (loss_of if compute is not None else None),
-            loss_columns=("labels",) if compute is not None or has_own else (),
+            loss_fn=loss_fn,
+            loss_columns=loss_columns,
             fixed=plain,
             device=self.mesh.device,
             cache_dir=Path(self.args.trace_cache) if self.args.trace_cache else None,
@@ -380,6 +369,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
 
         Outside of `train`, and to a subclass that overrides it, it is that of one process.
         """
+        if self._is_traced:
+            return cast("DataLoader[Any]", self.callback_handler.train_dataloader)
         if self._overrides_loader:
             return super().get_train_dataloader()
         return self._shard_train_loader()
@@ -418,6 +409,13 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.engine is None:
             check_saving(self)
         refuse_unequal_replicas(self.args, loader, self.mesh.dp)
+        with in_first_step(self, loader):
+            return self._lay_out(loader, evaluated)
+
+    def _lay_out(
+        self, loader: DataLoader[Any], evaluated: Iterable[Mapping[str, Any]]
+    ) -> DataLoader[Any]:
+        """Lay out training and the first batches of its evaluations, for this rank's loader."""
         engine = self.build_engine(loader, self.train_dataset)
         spread = self.mesh.spread_experts
         refuse_unequal_replicas(self.args, loader, self.mesh.dp, engine.updates_inside, spread)
@@ -469,6 +467,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def _engine_of_training(self) -> Engine | None:
         """The engine; None in one process without data to trace the model with."""
         has_data = self.train_dataset is not None or self._overrides_loader
+        if self.is_as_in_first_step:
+            return None  # the optimizer stands in for the engine's
         if self.engine is None and not has_data and self.mesh.world_size == 1:
             return None
         return self.engine or self.build_engine(self._train_loader(), self.train_dataset)
@@ -550,7 +550,10 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if not isinstance(self, Seq2SeqTrainer):  # which has its own, that drops no sample
             self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
-        return super().evaluation_loop(batches, *rest)
+        with metrics_on_rank0_alone(self):
+            output = super().evaluation_loop(batches, *rest)
+        metrics_of_rank0(output.metrics)
+        return output
 
     def _generation_loop(self, dataloader: DataLoader[Any], *rest: Any) -> EvalLoopOutput:
         if self.engine is None and any(p.is_meta for p in self.model.parameters()):
@@ -558,10 +561,21 @@ class MerakTrainer(Stepping, Logging, Trainer):
         generated = GeneratedBatches(dataloader, self.mesh, self.args.autocast)
         self._evaluation = generated
         try:
-            with with_whole_model(self, self.engine, self.mesh.device):
-                return super().evaluation_loop(cast("DataLoader[Any]", generated), *rest)
+            with (
+                with_whole_model(self, self.engine, self.mesh.device),
+                metrics_on_rank0_alone(self),
+            ):
+                output = super().evaluation_loop(cast("DataLoader[Any]", generated), *rest)
         finally:
             self._evaluation = None
+        metrics_of_rank0(output.metrics)
+        return output
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate as transformers does, and go on with the metrics of rank 0."""
+        with evaluations_agreed(self):
+            metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        return metrics
 
     def prediction_step(
         self,

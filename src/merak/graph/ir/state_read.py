@@ -31,5 +31,6 @@ class StateRead:
             text += f".{self.path}"
         for step in self.steps:
             is_item = step.startswith("[") and (self.root != GLOBALS or step != self.steps[0])
-            text += f"[{step[1:-1]!r}]" if is_item else f".{step.strip('[]()')}"
+            key = step.strip("[]()")
+            text += f"[{key if key.isdecimal() else repr(key)}]" if is_item else f".{key}"
         return text

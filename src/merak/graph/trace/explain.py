@@ -83,9 +83,12 @@ def explain(
             )
         if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
             place = _place(model, loss_fn, own)
+            who, fix = f"{name} fails in its own forward", "the model, its config, or the batch"
+            if _is_in_loss(loss_fn, own):
+                who, fix = "the loss function fails", "it, or the batch"
             return FailsOnFakes(
-                f"{name} fails in its own forward, traced or not, at {place}: {_reason(own)}; call "
-                "it by hand with such a batch and correct the model, its config, or the batch.",
+                f"{who}, traced or not, at {place}: {_reason(own)}; call it by hand with such a "
+                f"batch and correct {fix}.",
                 f"{place}: {_reason(own)}",
             )
     place = _place(model, loss_fn, error)
@@ -101,6 +104,16 @@ def explain(
         "plain torch operators, or switch the feature off in the model's config.",
         f"{place}: {_reason(error)}",
     )
+
+
+def _is_in_loss(loss_fn: Any, error: Exception) -> bool:
+    """Whether an error comes out of a loss function, and not of a module that it calls."""
+    module = nn.Module._call_impl.__code__
+    loss, found = getattr(loss_fn, "__code__", None), False
+    for cause in causes(error):
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            found = (found or frame.f_code is loss) and frame.f_code is not module
+    return found
 
 
 def _depends_on_values(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl
 from merak.core.health.status import waiting_for_all
 from merak.graph.weights.laid_out import engine_of
 from merak.trainer.live.display import JobBoard
+from merak.trainer.subclass.agreed_metrics import metrics_of_rank0
 from merak.trainer.subclass.logged_layout import logged_layout
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.subclass.model_uploads import refuse_model_uploads
@@ -76,6 +77,8 @@ class AgreedCallbacks(CallbackHandler):
         engine = engine_of(self.model) if isinstance(self.model, nn.Module) else None
         if engine is not None and event in _own_events(self.callbacks):
             engine.optimizer_params.wait()  # for what they read of lists that they have kept
+        if event == "on_evaluate" and isinstance(kwargs.get("metrics"), dict):
+            metrics_of_rank0(kwargs["metrics"])
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
         with layout, reporting_parts(self.model):

@@ -159,6 +159,31 @@ def _any_calls(name: str, functions: list[object], seen: list[object]) -> bool:
     return False
 
 
+def names_reached(owner: object, name: str) -> set[str]:
+    """Names and texts in the code of a script's own method, and in its own code that this calls.
+
+    Args:
+        owner: a trainer or callback.
+        name: of the method.
+    """
+    found: set[str] = set()
+    seen: list[object] = [None]
+    waiting = [overriding(owner, name)]
+    while waiting:
+        method = waiting.pop()
+        if any(method is one for one in seen):
+            continue
+        seen.append(method)
+        waiting += _held(method)
+        if isinstance(method, FunctionType):
+            codes = list(codes_of(method.__code__))
+            texts = {text for code in codes for text in code.co_consts if isinstance(text, str)}
+            further = (_names_in(method) | texts) - found
+            found |= further
+            waiting += [overriding(owner, one) for one in further]
+    return found
+
+
 def _names(name: str, function: object) -> bool:
     return isinstance(function, FunctionType) and name in _names_in(function)
 

@@ -65,9 +65,8 @@ _CALLED = {
     "on every rank, with the columns that the rank reads; values may change, not shapes": """
     _prepare_inputs""",
     "with one microbatch at a time": "_get_num_items_in_batch",
-    "traced with the model in every job, for each shape; it gets tensors without values": (
-        "compute_loss"
-    ),
+    "traced with the model in every job, for each shape; it gets tensors without values, and the "
+    "trainer as it is in its first step": "compute_loss",
     _HUB: "_finish_current_push _push_from_checkpoint init_hf_repo push_to_hub",
 }
 

@@ -96,6 +96,9 @@ IN_JOBS = {
         "where `eval_strategy`, `eval_on_start` or `do_eval` says that the job evaluates: what "
         "cannot run is refused then"
     ),
+    "metrics": (
+        "those of rank 0, on every rank: a script may compute them where it saves or logs alone"
+    ),
     "`Seq2SeqTrainer`, `predict_with_generate`": (
         "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
         "has a copy of the whole model, and the ranks share out the batches"

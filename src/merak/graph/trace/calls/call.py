@@ -24,7 +24,8 @@ def calls_model(compute: Callable[[nn.Module, dict[str, Any]], tuple[Any, Any]])
     """A loss function that calls the model itself, and gives the loss and what the model returns.
 
     Args:
-        compute: `compute(model, batch) -> (loss, outputs)`; it may call the model in any way.
+        compute: `compute(model, batch) -> (loss, outputs)`; it may call the model in any way. The
+            loss is None where there is none.
     """
     function: Any = compute
     vars(function)[_CALLS_MODEL] = True
@@ -94,6 +95,8 @@ def _called(
     if does_call_model(call.loss_fn):
         with _autocast_inside(model, call):
             loss, result = call.loss_fn(model, {**batch, **call.fixed})
+        if loss is None:  # which nobody asks for: what the model returns is all there is
+            return dict(named_outputs(result))
         return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
     result = _run(model, _taken(model, batch, call.loss_columns), call)
     loss = call.loss_fn(result, batch)

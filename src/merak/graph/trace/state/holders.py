@@ -21,6 +21,9 @@ _NO_HOLDERS = (
 )  # fmt: skip
 _OF_PYTHON = frozenset({"builtins", "torch", "numpy", "collections", "functools", "threading"})
 
+OF_STEPS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+"""Classes whose objects hold options of the next step, in lists: such as the learning rate."""
+
 _BY_DICT = frozenset(("__dict__", "vars", "__getattribute__", "__getstate__"))
 """Names in code that reads attributes in a way that nothing sees."""
 
@@ -114,7 +117,8 @@ def closure(function: types.FunctionType) -> dict[str, Any]:
 def is_holder(value: Any) -> bool:
     """Whether a value is an object of a class that keeps its attributes in a dict."""
     cls = type(value)
-    if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or cls.__module__.split(".")[0] in _OF_PYTHON:
+    of_python = cls.__module__.split(".")[0] in _OF_PYTHON and not issubclass(cls, OF_STEPS)
+    if issubclass(cls, (nn.Module, *_NO_HOLDERS)) or of_python:
         return False
     try:
         return type(attributes(value)) is dict

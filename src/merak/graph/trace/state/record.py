@@ -17,8 +17,14 @@ from torch import nn
 from merak.core.source_lines import MERAK, is_library, model_line
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.functions import line_that_stores
-from merak.graph.trace.state.holders import Holder, attributes, find_holders, reads_by_dict
-from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS
+from merak.graph.trace.state.holders import (
+    OF_STEPS,
+    Holder,
+    attributes,
+    find_holders,
+    reads_by_dict,
+)
+from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS, items_of
 from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, is_plain_dict
 from merak.graph.trace.state.snapshot import CONTAINER_KINDS, StateLeft
 
@@ -246,13 +252,31 @@ class StateReads:
             holder = self.holders[key]
             steps = (*holder.steps, name)
             value = attributes(holder.value).get(name)
-            keys = [f"[{item}]" for item in value] if is_plain_dict(value) else []
-            for end in (steps, *((*steps, item) for item in keys)):
-                yield StateRead(holder.root, holder.path, end, source)
+            for end in _parts(value) if isinstance(holder.value, OF_STEPS) else _items(value):
+                yield StateRead(holder.root, holder.path, (*steps, *end), source)
         for (key, name), source in self._absent.items():
             holder = self.holders[key]
             if (key, name) not in written and not _has(holder.value, name):
                 yield StateRead(holder.root, holder.path, (*holder.steps, name), source)
+
+
+def _items(value: Any) -> Iterator[tuple[str, ...]]:
+    """Steps to a value, and to the items of a dict of plain values."""
+    yield ()
+    if is_plain_dict(value):
+        yield from ((f"[{key}]",) for key in value)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, ...]]:
+    """Steps to the plain values and tensors in an optimizer's lists and dicts, without parameters.
+
+    Each is watched by itself: ranks have other parameters, and the same options.
+    """
+    if (is_plain(value) and type(value) is not list) or type(value) is torch.Tensor:
+        yield ()
+    elif type(value) in (list, dict):
+        for key, item in items_of(value).items():
+            yield from ((f"[{key}]", *rest) for rest in _parts(item))
 
 
 def _has(value: Any, name: str) -> bool:

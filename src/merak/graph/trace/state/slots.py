@@ -75,7 +75,7 @@ class Slot:
         """Set the value, or remove it where it is `MISSING`."""
         container, step = self._container(), self.read.steps[-1]
         if step.startswith("["):
-            container[step[1:-1]] = value
+            container[_key(container, step)] = value
         elif step.startswith("("):
             _cell(container, step[1:-1]).cell_contents = value
         elif value is MISSING:
@@ -114,10 +114,14 @@ def _root(read: StateRead, model: nn.Module, loss_fn: Callable[..., Any] | None)
 
 def _step(value: Any, step: str) -> Any:
     if step.startswith("["):
-        return value[step[1:-1]]
+        return value[_key(value, step)]
     if step.startswith("("):
         return _cell(value, step[1:-1]).cell_contents
     return getattr(value, step)
+
+
+def _key(container: Any, step: str) -> Any:
+    return int(step[1:-1]) if type(container) is list else step[1:-1]
 
 
 def _cell(function: Any, name: str) -> Any:
