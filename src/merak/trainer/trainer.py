@@ -89,6 +89,7 @@ from merak.trainer.unsupported import (
     given_by_name,
     in_one_sentence,
     names_after,
+    refuse_compiled,
     refuse_search,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
@@ -153,6 +154,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if self.mesh.given is None:
             announce("%s", describe_mesh(self.mesh))
         if isinstance(model, nn.Module):
+            refuse_compiled(model)
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)

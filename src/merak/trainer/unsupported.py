@@ -12,6 +12,7 @@ from typing import Any
 import accelerate  # type: ignore[import-untyped]
 import torch
 import transformers
+from torch import nn
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.hyperparameter_search import default_hp_search_backend
 
@@ -88,6 +89,21 @@ def refuse_what_needs_all_gradients(args: MerakArguments, pp: int) -> None:
         raise ArgumentsError(
             f"schedule={args.schedule!r} updates weights inside a step, so locate_nan=True cannot "
             "run it once more on the same weights; use a synchronous schedule such as '1f1b'."
+        )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model behind `torch.compile`, whose forward does not say which columns it takes.
+
+    Raises:
+        ArgumentsError: it is one.
+    """
+    own = getattr(model, "_orig_mod", None)
+    if own is not None:
+        raise ArgumentsError(
+            f"the model is torch.compile({type(own).__name__}), whose forward takes any arguments, "
+            "so that the trainer cannot tell which columns of the dataset it reads; give the model "
+            "itself, with torch_compile=True, which compiles what each rank runs of it."
         )
 
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from merak import MerakSeq2SeqTrainer, MerakTrainer
 from merak.core.errors import ArgumentsError
-from merak.trainer.unsupported import names_after, refuse_what_ranks_cannot_share
+from merak.trainer.unsupported import (
+    names_after,
+    refuse_compiled,
+    refuse_what_ranks_cannot_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,11 @@ def test_names_of_a_trainer_are_those_of_its_bases() -> None:
     assert "processing_class" in plain and "kwargs" not in plain and "mine" not in plain
     mixed = type("Mixed", (MerakTrainer, Mixin), {})
     assert {*names_after(mixed, MerakTrainer)} == {*plain, "mine"}
+
+
+def test_a_compiled_model_is_refused_by_name() -> None:
+    compiled = nn.Module()
+    refuse_compiled(compiled)
+    compiled._orig_mod = nn.Linear(2, 2)  # as torch.compile wraps a module
+    with pytest.raises(ArgumentsError, match=r"torch.compile\(Linear\).*torch_compile=True"):
+        refuse_compiled(compiled)
