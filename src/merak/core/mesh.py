@@ -16,6 +16,7 @@ from merak.core.errors import MeshError
 from merak.core.health import failure, store, watchdog
 from merak.core.health.quiet import unquiet_other_ranks
 from merak.core.health.status import waiting_for_all
+from merak.core.rank0 import REHEARSAL
 
 AXES = ("pp", "dp", "cp", "tp")
 """Slowest axis first: tp ranks are neighbours on one node, pp ranks are farthest apart."""
@@ -247,7 +248,7 @@ def connect_group(group: dist.ProcessGroup | None) -> None:
     Args:
         group: whose ranks call it together; None for that of a rank alone.
     """
-    if group is not None and dist.get_backend(group) != "gloo":
+    if group is not None and dist.get_backend(group) not in ("gloo", REHEARSAL):
         dist.all_reduce(torch.zeros(1, device=carried_device()), group=group)
 
 

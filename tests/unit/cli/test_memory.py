@@ -145,14 +145,14 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--recompute", "much"), "recompute='much' is no choice"),
         (("--offload", "auto"), "offload_activations='auto' fills a memory whose size is not"),
         (("--offload", "much"), "offload_activations='much' is no choice"),
-        (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0.0 is no rate; use a number of bytes"),
+        (("--host-bytes-per-s", "0"), "--host-bytes-per-s 0 is no rate; use a number of bytes"),
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not known"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
         (("--zero", "4"), "zero=4 is not a choice"),
         (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),
         (("--dtype", "int4"), "--dtype int4 is no type of parameters; use one of float32, bf"),
-        (("--autocast", "float32"), "--autocast float32 is none; use bfloat16 or float16"),
+        (("--autocast", "float32"), "--autocast float32 is none; use bf16, fp16 or off"),
     ],
 )
 def test_bad_input_exits_with_two_and_a_sentence(capsys, words, sentence):

@@ -422,10 +422,9 @@ class _Walk:
     ) -> None:
         """Add the items of a container, and the attributes of an object, which may be one."""
         most = _MAX_ITEMS if root == MODEL else _MAX_ITEMS_ELSEWHERE
-        if isinstance(value, (*CONTAINER_KINDS, tuple)) and len(value) <= most:
+        kind = next((kind for kind in (*CONTAINER_KINDS, tuple) if isinstance(value, kind)), None)
+        if kind is not None and (items := _few_items(value, kind, most)) is not None:
             self.seen.add(id(value))
-            kind = next((kind for kind in CONTAINER_KINDS if isinstance(value, kind)), tuple)
-            items = _items(value, kind)
             if kind is not tuple:
                 self.place(Place(label, value, items, kind, root, attribute, source))
             for key, item in items.items():
@@ -450,6 +449,14 @@ def _is_same(old: Any, new: Any) -> bool:
         return False
     is_own = not (old.is_meta or old.requires_grad or old._base is not None)
     return is_own and (old.shape, old.dtype) == (new.shape, new.dtype)
+
+
+def _few_items(container: Any, kind: Any, most: int) -> dict[Any, Any] | None:
+    """The items of a container; None where it has more, or its class's own code fails."""
+    try:
+        return _items(container, kind) if len(container) <= most else None
+    except Exception:
+        return None
 
 
 def _items(owner: Any, kind: Any) -> dict[Any, Any]:
