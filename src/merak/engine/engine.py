@@ -41,7 +41,7 @@ from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
 from merak.graph.weights.gather_weights import gather_state_dict, whole_copy
 from merak.graph.weights.laid_out import LastWeights, Part, is_in_parts, methods_allowed
-from merak.graph.weights.sharded import ShardWatch
+from merak.graph.weights.sharded import ShardWatch, note_who_asks_for_layout
 from merak.plan.summary import idle_pipeline
 
 _EVALUATE_LESS = (
@@ -177,7 +177,11 @@ class Engine:
 
     @property
     def shards(self) -> Mapping[str, ParameterShard]:
-        """The shards over tp of this rank's parameters, by name."""
+        """The shards over tp of this rank's parameters, by name.
+
+        A script that asks for them computes with shards as they are: nothing of it is refused.
+        """
+        note_who_asks_for_layout()
         return self._state.base.shards
 
     def held(self) -> frozenset[str]:

@@ -426,9 +426,21 @@ def _found_again(shape: tuple[int, ...], sizes: Mapping[Hashable, int]) -> Dims:
     return tuple(dims)
 
 
+_is_layout_known: list[bool] = []
+
+
+def note_who_asks_for_layout() -> None:
+    """Let a script compute with shards as they are, once it has asked how parameters lie."""
+    if not is_called_by_merak(sys._getframe(2), __file__):
+        _is_layout_known[:] = [True]
+
+
 def _is_called_by_script() -> bool:
-    """Whether a script, or a package that it uses, computes with a shard, and not Merak itself."""
-    return not is_called_by_merak(sys._getframe(1), __file__)
+    """Whether a script, or a package that it uses, computes with a shard, and not Merak itself.
+
+    A script that has asked for the layout gathers and joins shards itself.
+    """
+    return not (_is_layout_known or is_called_by_merak(sys._getframe(1), __file__))
 
 
 def _refused(verb: str, sharding: ShardLayout) -> TrainingError:
