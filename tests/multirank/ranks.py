@@ -198,6 +198,7 @@ def _run_job(
     import torch.distributed as dist
 
     from merak.core import mesh
+    from merak.graph.weights import sharded
     from tests import nccl_rules
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -211,5 +212,6 @@ def _run_job(
         with nccl_rules.kept(), of_shards:
             return function(*args)
     finally:
+        sharded._is_layout_known.clear()
         mesh.reset()
         dist.destroy_process_group()

@@ -427,6 +427,7 @@ def _found_again(shape: tuple[int, ...], sizes: Mapping[Hashable, int]) -> Dims:
 
 
 _is_layout_known: list[bool] = []
+"""Not empty once the script has asked for the layout."""
 
 
 def note_who_asks_for_layout() -> None:
