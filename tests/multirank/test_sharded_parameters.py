@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from merak.core.errors import ArgumentsError, TrainingError
+from merak.core.shards import join
 from tests.multirank.ranks import RankPool, as_script
-from tests.multirank.test_teachers import Byol, batch_of, sgd
+from tests.multirank.test_teachers import Byol, Found, alone, batch_of, sgd
 from tests.shared_cache import not_shared
 from tests.tiers import slow
 
@@ -59,20 +60,6 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "unit": of_unit_norm,
     "redrawn": redrawn,
 }
-Found = tuple[list[float], dict[str, torch.Tensor]]
-
-
-def alone(way: str) -> Found:
-    model, losses = Byol(), []
-    optimizer = sgd(p for p in model.parameters() if p.requires_grad)
-    for step in range(NUM_STEPS):
-        loss = model(**batch_of(step))["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        WAYS[way](model)
-        losses.append(loss.item())
-    return losses, model.state_dict()
 
 
 @as_script
@@ -111,7 +98,7 @@ def test_whole_parameters_are_read_and_written_as_in_one_process(
     pool: RankPool, degrees: dict[str, int], options: dict[str, Any], way: str
 ) -> None:
     size = int(torch.tensor(list(degrees.values())).prod())
-    losses, weights = alone(way)
+    losses, weights = alone(WAYS[way])
     first, *_ = pool.run(trained, size, degrees, way, options)
     torch.testing.assert_close(first[0], losses, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(first[1], dict(weights), rtol=1e-4, atol=1e-6)
@@ -168,6 +155,33 @@ def test_what_needs_the_whole_is_refused(
         assert "max_grad_norm" in found["clips"]
         assert ("sync_model_params" in found["update"]) == bool(zero)
         assert "has no parameter 'onlin.0.up.weight'; did you mean" in found["unknown"]
+
+
+@as_script
+def joined_by_hand() -> dict[str, torch.Tensor]:
+    """Gradients that a script has gathered by the layout that the engine gave it."""
+    import merak
+
+    merak.init(device="cpu", tp=2)
+    parallel = merak.parallelize(Byol(), batch_of(0), optimizer=sgd)
+    parallel.step(batch_of(0))
+    found = {}
+    for name, parameter in parallel.engine.parameters.items():
+        gradient = parameter.grad
+        if gradient is not None and (shard := parallel.engine.shards.get(name)) is not None:
+            parts = [torch.empty_like(gradient) for _ in range(2)]
+            torch.distributed.all_gather(parts, gradient.contiguous())
+            found[name] = join(parts, shard)
+    return found
+
+
+def test_a_script_that_asks_for_the_layout_joins_shards_itself(pool: RankPool) -> None:
+    model = Byol()
+    model(**batch_of(0))["loss"].backward()
+    for found in pool.run(joined_by_hand, 2):
+        assert found
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 @as_script

@@ -147,7 +147,9 @@ METADATA: list[Callable[[], object]] = [
 
 @pytest.mark.parametrize("read", METADATA)
 def test_metadata_are_read(read: Callable[[], object]) -> None:
+    shape = P.shape
     read()
+    assert P.shape == shape and type(P) is type(parameter(ROWS))  # and it is followed as before
 
 
 def test_gradients_are_shards() -> None:
