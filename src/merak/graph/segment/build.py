@@ -205,7 +205,7 @@ def build_timed(
     outputs = ("loss",) if training else None
 
     def make() -> Made:
-        traced = _trace(source, columns, copies_blocks)
+        traced = trace_source(source, columns, copies_blocks)
         source.leaves |= traced.leaves
         traced_at = time.perf_counter()
         graph = cut_into_segments(traced, outputs=outputs)
@@ -233,9 +233,19 @@ def _adopt(model: nn.Module, graph: ModelGraph) -> None:
     connect_modules(graph, model)
 
 
-def _trace(
+def trace_source(
     source: GraphSource, columns: Mapping[str, TensorMeta], copies_blocks: bool = False
 ) -> Trace:
+    """Trace a source's model; neither cut nor cached.
+
+    Args:
+        source: the model, and what is called with it; enter `as_traced` before.
+        columns: the batch at microbatch shape.
+        copies_blocks: whether calls of equal blocks are copied from the first.
+
+    Raises:
+        TraceError: the model cannot be traced, or returns no tensor.
+    """
     traced = trace(
         source.model,
         columns,

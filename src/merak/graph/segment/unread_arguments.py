@@ -13,9 +13,7 @@ from typing import Any
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.segment.build import GraphSource, as_traced, call_of
-from merak.graph.trace.opaque.selection import OpaqueSelection
-from merak.graph.trace.trace import trace
+from merak.graph.segment.build import GraphSource, as_traced, trace_source
 
 _MAY_CHANGE = (int, float, str)
 """Types of arguments that count or name something; booleans and None choose what runs."""
@@ -66,20 +64,9 @@ def _trace_without(
         TraceError: the model cannot be traced.
     """
     stand_ins = {name: _stand_in(name, source.fixed[name], read) for name in names}
-    call = replace(call_of(source, columns), fixed={**source.fixed, **stand_ins})
-    with as_traced(source, training):
-        trace(
-            source.model,
-            columns,
-            loss_fn=call.loss_fn,
-            loss_columns=call.loss_columns,
-            fixed=call.fixed,
-            device=source.device,
-            autocast=source.autocast,
-            opaque=OpaqueSelection(),
-            numbers=source.numbers,
-            copies_blocks=True,
-        )
+    stood_in = replace(source, fixed={**source.fixed, **stand_ins})
+    with as_traced(stood_in, training):
+        trace_source(stood_in, columns, copies_blocks=True)
     if read:
         raise _ReadError
 
