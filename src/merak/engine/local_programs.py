@@ -28,6 +28,7 @@ from merak.graph.context_parallel.apply import (
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.codegen import runnable
+from merak.graph.program.compiled import TorchCompiler
 from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
     RECOMPUTE_ALL,
@@ -94,7 +95,8 @@ class ProgramCache:
         self.weight_gradients = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
-        self._compilation = options.compilation
+        how = options.compilation
+        self._compiler = None if how is None else TorchCompiler(how)
         self._zero = options.zero
         self._splits_backwards = layout.plans.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
@@ -215,7 +217,7 @@ class ProgramCache:
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
-        compiler = Compiler(graph, partial(runnable, compilation=self._compilation))
+        compiler = Compiler(graph, partial(runnable, compiler=self._compiler))
         rewrites = self._make_rewrites(parallel)
         program = compile_program(graph, bounds, rewrites, choices, arrange, compiler)
         device = self.mesh.device

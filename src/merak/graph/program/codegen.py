@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
-from merak.graph.program.compiled import Compilation, compiled
+from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_branch_select, is_condition
@@ -46,14 +46,14 @@ class _Observed(fx.Interpreter):
 
 
 def runnable(
-    graph: fx.Graph, observe: Observe | None = None, compilation: Compilation | None = None
+    graph: fx.Graph, observe: Observe | None = None, compiler: TorchCompiler | None = None
 ) -> Function:
     """Function that runs a graph's operators one after another.
 
     Args:
         graph: as traced, or rewritten for a rank's shard of it.
         observe: looks at every result, which takes time; None for nobody.
-        compilation: how `torch.compile` compiles operators; None runs them as they are.
+        compiler: of its operators by `torch.compile`; None runs them as they are.
 
     Returns:
         A function of the graph's placeholders, in order; what it gathers from shards of the
@@ -61,13 +61,13 @@ def runnable(
         of the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
-    whole = _function(graph, observe, compilation)
+    whole = _function(graph, observe, compiler)
     if not places:
         return whole
 
     @cache
     def chosen(answers: BranchValues) -> Function:
-        return _function(specialize_branches(graph, answers), observe, compilation)
+        return _function(specialize_branches(graph, answers), observe, compiler)
 
     def run(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         answers = branch_values([args[i] for i in places])
@@ -105,9 +105,7 @@ def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
     return made
 
 
-def _function(
-    graph: fx.Graph, observe: Observe | None, compilation: Compilation | None
-) -> Function:
+def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler | None) -> Function:
     if any(map(_is_replaced, graph.nodes)):
         graph, _ = copy_graph(graph)
         for node in graph.nodes:
@@ -115,12 +113,12 @@ def _function(
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
-        draw_in_logical_order(graph, to_compile=compilation is not None)
+        draw_in_logical_order(graph, to_compile=compiler is not None)
     forward: Function
     if observe is not None:
         forward = _Observed(graph, observe).run
-    elif compilation is not None:
-        forward = compiled(graph, compilation)
+    elif compiler is not None:
+        forward = compiled(graph, compiler)
     else:
         forward = fx.GraphModule(torch.nn.Module(), graph).forward
     if any(node.target is gather_with_partial_grad for node in graph.nodes):

@@ -2,7 +2,8 @@
 
 A segment's graph has plain operators of torch, and functions of Merak's own between them:
 collectives, operators whose results are saved or deferred, code that runs as it is. Every run of
-plain operators becomes a module that torch compiles, forward and backward, when it is first called.
+plain operators becomes a module that torch compiles, forward and backward, when it is first called;
+the equal layers of a model share one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.structure import Structure, structure_of_graph
 
 INDUCTOR = "inductor"
 """torch's default backend, the one that has modes."""
@@ -35,12 +38,38 @@ class Compilation:
     mode: str | None = None
 
 
-def compiled(graph: fx.Graph, how: Compilation) -> Callable[..., Any]:
+class TorchCompiler:
+    """Compiles modules by `torch.compile`: one for all that have the same structure.
+
+    A module has no tensors: parameters, buffers and constants are arguments of its call.
+
+    Args:
+        how: they are compiled.
+    """
+
+    def __init__(self, how: Compilation) -> None:
+        self._how = how
+        self._made: WeakValueDictionary[Structure, torch.nn.Module] = WeakValueDictionary()
+
+    def compile(self, module: fx.GraphModule) -> torch.nn.Module:
+        """Compiled module, as long as somebody has it the same for an equal graph.
+
+        Args:
+            module: without tensors, whose graph no longer changes.
+        """
+        key = structure_of_graph(module.graph)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _compile(module, self._how)
+        return made
+
+
+def compiled(graph: fx.Graph, compiler: TorchCompiler) -> Callable[..., Any]:
     """Function that runs a graph, whose runs of plain operators are compiled.
 
     Args:
         graph: of a segment.
-        how: they are compiled.
+        compiler: of the runs.
     """
     number, was_plain = 0, False
     runs: dict[fx.Node, int] = {}
@@ -56,7 +85,7 @@ def compiled(graph: fx.Graph, how: Compilation) -> Callable[..., Any]:
     split = split_module(whole, whole, runs.__getitem__, keep_original_order=True)
     for name, module in list(split.named_children()):
         if int(name.removeprefix("submod_")) in plain:
-            setattr(split, name, _compile(module, how))
+            setattr(split, name, compiler.compile(cast("fx.GraphModule", module)))
     return split.forward
 
 

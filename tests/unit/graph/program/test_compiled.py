@@ -12,8 +12,22 @@ import pytest
 import torch
 from torch import fx
 
+import merak
+from merak.core.mesh import current_mesh, reset
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.engine import Engine
+from merak.graph.ir.structure import structural_key
 from merak.graph.program.codegen import runnable
-from merak.graph.program.compiled import Compilation, compile_backends, compile_modes
+from merak.graph.program.compiled import (
+    Compilation,
+    TorchCompiler,
+    compile_backends,
+    compile_modes,
+)
+from merak.graph.segment.build import GraphSource
+from merak.plan.engine_options import EngineOptions
+from tests.unit.engine.models import gpt2, text_batch
 
 aten = torch.ops.aten
 
@@ -64,7 +78,7 @@ def test_a_compiled_graph_computes_the_same(backend: str) -> None:
 
 def compare(backend: str) -> None:
     seen.clear()
-    compiled = runnable(graph(), compilation=Compilation(backend))
+    compiled = runnable(graph(), compiler=TorchCompiler(Compilation(backend)))
     for found, expected in zip(run(compiled), run(runnable(graph())), strict=True):
         torch.testing.assert_close(found, expected)
     assert len(seen) == 6  # in every call of both
@@ -78,7 +92,7 @@ def test_plain_operators_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return module
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
-    runnable(graph(), compilation=Compilation("aot_eager"))
+    runnable(graph(), compiler=TorchCompiler(Compilation("aot_eager")))
     targets = [{n.target for n in m.graph.nodes if n.op == "call_function"} for m in given]
     assert [aten.mm.default in t for t in targets] == [True, False, False]
     assert not any({own, aten.add_.Tensor} & found for found in targets)
@@ -94,7 +108,7 @@ def test_cuda_graphs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
     for mode in (None, "reduce-overhead", "max-autotune"):
-        runnable(graph(), compilation=Compilation(mode=mode))
+        runnable(graph(), compiler=TorchCompiler(Compilation(mode=mode)))
     assert all(how["options"]["triton.cudagraphs"] is False for how in given)
     assert all(how["options"]["fallback_random"] is True for how in given)
     assert given[-1]["options"]["max_autotune"] is True
@@ -103,3 +117,52 @@ def test_cuda_graphs_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torch_names_its_backends_and_modes() -> None:
     assert {"inductor", "aot_eager"} <= set(compile_backends())
     assert {"default", "reduce-overhead"} <= set(compile_modes())
+
+
+def test_equal_layers_are_compiled_once() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        few, many = (pool.submit(count_compilations, layers).result() for layers in (4, 8))
+    assert few["compiled"] == many["compiled"] == few["structures"] == many["structures"]
+    assert few["runs"] < many["runs"]
+
+
+def count_compilations(layers: int) -> dict[str, int]:
+    """Compilations of a model's step, beside the runs of plain operators and their structures."""
+    graphs: list[fx.GraphModule] = []
+
+    def counting(graph: fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.register_backend(counting, name=f"counting_{layers}")
+    compilation = Compilation(f"counting_{layers}")
+    merak.init(device="cpu")
+    found, runs = [], []
+    for how in (None, compilation):
+        options = EngineOptions(num_microbatches=2, recompute="off", compilation=how)
+        source = GraphSource(gpt2(layers=layers))
+        batch = text_batch()
+        columns = signature(batch).columns
+        engine = build_engine(source, columns, current_mesh(), options)
+        engine.train_step(0, [columns] * 2, [batch, text_batch(seed=1)], 0.5)
+        found.append([parameter.grad for parameter in engine.parameters.values()])
+        runs = plain_runs(engine)
+    assert all(map(torch.equal, *found))
+    reset()
+    structures = {structural_key(run.graph) for run in runs}
+    return {"compiled": len(graphs), "runs": len(runs), "structures": len(structures)}
+
+
+def plain_runs(engine: Engine) -> list[fx.GraphModule]:
+    """What `torch.compile` is given of an engine's segments."""
+    given: list[Any] = []
+
+    class Listing(TorchCompiler):
+        def compile(self, module: fx.GraphModule) -> torch.nn.Module:
+            given.append(module)
+            return module
+
+    for stage in engine._state.program_for.base.stages.values():
+        for program in stage.segments:
+            runnable(program.segment.graph, compiler=Listing(Compilation()))
+    return given
