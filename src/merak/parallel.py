@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,7 +51,7 @@ from merak.engine.recording.description import describe_job
 from merak.engine.recording.loop import LoopFigures
 from merak.engine.recording.recorder import RunRecorder
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
-from merak.engine.step.optimizer_step import FiniteCheck
+from merak.engine.step.optimizer_step import FiniteCheck, OpenStep
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.unread_arguments import unread_arguments
 from merak.graph.trace.calls.call import LossFunction
@@ -111,6 +112,8 @@ class ParallelModel:
         self.scaler = scaler
         self.plain = plain
         self._finite_check = FiniteCheck(scaler)
+        # The last step, until it is known whether it was finite.
+        self._open: OpenStep | None = None
         self._not_finite = not_finite
         own = list(engine.optimizer_params.named.values())
         self.optimizer = optimizer(own) if optimizer is not None and own else None
@@ -144,18 +147,15 @@ class ParallelModel:
         self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
         signatures = [signature(b).columns for b in microbatches]
-        loss_scale = 1.0 if self.scaler is None else self.scaler.get_scale()
+        loss_scale = 1.0 if self.scaler is None else self.scaler.current()
         losses = self.engine.train_step(
             self.num_steps, signatures, microbatches, scale, self._update, loss_scale
         )
         loss = losses.sum()
         self.engine.all_reduce(loss, "dp", "losses")
 
-        def locate() -> str:
-            return self.engine.locate_non_finite(
-                self.num_steps, signatures, microbatches, scale, loss_scale
-            )
-
+        ran = self.num_steps, signatures, microbatches, scale, loss_scale
+        locate = partial(self.engine.locate_non_finite, *ran)
         if not self._skips(loss, locate) and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
@@ -175,41 +175,56 @@ class ParallelModel:
             of the fullest rank and of each pp rank, and `mfu` where `run_record` is given and the
             device's peak is known.
         """
+        self._settle()
         return self._loop.take(self.num_steps, logged)
 
     def _skips(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
         """Clip the gradients, and tell whether the step is left out; the same on every rank."""
-        engine, check, policy, norm = self.engine, self._finite_check, self._not_finite, None
+        engine, norm = self.engine, None
         if self.max_grad_norm is not None:
             norm = engine.clip_gradients(self.max_grad_norm)
-        if self.scaler is None and policy is None:
+        if self.scaler is None and self._not_finite is None:
             return False
         norm = engine.gradient_norm() if norm is None else norm
-        if not check.fails(norm, loss):
+        end = self._finite_check.end(norm, loss)
+        self._settle()  # the step before, while the device runs this one
+        is_masked = self._update is not None and engine.reads_late
+        self._open = OpenStep(self.num_steps, end, locate, is_masked)
+        if is_masked:
+            engine.mask_step(end)
             return False
-        found = f"loss {float(loss)} and gradient norm {float(norm)}"
+        return self._settle()
+
+    def _settle(self) -> bool:
+        """Tell whether the last step was not finite, where that is not known; equal on all ranks.
+
+        Raises:
+            TrainingError: it was not, and the policy says so; what ran after it is not stepped.
+        """
+        (last, self._open), check, policy = (self._open, None), self._finite_check, self._not_finite
+        if last is None or not check.fails(numbers := last.end.read()):
+            return False
+        found = f"loss {numbers.loss} and gradient norm {numbers.norm}"
         if not check.is_overflow:
             if policy is not None and policy.locate:
-                found += f" ({locate()})"
-            self._refuse(found)
-        warn_on_rank0(logger, "step %d skipped: %s", self.num_steps, found)
-        engine.optimizer_params.clear_gradients()
-        engine.undo_compression()
-        if not torch.isfinite(loss):
-            engine.undo_buffers()  # which the forward has written such numbers into
+                found += f" ({last.locate()})"
+            self._refuse(last.number, found)
+        warn_on_rank0(logger, "step %d skipped: %s", last.number, found)
+        if not last.is_masked:
+            self.engine.discard_step(numbers)
         return True
 
-    def _refuse(self, found: str) -> None:
+    def _refuse(self, step: int, found: str) -> None:
         """Refuse to skip a step that is not finite, as far as the policy says so."""
         num_failed, policy = self._finite_check.num_failed, self._not_finite
         if policy is not None and policy.stops:
             raise TrainingError(
-                f"step {self.num_steps} has {found}; lower the learning rate or look at its data, "
+                f"step {step} has {found}; lower the learning rate or look at its data, "
                 "or leave such steps out with nan_policy='skip'."
             )
         if num_failed > MAX_SKIPPED_STEPS:
             raise TrainingError(
-                f"step {self.num_steps} has {found}, and the {MAX_SKIPPED_STEPS} steps before it "
+                f"step {step} has {found}, and the {MAX_SKIPPED_STEPS} steps before it "
                 "were skipped too, so the model has diverged; go on from earlier weights with a "
                 "lower learning rate, or look at the data."
             )
@@ -223,6 +238,7 @@ class ParallelModel:
         Raises:
             TrainingError: they differ.
         """
+        self._settle()
         self.engine.check_replicas(f"after step {self.num_steps}")
 
     def save_checkpoint(
@@ -242,6 +258,7 @@ class ParallelModel:
         Raises:
             SavingError: it cannot be written. A checkpoint that was there is as it was.
         """
+        self._settle()
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         own = {"num_steps": self.num_steps, "of_the_loop": dict(values or {}), **scaler}
         with self.engine.whole_model():
@@ -259,6 +276,7 @@ class ParallelModel:
             WeightsError: it is damaged, or of another model.
         """
         check_valid(Path(folder))
+        self._open = None
         with self.engine.whole_model():
             found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
         self._read_from(Path(folder))
@@ -369,7 +387,7 @@ def parallelize(
     source = _source(model, loss_fn, fixed, autocast)
     plain = _agreed_arguments(source, columns, num_microbatches)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
-    scaler = LossScale() if autocast == torch.float16 else None
+    scaler = LossScale(current_mesh().device) if autocast == torch.float16 else None
     needs = max_grad_norm, scaler, not_finite
     _refuse_what_needs_all_gradients(_updates_inside(chosen, plan), chosen.schedule, *needs)
     built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)

@@ -31,11 +31,12 @@ from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.step.evaluation import evaluate, pad_microbatches
 from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_gradients
-from merak.engine.step.optimizer_step import gradient_norm
+from merak.engine.step.optimizer_step import StepEnd, StepNumbers, gradient_norm, runs_behind
 from merak.engine.step.parameter_writes import apply_parameter_writes
 from merak.engine.step.replica_check import check_replicas
 from merak.engine.step.step_checks import check_counts, check_indices, microbatch_counts
 from merak.engine.step.training_step import TrainingStep, Update
+from merak.engine.step.undo import StepUndo
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.program.program import Program
@@ -67,7 +68,7 @@ class Engine:
         self.optimizers = OptimizerConnections(state, self.watch)
         self.last_weights = LastWeights()
         self._state = state
-        self._buffers_before: TensorDict = {}
+        self._undo = StepUndo()
         self._is_retired = False
         self._update_norm = torch.zeros((), device=state.mesh.device)
 
@@ -211,7 +212,7 @@ class Engine:
         batches: Sequence[Mapping[str, torch.Tensor]],
         scale: float = 1.0,
         update: Update | None = None,
-        loss_scale: float = 1.0,
+        loss_scale: float | torch.Tensor = 1.0,
     ) -> torch.Tensor:
         """Run forward and backward of all microbatches, and reduce their gradients.
 
@@ -225,8 +226,8 @@ class Engine:
             batches: per microbatch, at least the columns this rank reads.
             scale: the factor of each microbatch's loss in the step's loss.
             update: steps the optimizer for those parameters of this rank that have a gradient.
-            loss_scale: multiplies the gradients in backward, against underflow in fp16; they are
-                divided by it before this returns.
+            loss_scale: multiplies the gradients in backward, against underflow in fp16, a number or
+                a scalar on the device; they are divided by it before this returns.
 
         Returns:
             The microbatches' losses times `scale`, (number of microbatches,), float32, on every
@@ -251,7 +252,7 @@ class Engine:
         while True:
             self._state.optimizer_params.start_step()
             written = written_buffers(self._state, signatures)
-            self._buffers_before = written
+            self._undo.note(step, written, with_previous=self.reads_late)
             try:
                 return self._attempt(step, signatures, batches, scale, update, loss_scale)
             except StepAborted as aborted:
@@ -266,7 +267,7 @@ class Engine:
         batches: Sequence[Mapping[str, torch.Tensor]],
         scale: float,
         update: Update | None,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
     ) -> torch.Tensor:
         """Run a training step, which may be aborted."""
         with (
@@ -285,17 +286,30 @@ class Engine:
             self._state.replica_buffers.synchronize(tuple(signatures))
             return losses
 
-    def undo_buffers(self) -> None:
-        """Undo the writes of the last training step into buffers, such as running means."""
-        restore(self._state, self._buffers_before)
+    @property
+    def reads_late(self) -> bool:
+        """Whether a step that is not finite may be found one step late: the device leaves it out.
 
-    def undo_compression(self) -> None:
-        """Undo what the last training step has changed of gradient compression's error feedback.
-
-        For steps that are skipped: the gradients that they reduced are not used.
+        Its host then never waits for a step that runs. That takes a device that runs behind it, and
+        optimizers whose kernels skip a step by themselves.
         """
-        if (compression := self._state.reducer.compression) is not None:
-            compression.undo()
+        state = self._state
+        is_plain = state.local_steps is None and self.compression is None
+        can_mask = is_plain and not self.updates_inside and self.optimizers.can_mask
+        return can_mask and runs_behind(self.mesh.device)
+
+    def mask_step(self, end: StepEnd) -> None:
+        """Let the device leave the last training step out if it was not finite.
+
+        Args:
+            end: of the step, whose optimizer has not been stepped yet.
+        """
+        self.optimizers.mask(end.non_finite)
+        self._undo.mask(self._state, end)
+
+    def discard_step(self, found: StepNumbers) -> None:
+        """Undo the last training step, which was not finite; an optimizer then changes nothing."""
+        self._undo.discard(self._state, found)
 
     @property
     def compression(self) -> GradientCompression | None:
@@ -308,15 +322,15 @@ class Engine:
         signatures: Sequence[Signature],
         batches: Sequence[Mapping[str, torch.Tensor]],
         scale: float = 1.0,
-        loss_scale: float = 1.0,
+        loss_scale: float | torch.Tensor = 1.0,
     ) -> str:
-        """Run the last training step once more, and find where it was first not finite.
+        """Run a training step once more, and find where it was first not finite.
 
-        All ranks call it together, before the optimizer has been stepped. Afterwards there are no
-        gradients, and buffers are as they were before the step.
+        All ranks call it together, with the weights that the step had. Afterwards buffers are as
+        they were, and gradients those of the step after it, if that has run.
 
         Args:
-            step: as of `train_step`.
+            step: as of `train_step`; the last one, or the one before where `reads_late`.
             signatures: as of `train_step`.
             batches: as of `train_step`.
             scale: as of `train_step`.
@@ -328,17 +342,15 @@ class Engine:
         state = self._state
         batches = self._with_numbers(batches)
         finder = NonFiniteFinder(self._programs(signatures, True)[0].loss)
-        self.undo_buffers()
-        state.optimizer_params.start_step()
-        try:
-            with finder.watching(state):
-                losses = self._attempt(step, signatures, batches, scale, None, loss_scale)
-        except StepAborted:
-            return "and memory ran out when the step ran once more to find the operator"
+        with self._undo.before(state, step):
+            try:
+                with finder.watching(state):
+                    losses = self._attempt(step, signatures, batches, scale, None, loss_scale)
+            except StepAborted:
+                return "and memory ran out when the step ran once more to find the operator"
+            gradients = non_finite_gradients(state.optimizer_params)
         found = finder.first(finite_loss=True), finder.first(finite_loss=False)
-        gradients = non_finite_gradients(state.optimizer_params)
         has_finite_loss = bool(torch.isfinite(losses).all())
-        self.undo_buffers()
         ranks = state.gather((found, gradients, has_finite_loss), "what was not finite first on")
         finite = all(rank[2] for rank in ranks)
         origins = [rank[0][0 if finite else 1] for rank in ranks]
@@ -357,14 +369,17 @@ class Engine:
         return found or [self._state.base]
 
     def _run(
-        self, microbatches: Sequence[Microbatch], update: Update | None, loss_scale: float
+        self,
+        microbatches: Sequence[Microbatch],
+        update: Update | None,
+        loss_scale: float | torch.Tensor,
     ) -> torch.Tensor:
         """The losses of a step's microbatches, which run once."""
         state, oom_guard = self._state, self._state.oom_guard
         plan = state.plan_for(max(len(microbatches), 1))
         oom_guard.start_step(self._release)
         if self.compression is not None:
-            self.compression.start_step(loss_scale)
+            self.compression.start_step(float(loss_scale))
         try:
             run = TrainingStep(state, plan, microbatches)
             if microbatches:

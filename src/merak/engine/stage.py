@@ -47,7 +47,7 @@ class Microbatch:
     batch_only: TensorDict
     random_key: tuple[int | str, ...]
     scale: float = 1.0
-    loss_scale: float = 1.0
+    loss_scale: float | torch.Tensor = 1.0
     remote: TensorDict = field(default_factory=dict)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.grouped_product import grouped_product, product_by_kernel
 
 
 def enter_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
@@ -61,19 +62,14 @@ def grouped_mm_rows(
     Returns:
         (rows, outputs); the gradient of the other rows is zero too.
     """
-    ends, others = _own_ends(offsets, axis), _others(rows, offsets, axis)
-    # torch leaves the rows behind the last group as they are in memory, in both passes.
-    own = torch._grouped_mm(rows.masked_fill(others, 0), weight, offs=ends)
-    return own.masked_fill_(others, 0)
+    return product_by_kernel(rows, weight, _own_ends(offsets, axis))
 
 
 def grouped_mm_fallback_rows(
     rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, axis: str
 ) -> torch.Tensor:
-    """Grouped product as `grouped_mm_rows`, by transformers' operator, which takes every dtype."""
-    product = torch.ops.transformers.grouped_mm_fallback
-    result: torch.Tensor = product(rows, weight, _own_ends(offsets, axis))
-    return result
+    """Grouped product as `grouped_mm_rows`, of every dtype."""
+    return grouped_product(rows, weight, _own_ends(offsets, axis))
 
 
 def grouped_linear_rows(  # as `merak::grouped_linear`, and the axis
@@ -226,13 +222,6 @@ def _own_ends(offsets: torch.Tensor, axis: str) -> torch.Tensor:
     num_own = offsets.shape[0] // axis_degree(axis)
     start, _ = _own_rows(offsets, axis)
     return offsets.narrow(0, axis_rank(axis) * num_own, num_own) - start
-
-
-def _others(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
-    """(rows, 1), true for rows behind the rank's own."""
-    start, stop = _own_rows(offsets, axis)
-    place = torch.arange(rows.shape[0], device=rows.device)
-    return _as_column(place >= stop - start, rows)
 
 
 def _as_column(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ def _run(
             candidate.num_microbatches,
             workload.optimizer,
             None if engine.updates_inside else _MAX_GRAD_NORM,
-            LossScale() if workload.autocast == torch.float16 else None,
+            LossScale(mesh.device) if workload.autocast == torch.float16 else None,
         )
         constants = list(forecast.layout.graph.constants.values())
         measured = measure_steps(model, batch, traffic, steps, before_bytes, constants)

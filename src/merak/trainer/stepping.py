@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -26,8 +27,9 @@ from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
 from merak.engine.rank_arguments import step_options
 from merak.engine.recording.recorder import RunRecorder
+from merak.engine.step.optimizer_step import OpenStep
 from merak.trainer.batch_exchange import BatchExchange
-from merak.trainer.health.not_finite import SkippedSteps, StepLoss
+from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
 from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
@@ -45,7 +47,7 @@ class _Ran:
     signatures: Sequence[Signature]
     batches: Sequence[Mapping[str, torch.Tensor]]
     scale: float
-    loss_scale: float
+    loss_scale: float | torch.Tensor
 
 
 class Stepping(Saving):
@@ -55,6 +57,9 @@ class Stepping(Saving):
     callback_handler: AgreedCallbacks
     _rollbacks: Rollbacks
     _ran: _Ran | None
+    # The last step, and the learning rates before it, until it is known whether it was finite.
+    _open: OpenStep | None
+    _rates: LearningRates
     _is_alone: bool
     _has_shared_groups: bool = False  # in the optimizers of all ranks
     _traced_loss: tuple[object, ...] = ()
@@ -235,7 +240,7 @@ class Stepping(Saving):
             [counter.with_tokens(found).columns for _, found in own],
             [{**step.microbatches[number], **extra} for number, _ in own],
             self._loss_scale(step.exchanged.num_microbatches, num_items_in_batch is not None),
-            1.0 if self.scaler is None else self.scaler.get_scale(),
+            1.0 if self.scaler is None else self.scaler.current(),
         )
         losses = engine.train_step(
             ran.step,
@@ -334,29 +339,49 @@ class Stepping(Saving):
                 "which runs the microbatches on all ranks; call super().training_step(…) in it."
             )
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
-        step, skipped = self.state.global_step + 1, self._skipped
-        skips = skipped.skips(self.args, step, self._losses, norm, self._locate_non_finite)
-        self.optimizer._is_overflow = skips  # the learning rate then does not move either
+        end = self._skipped.check.end(norm, self._losses)
+        self._settle()  # the step before, while the device runs this one
+        is_masked = self.engine.reads_late and self.args.nan_policy != "rollback"
+        assert self._ran is not None
+        locate = partial(self._locate_non_finite, self._ran)
+        self._open = OpenStep(self.state.global_step + 1, end, locate, is_masked)
+        if is_masked:
+            self._rates = LearningRates(self.lr_scheduler, self._inner_optimizer())
+            self.engine.mask_step(end)
+        # Without an update, the learning rate does not move either.
+        self.optimizer._is_overflow = not is_masked and self._settle()
+        return None if self.engine.updates_inside else norm
+
+    def _settle(self) -> bool:
+        """Tell whether the last step was not finite, where that is not known; equal on all ranks.
+
+        Raises:
+            TrainingError: it was not, and the job stops; what ran after it is not stepped.
+        """
+        (last, self._open), skipped, engine = (self._open, None), self._skipped, self.engine
+        if last is None:
+            return False
+        assert engine is not None
+        numbers = last.end.read()
+        skips = skipped.skips(self.args, last.number, numbers, last.locate)
         if self.args.logging_nan_inf_filter:
-            self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
-        if skips:
-            self.engine.optimizer_params.clear_gradients()  # without a gradient nothing is stepped
-            self.engine.undo_compression()
-            if not torch.isfinite(self._losses).all():
-                self.engine.undo_buffers()  # which the forward has written such numbers into
+            self._total_loss_scalar = skipped.total(self._total_loss_scalar)
+        if skips and last.is_masked:
+            self._rates.restore()
+        elif skips:
+            engine.discard_step(numbers)
             if self.args.nan_policy == "rollback" and not skipped.check.is_overflow:
                 self._saver.wait()
                 self._rollbacks.roll_back(
-                    self.args, step, skipped.found, super()._load_optimizer_and_scheduler
+                    self.args, last.number, skipped.found, super()._load_optimizer_and_scheduler
                 )
-        return None if self.engine.updates_inside else norm
+        return skips
 
-    def _locate_non_finite(self) -> str:
-        """Where the step was first not finite, by running it once more; nothing if not wanted."""
+    def _locate_non_finite(self, ran: _Ran) -> str:
+        """Where a step was first not finite, by running it once more; nothing if not wanted."""
         if not self.args.locate_nan:
             return ""
-        assert self.engine is not None and self._ran is not None
-        ran = self._ran
+        assert self.engine is not None
         with phase(f"running step {ran.step + 1} again to find where it is not finite"):
             found = self.engine.locate_non_finite(
                 ran.step, ran.signatures, ran.batches, ran.scale, ran.loss_scale
@@ -370,6 +395,10 @@ class Stepping(Saving):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """As transformers does it, after a look at the replicas."""
+        control = self.control
+        looks = control.should_log, control.should_save, control.should_evaluate
+        if any(looks) or control.should_training_stop or control.should_epoch_stop:
+            self._settle()
         every = self.args.check_replicas_steps
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")

@@ -146,7 +146,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         kwargs = given_by_name(MerakTrainer, locals())
         self._prepare(args, kwargs)
         arguments = args if args is not None else MerakArguments(output_dir="tmp_trainer")
-        self.scaler = LossScale() if arguments.fp16 else None
+        self.scaler = LossScale(self.mesh.device) if arguments.fp16 else None
         self._skipped = SkippedSteps(FiniteCheck(self.scaler))
         if arguments.should_save:
             make_output_folder(str(arguments.output_dir))
@@ -192,7 +192,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         self._step = None
-        self._ran = None
+        self._ran = self._open = None
         self._losses = torch.zeros(0)
         self._is_left_over = False
         self._rollbacks = Rollbacks()
@@ -405,6 +405,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         loader = self._train_loader()
         if not self.is_in_train:
             return loader
+        self._open = None
         self._skipped.start()
         self._rollbacks.start()
         evaluated = first_evaluation_batches(self)

@@ -7,6 +7,7 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,11 +154,14 @@ def test_tracing_takes_no_memory_of_the_device() -> None:
     assert torch.cuda.max_memory_allocated() == before
 
 
-@pytest.mark.parametrize(("nan_policy", "waits"), [("ignore", 0), ("stop", 1)])
+@pytest.mark.parametrize(
+    ("nan_policy", "fused", "waits"), [("ignore", False, 0), ("stop", False, 1), ("stop", True, 0)]
+)
 def test_a_step_waits_for_the_device_only_to_see_whether_it_was_finite(
-    nan_policy: str, waits: int
+    nan_policy: str, fused: bool, waits: int
 ) -> None:
-    optimizer, half = torch.optim.AdamW, torch.bfloat16
+    half = torch.bfloat16
+    optimizer = partial(torch.optim.AdamW, fused=fused)
     options: dict[str, Any] = {"optimizer": optimizer, "max_grad_norm": 1.0}
     parallel, _ = step(gpt2(0.1), autocast=half, nan_policy=nan_policy, **options)
     own = {name: column.to(DEVICE) for name, column in batch().items()}

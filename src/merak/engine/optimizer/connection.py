@@ -32,6 +32,7 @@ from merak.engine.optimizer.own_tensors import (
 )
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
+from merak.engine.step.optimizer_step import runs_behind
 from merak.graph.weights.sharded import ShardWatch
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class OptimizerConnections:
         self.note_originals({})
         self._connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._is_stepping = False
+        self.can_mask = False
+        """Whether every optimizer of this job's ranks can leave a step out on the device."""
         self._wholes: list[WholeTensors] = []
         own = weakref.ref(self)
 
@@ -90,6 +93,13 @@ class OptimizerConnections:
         if optimizer is not None:
             refuse_closure(optimizer)
             use_optimizer_tensors(optimizer, self._found, takes_others=is_met)
+        if runs_behind(state.mesh.device):
+            ranks = state.gather(
+                _masks(optimizer), "whether optimizers skip steps by themselves on"
+            )
+            known = [masks for masks in ranks if masks is not None]
+            was_able = self.can_mask or not self._connected
+            self.can_mask = was_able and bool(known) and all(known)
         judgement, whole = judge(state, optimizer), None
         if judgement is not None:
             if sentence := judgement.refusal():
@@ -114,6 +124,17 @@ class OptimizerConnections:
         sync = self._state.optimizer_params.sync_model_params
         connect_optimizer(optimizer, sync, self._state.local_steps)
         optimizer.register_step_post_hook(lambda *_: self._note(False))
+        optimizer.register_step_post_hook(_unmask)
+
+    def mask(self, non_finite: torch.Tensor) -> None:
+        """Let the next step of all optimizers change nothing, if the device finds so.
+
+        Args:
+            non_finite: 1 for a step that changes nothing, 0 for any other; a scalar on the device.
+        """
+        for optimizer in self._connected:
+            # As torch's own GradScaler hands it to them.
+            optimizer.grad_scale, optimizer.found_inf = None, non_finite  # type: ignore[attr-defined]
 
     def step_none(self) -> None:
         """Take part in a step of the others, on a rank without an optimizer of its own."""
@@ -134,6 +155,18 @@ class OptimizerConnections:
         """Note a step of a connected optimizer, inside which one of its own parts may step."""
         self._is_stepping = is_stepping
         (self._watch.pause if is_stepping else self._watch.resume)()
+
+
+def _masks(optimizer: torch.optim.Optimizer | None) -> bool | None:
+    """Whether an optimizer's kernels can skip a step; None for none."""
+    can_skip = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return None if optimizer is None else bool(can_skip)
+
+
+def _unmask(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for name in ("grad_scale", "found_inf"):
+        if name in vars(optimizer):
+            delattr(optimizer, name)
 
 
 def connect_optimizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +45,82 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
         )
 
 
+def runs_behind(device: torch.device) -> bool:
+    """Whether a device runs behind the host, which waits for it where it reads a tensor."""
+    return device.type not in ("cpu", "meta")
+
+
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What the end of a step has found, as numbers of the host; equal on all ranks.
+
+    Args:
+        is_finite: whether its losses and the norm of its gradients are.
+        has_finite_loss: whether its losses are.
+        loss: their sum.
+        norm: of all gradients of the model.
+        loss_scale: of fp16 in the step; 1 without.
+    """
+
+    is_finite: bool
+    has_finite_loss: bool
+    loss: float
+    norm: float
+    loss_scale: float
+
+
+class StepEnd:
+    """What the end of a step has found, on the device and on its way to the host.
+
+    Args:
+        norm: of all gradients of the model, a scalar.
+        losses: of the step's microbatches.
+        loss_scale: of fp16, a scalar; None without.
+    """
+
+    def __init__(
+        self, norm: torch.Tensor, losses: torch.Tensor, loss_scale: torch.Tensor | None = None
+    ) -> None:
+        self.has_finite_loss = torch.isfinite(losses).all()
+        """A boolean scalar on the device."""
+        is_finite = torch.isfinite(norm) & self.has_finite_loss
+        self.non_finite = (~is_finite).float()
+        """1 if a loss or gradient is NaN or infinite, else 0: a scalar on the device."""
+        scale = torch.ones_like(norm) if loss_scale is None else loss_scale
+        found = (is_finite, self.has_finite_loss, losses.sum(), norm, scale)
+        self._numbers = torch.stack([one.to(norm.dtype) for one in found])
+        self._arrival: torch.Event | None = None
+        if runs_behind(norm.device):
+            numbers = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+            self._numbers = numbers.copy_(self._numbers, non_blocking=True)
+            self._arrival = torch.Event(norm.device.type)
+            self._arrival.record()
+
+    def read(self) -> StepNumbers:
+        """The numbers; waits until the device has made them, the only time that a step does."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        finite, has_finite_loss, *rest = self._numbers.tolist()
+        return StepNumbers(finite == 1, has_finite_loss == 1, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStep:
+    """A training step of which the host does not know yet whether it was finite.
+
+    Args:
+        number: of the step.
+        end: of the step.
+        locate: finds where it was first not finite: the end of a sentence; all ranks call it.
+        is_masked: whether the device leaves it out by itself; the next step has then run as well.
+    """
+
+    number: int
+    end: StepEnd
+    locate: Callable[[], str]
+    is_masked: bool
+
+
 @dataclass(slots=True)
 class FiniteCheck:
     """Finds the steps whose gradients are not finite; all ranks find the same ones.
@@ -58,24 +135,28 @@ class FiniteCheck:
     is_overflow: bool = field(default=False, init=False)
     """Whether the last step was an overflow that a lower loss scale may avoid."""
 
-    def fails(self, norm: torch.Tensor, losses: torch.Tensor | None = None) -> bool:
-        """Check a step, and adapt the loss scale to it.
+    def end(self, norm: torch.Tensor, losses: torch.Tensor) -> StepEnd:
+        """The end of a step; adapts the loss scale to it, on the device.
 
         Args:
             norm: of all gradients of the model.
-            losses: of the step's microbatches; None leaves them unchecked.
-
-        Returns:
-            Whether something is NaN or infinite, so that the step must not reach the optimizer.
+            losses: of the step's microbatches.
         """
-        finite = torch.isfinite(norm)
-        is_finite = bool(finite if losses is None else finite & torch.isfinite(losses).all())
-        self.is_overflow = False
+        end = StepEnd(norm, losses, None if self.scaler is None else self.scaler.current())
         if self.scaler is not None:
-            self.is_overflow = not is_finite and self.scaler.may_overflow
-            self.scaler.adapt(overflow=not is_finite)
-        if is_finite:
+            self.scaler.adapt(end.non_finite)
+        return end
+
+    def fails(self, found: StepNumbers) -> bool:
+        """Whether a step is not finite, so that it must not reach the optimizer.
+
+        Args:
+            found: at its end; steps come one after another.
+        """
+        # At a scale of 1 or less the step itself is to blame.
+        self.is_overflow = not found.is_finite and found.loss_scale > 1.0
+        if found.is_finite:
             self.num_failed = 0
         elif not self.is_overflow:
             self.num_failed += 1
-        return not is_finite
+        return not found.is_finite

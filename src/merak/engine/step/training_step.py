@@ -220,8 +220,12 @@ class TrainingStep(ScheduleRun):
         gradients = self.taken(Payload.GRADIENT, stage + 1, number)
         if (loss := _loss_made_by(stage, microbatch)) is not None:
             dtype = microbatch.program.values[loss].dtype
-            scale = microbatch.scale * microbatch.loss_scale * self._update_factor(number)
-            gradients[loss] = torch.full((), scale, dtype=dtype, device=self._state.mesh.device)
+            scale, of_fp16 = microbatch.scale * self._update_factor(number), microbatch.loss_scale
+            if isinstance(of_fp16, torch.Tensor):  # on the device; exact, as numbers of the host
+                gradients[loss] = (of_fp16.double() * scale).to(dtype)
+            else:
+                device = self._state.mesh.device
+                gradients[loss] = torch.full((), scale * of_fp16, dtype=dtype, device=device)
         pipe = self.schedule.microbatch_pipes[number]
         made = self._state.stages[stage].backward(
             number,

@@ -161,7 +161,7 @@ class OptimizerParams:
                 if leaf.grad is None:
                     leaf.grad_dtype = dtype
 
-    def take_gradients(self, loss_scale: float = 1.0) -> None:
+    def take_gradients(self, loss_scale: float | torch.Tensor = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
 
         A parameter that has been frozen since (`requires_grad_(False)`) gets none, so that no
@@ -174,7 +174,13 @@ class OptimizerParams:
             self._fsdp.take_gradients()
         sources = [i.parameter if i.rows is None else i.tensor for i in self.items.values()]
         gradients = [source.grad for source in sources if source.grad is not None]
-        if gradients and loss_scale != 1.0:
+        if isinstance(loss_scale, torch.Tensor):
+            factor = loss_scale.double().reciprocal().float()
+            for low in filter(is_low_precision, gradients):  # float16 may not have the factor
+                low.copy_(low.float() * factor)
+            if others := [one for one in gradients if not is_low_precision(one)]:
+                torch._foreach_mul_(others, factor)
+        elif gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         gradients.clear()  # so that each goes as soon as it has been converted
         for source, item in zip(sources, self.items.values(), strict=True):

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.ir.operators import family
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
@@ -20,6 +21,7 @@ from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
 from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
 from merak.ops.collectives import gather_with_partial_grad
+from merak.ops.grouped_product import grouped_product
 from merak.ops.sharded_saved import saving_shards
 
 BranchValues = tuple[bool, ...]
@@ -113,6 +115,8 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
+            elif _multiplies_groups(node):
+                node.target = grouped_product
         draw_in_logical_order(graph, to_compile=compiler is not None)
     forward: Function
     if observe is not None:
@@ -127,4 +131,10 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
 
 
 def _is_replaced(node: fx.Node) -> bool:
-    return is_opaque(node) or is_dynamic_region(node) or draws_by_memory(node)
+    is_own = is_opaque(node) or is_dynamic_region(node) or _multiplies_groups(node)
+    return is_own or draws_by_memory(node)
+
+
+def _multiplies_groups(node: fx.Node) -> bool:
+    """Whether a node is a grouped product in the form that takes every type and width."""
+    return node.op == "call_function" and family(node.target) == "grouped_mm_fallback"

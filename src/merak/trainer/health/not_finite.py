@@ -5,6 +5,7 @@ Every rank knows the same losses and the same gradient norm, so all of them deci
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_on_rank0
-from merak.engine.step.optimizer_step import FiniteCheck
+from merak.engine.step.optimizer_step import FiniteCheck, StepNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,34 @@ class StepLoss(torch.Tensor):
                 cls, lambda loss: loss.as_subclass(torch.Tensor), (args, kwargs or {})
             )
             return func(*own, **named)
+
+
+class LearningRates:
+    """The learning rates before a step, whose scheduler moves on before it is known to be finite.
+
+    Args:
+        scheduler: of the optimizer.
+        optimizer: whose groups have the rates.
+    """
+
+    def __init__(self, scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
+        self._scheduler = scheduler
+        self._state = copy.deepcopy(scheduler.state_dict())
+        self._groups = [] if optimizer is None else optimizer.param_groups
+        self._values = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            for group in self._groups
+        ]
+
+    def restore(self) -> None:
+        """Go back to them: the step has changed nothing, so it does not count."""
+        self._scheduler.load_state_dict(self._state)
+        for group, values in zip(self._groups, self._values, strict=True):
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    group[key].copy_(value)  # others hold it, too
+                else:
+                    group[key] = value
 
 
 def _nowhere() -> str:
@@ -79,8 +108,7 @@ class SkippedSteps:
         self,
         args: MerakArguments,
         step: int,
-        losses: torch.Tensor,
-        norm: torch.Tensor,
+        numbers: StepNumbers,
         locate: Locate = _nowhere,
     ) -> bool:
         """Whether a training step must be skipped.
@@ -88,29 +116,27 @@ class SkippedSteps:
         Args:
             args: what the job asks for: `nan_policy`, `max_skipped_steps` and `max_rollbacks`.
             step: its number, from 1.
-            losses: of its microbatches.
-            norm: of its gradients.
+            numbers: at its end.
             locate: finds where the step was first not finite; all ranks call it together.
 
         Raises:
             TrainingError: training cannot go on.
         """
-        if not self.check.fails(norm, losses):
+        if not self.check.fails(numbers):
             self._window_is_finite = self._any_is_finite = True
             self.num_overflows = 0
             return False
         self._window_has_skip = True
-        self._last = float(losses.sum())
-        found = f"loss {self._last} and gradient norm {float(norm)}"
+        self._last = numbers.loss
+        found = f"loss {numbers.loss} and gradient norm {numbers.norm}"
         self.num_overflows += self.check.is_overflow
         if not self.check.is_overflow or self.num_overflows == PERSISTENT_OVERFLOWS:
             found += locate()
         if not self.check.is_overflow:
             self._refuse(args, step, found)
         # A loss scale that was too high says nothing of the loss, which may be finite.
-        finite_loss = bool(torch.isfinite(losses).all())
-        self._window_is_finite |= finite_loss
-        self._any_is_finite |= finite_loss
+        self._window_is_finite |= numbers.has_finite_loss
+        self._any_is_finite |= numbers.has_finite_loss
         self.found = found
         if args.nan_policy != "rollback" or self.check.is_overflow:
             warn_on_rank0(logger, "step %d skipped: %s", step, found)

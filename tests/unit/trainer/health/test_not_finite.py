@@ -9,7 +9,7 @@ import torch
 
 from merak.core.errors import TrainingError
 from merak.engine.step.loss_scale import LossScale
-from merak.engine.step.optimizer_step import FiniteCheck
+from merak.engine.step.optimizer_step import FiniteCheck, StepNumbers
 from merak.trainer.health.evaluated import FiniteLosses
 from merak.trainer.health.not_finite import PERSISTENT_OVERFLOWS, SkippedSteps
 
@@ -22,7 +22,11 @@ def arguments(policy: str = "skip", most: int = 2) -> Any:
 
 def skips(skipped: SkippedSteps, args: Any, loss: float, norm: float | None = None) -> bool:
     losses = torch.tensor([1.0, loss])
-    return skipped.skips(args, 7, losses, torch.tensor(loss if norm is None else norm))
+    return skipped.skips(args, 7, numbers(skipped, loss if norm is None else norm, losses))
+
+
+def numbers(skipped: SkippedSteps, norm: float, losses: torch.Tensor) -> StepNumbers:
+    return skipped.check.end(torch.tensor(norm), losses).read()
 
 
 def logged(skipped: SkippedSteps, loss: float) -> float:
@@ -92,19 +96,19 @@ def test_where_it_began_is_said_of_failures_and_of_persistent_overflows() -> Non
         located.append(1)
         return " (NaN first appeared here)"
 
-    losses, nan, inf = torch.tensor([1.0]), torch.tensor(NAN), torch.tensor(INF)
+    losses = torch.tensor([1.0])
     skipped = SkippedSteps(FiniteCheck(None))
-    assert skipped.skips(args, 7, losses, nan, locate)
+    assert skipped.skips(args, 7, numbers(skipped, NAN, losses), locate)
     assert skipped.found == "loss 1.0 and gradient norm nan (NaN first appeared here)"
-    assert not skipped.skips(args, 8, losses, losses[0], locate)
+    assert not skipped.skips(args, 8, numbers(skipped, 1.0, losses), locate)
     assert len(located) == 1
     overflowing = SkippedSteps(FiniteCheck(LossScale()))
     for _ in range(PERSISTENT_OVERFLOWS - 1):
-        overflowing.skips(args, 7, losses, inf, locate)
+        overflowing.skips(args, 7, numbers(overflowing, INF, losses), locate)
     assert len(located) == 1
-    overflowing.skips(args, 7, losses, inf, locate)
+    overflowing.skips(args, 7, numbers(overflowing, INF, losses), locate)
     assert len(located) == 2
-    overflowing.skips(args, 7, losses, inf, locate)
+    overflowing.skips(args, 7, numbers(overflowing, INF, losses), locate)
     assert len(located) == 2
 
 

@@ -1,0 +1,61 @@
+"""Products of rows in groups, each group with a weight of its own, as experts multiply.
+
+torch's kernel reads the groups' sizes on the device. Where it cannot multiply, each group is
+multiplied by itself, for which the host reads the sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_ALIGNMENT = 8
+"""Numbers of bfloat16 at which the kernel's rows have to begin: 16 bytes."""
+
+
+def grouped_product(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Product of rows in groups; rows behind the last group give zeros.
+
+    Args:
+        rows: (rows, inputs).
+        weight: (groups, inputs, outputs), of the same element type.
+        offsets: (groups,), the row after the last one of every group.
+
+    Returns:
+        (rows, outputs); the gradient of rows behind the last group is zero too.
+    """
+    if has_kernel(rows, weight):
+        return product_by_kernel(rows, weight, offsets)
+    import transformers.integrations.moe  # noqa: F401  # registers the operator
+
+    result: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, offsets)
+    return result
+
+
+def has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether torch multiplies groups by one kernel: in bfloat16, from Ampere on, aligned."""
+    if rows.device.type != "cuda" or {rows.dtype, weight.dtype} != {torch.bfloat16}:
+        return False
+    # Without a GPU, tensors are fake, of a job on devices that are planned for.
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(rows.device) < (8, 0):
+        return False
+    widths = weight.shape[1:]
+    return all(width % _ALIGNMENT == 0 for width in widths) and all(
+        map(_is_aligned, (rows, weight))
+    )
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    strides, is_placed = sorted(tensor.stride()[-2:]), tensor.storage_offset() % _ALIGNMENT == 0
+    return is_placed and strides[0] == 1 and strides[1] % _ALIGNMENT == 0
+
+
+def product_by_kernel(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """`grouped_product` by torch's kernel, which leaves rows behind the last group unwritten."""
+    place = torch.arange(rows.shape[0], device=rows.device)
+    others = (place >= offsets.select(0, -1)).unsqueeze(1)  # in both passes
+    own = torch._grouped_mm(rows.masked_fill(others, 0), weight, offs=offsets.to(torch.int32))
+    return own.masked_fill(others, 0)
