@@ -175,7 +175,7 @@ class ParallelModel:
             of the fullest rank and of each pp rank, and `mfu` where `run_record` is given and the
             device's peak is known.
         """
-        self._settle()
+        self._read_last_step()
         return self._loop.take(self.num_steps, logged)
 
     def _skips(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
@@ -187,15 +187,15 @@ class ParallelModel:
             return False
         norm = engine.gradient_norm() if norm is None else norm
         end = self._finite_check.end(norm, loss)
-        self._settle()  # the step before, while the device runs this one
+        self._read_last_step()  # the step before, while the device runs this one
         is_masked = self._update is not None and engine.reads_late
         self._open = OpenStep(self.num_steps, end, locate, is_masked)
         if is_masked:
             engine.mask_step(end)
             return False
-        return self._settle()
+        return self._read_last_step()
 
-    def _settle(self) -> bool:
+    def _read_last_step(self) -> bool:
         """Tell whether the last step was not finite, where that is not known; equal on all ranks.
 
         Raises:
@@ -238,7 +238,7 @@ class ParallelModel:
         Raises:
             TrainingError: they differ.
         """
-        self._settle()
+        self._read_last_step()
         self.engine.check_replicas(f"after step {self.num_steps}")
 
     def save_checkpoint(
@@ -258,7 +258,7 @@ class ParallelModel:
         Raises:
             SavingError: it cannot be written. A checkpoint that was there is as it was.
         """
-        self._settle()
+        self._read_last_step()
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         own = {"num_steps": self.num_steps, "of_the_loop": dict(values or {}), **scaler}
         with self.engine.whole_model():

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,7 @@ class SegmentSummary:
         forward_seconds: of a microbatch on one tensor parallel rank of the device that was named,
             with its collectives; None without a device.
         backward_seconds: likewise, without recomputation.
+        attention: the kernels of its attention on that device, and why they are no better ones.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SegmentSummary:
     gathered_for: list[str] = field(default_factory=list)
     forward_seconds: float | None = None
     backward_seconds: float | None = None
+    attention: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _report(
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (num_parameters or 1),
         sequence_parallel=request.sequence_parallel,
         parts=[
-            _part(segment, found, shapes, times)
+            replace(_part(segment, found, shapes, times), attention=_attention(segment, devices))
             for segment, found, times in zip(
                 graph.segments, splits, _times(graph, parallel, request.cp, devices), strict=True
             )
@@ -241,6 +243,15 @@ def _times(
             known[key] = price_graph(fitted(segment)[0].graph, KernelChoice(), device, groups)
         found.append((known[key].forward_s, known[key].backward_s))
     return found
+
+
+def _attention(segment: Segment, devices: Cluster | None) -> list[str]:
+    """Kernels of a segment's attention, where some GPU was named."""
+    from merak.plan.cost.gpu_kernels import attention_kernels
+
+    if devices is None or devices.nodes[0].device.device_type != "cuda":
+        return []
+    return [f"attention: {kernel}" for kernel in dict.fromkeys(attention_kernels(segment.graph))]
 
 
 def _part(
@@ -327,7 +338,7 @@ def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
     shown: set[tuple[str, ...]] = set()
     for index, part in enumerate(parts):
         yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}{_time(part)}"
-        lines = tuple(_sharding_lines(part))
+        lines = (*part.attention, *_sharding_lines(part))
         if lines not in shown:
             shown.add(lines)
             yield from (f"        {line}" for line in lines)

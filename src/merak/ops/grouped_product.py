@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import torch
 
-_ALIGNMENT = 8
-"""Numbers of bfloat16 at which the kernel's rows have to begin: 16 bytes."""
+_MULTIPLE = 8
+"""Of sizes and strides, in bfloat16: the kernel reads 16 bytes at once."""
 
 
 def grouped_product(
-    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor,
+    device_type: str | None = None,
 ) -> torch.Tensor:
     """Product of rows in groups; rows behind the last group give zeros.
 
@@ -21,11 +24,12 @@ def grouped_product(
         rows: (rows, inputs).
         weight: (groups, inputs, outputs), of the same element type.
         offsets: (groups,), the row after the last one of every group.
+        device_type: of the device whose kernels run; None for that of the rows.
 
     Returns:
         (rows, outputs); the gradient of rows behind the last group is zero too.
     """
-    if has_kernel(rows, weight):
+    if has_kernel(rows, weight, device_type or rows.device.type):
         return product_by_kernel(rows, weight, offsets)
     import transformers.integrations.moe  # noqa: F401  # registers the operator
 
@@ -33,22 +37,21 @@ def grouped_product(
     return result
 
 
-def has_kernel(rows: torch.Tensor, weight: torch.Tensor) -> bool:
+def has_kernel(rows: torch.Tensor, weight: torch.Tensor, device_type: str) -> bool:
     """Whether torch multiplies groups by one kernel: in bfloat16, from Ampere on, aligned."""
-    if rows.device.type != "cuda" or {rows.dtype, weight.dtype} != {torch.bfloat16}:
+    if device_type != "cuda" or {rows.dtype, weight.dtype} != {torch.bfloat16}:
         return False
     # Without a GPU, tensors are fake, of a job on devices that are planned for.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(rows.device) < (8, 0):
+    is_real = rows.is_cuda and torch.cuda.is_available()
+    if is_real and torch.cuda.get_device_capability(rows.device) < (8, 0):
         return False
     widths = weight.shape[1:]
-    return all(width % _ALIGNMENT == 0 for width in widths) and all(
-        map(_is_aligned, (rows, weight))
-    )
+    return all(width % _MULTIPLE == 0 for width in widths) and all(map(_is_aligned, (rows, weight)))
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    strides, is_placed = sorted(tensor.stride()[-2:]), tensor.storage_offset() % _ALIGNMENT == 0
-    return is_placed and strides[0] == 1 and strides[1] % _ALIGNMENT == 0
+    strides, is_placed = sorted(tensor.stride()[-2:]), tensor.storage_offset() % _MULTIPLE == 0
+    return is_placed and strides[0] == 1 and strides[1] % _MULTIPLE == 0
 
 
 def product_by_kernel(

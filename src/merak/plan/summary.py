@@ -15,6 +15,7 @@ from merak.core.units import count, ranges, size, step_time
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float32_products import float32_products
+from merak.plan.cost.gpu_kernels import attention_sentence
 from merak.plan.expected.times import expected_times
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
@@ -67,7 +68,8 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
     ]
     if forecast.mesh.device.type == "cuda":  # elsewhere float32 is no slower
         in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
-        lines += [] if in_float32 is None else [f"  {in_float32}"]
+        attention = attention_sentence(segment.graph for segment in graph.segments)
+        lines += [f"  {sentence}" for sentence in (attention, in_float32) if sentence is not None]
     lines += [f"  {sentence}" for sentence in _tied_across_hosts(forecast)]
     return "\n".join(lines)
 

@@ -340,7 +340,7 @@ class Stepping(Saving):
             )
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
         end = self._skipped.check.end(norm, self._losses)
-        self._settle()  # the step before, while the device runs this one
+        self._read_last_step()  # the step before, while the device runs this one
         is_masked = self.engine.reads_late and self.args.nan_policy != "rollback"
         assert self._ran is not None
         locate = partial(self._locate_non_finite, self._ran)
@@ -349,10 +349,10 @@ class Stepping(Saving):
             self._rates = LearningRates(self.lr_scheduler, self._inner_optimizer())
             self.engine.mask_step(end)
         # Without an update, the learning rate does not move either.
-        self.optimizer._is_overflow = not is_masked and self._settle()
+        self.optimizer._is_overflow = not is_masked and self._read_last_step()
         return None if self.engine.updates_inside else norm
 
-    def _settle(self) -> bool:
+    def _read_last_step(self) -> bool:
         """Tell whether the last step was not finite, where that is not known; equal on all ranks.
 
         Raises:
@@ -398,7 +398,7 @@ class Stepping(Saving):
         control = self.control
         looks = control.should_log, control.should_save, control.should_evaluate
         if any(looks) or control.should_training_stop or control.should_epoch_stop:
-            self._settle()
+            self._read_last_step()
         every = self.args.check_replicas_steps
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")

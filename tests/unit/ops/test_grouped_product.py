@@ -74,7 +74,7 @@ def test_the_kernel_is_chosen_where_torch_has_it(
         rows = torch.empty(9, width, device=device, dtype=dtype)
         weight = torch.empty(3, 24, width, device=device, dtype=dtype).transpose(1, 2)
         offsets = torch.empty(3, device=device, dtype=torch.int64)
-        assert has_kernel(rows, weight) is expected
+        assert has_kernel(rows, weight, device) is expected
         with Operators() as seen:
             assert grouped_product(rows, weight, offsets).shape == (9, 24)
     assert ("_grouped_mm" in seen.names) is expected
@@ -108,4 +108,4 @@ def multiplies_groups(node: fx.Node) -> bool:
 
 
 def has_type(dtype: torch.dtype) -> Any:
-    return lambda rows, weight: rows.dtype is dtype
+    return lambda rows, weight, device_type: rows.dtype is dtype

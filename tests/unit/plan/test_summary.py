@@ -83,6 +83,7 @@ def test_experts_in_float32_under_autocast_are_said_on_gpus(device: str, said: b
     there = replace(found.mesh, device=torch.device(device))
     lines = summary(replace(found, mesh=there), SAMPLE).splitlines()
     assert any("autocast does not cast grouped_mm" in line for line in lines) is said
+    assert any(line.startswith("  attention: flash in 2 segments") for line in lines) is said
 
 
 @pytest.mark.parametrize(

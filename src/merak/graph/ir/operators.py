@@ -219,6 +219,11 @@ def family(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def multiplies_groups(node: fx.Node) -> bool:
+    """Whether a node is a grouped product in the form that takes every type and width."""
+    return node.op == "call_function" and family(node.target) == "grouped_mm_fallback"
+
+
 @cache
 def _operator_family(target: torch._ops.OpOverload) -> str:
     name = str(target._schema.name)

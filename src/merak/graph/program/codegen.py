@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import multiplies_groups
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
@@ -115,7 +115,7 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
                 node.target = opaque_function(node.meta["opaque"])
             elif is_dynamic_region(node):
                 node.target = dynamic_region_function(node.meta["region"])
-            elif _multiplies_groups(node):
+            elif multiplies_groups(node):
                 node.target = grouped_product
         draw_in_logical_order(graph, to_compile=compiler is not None)
     forward: Function
@@ -131,10 +131,5 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
 
 
 def _is_replaced(node: fx.Node) -> bool:
-    is_own = is_opaque(node) or is_dynamic_region(node) or _multiplies_groups(node)
+    is_own = is_opaque(node) or is_dynamic_region(node) or multiplies_groups(node)
     return is_own or draws_by_memory(node)
-
-
-def _multiplies_groups(node: fx.Node) -> bool:
-    """Whether a node is a grouped product in the form that takes every type and width."""
-    return node.op == "call_function" and family(node.target) == "grouped_mm_fallback"

@@ -10,8 +10,10 @@ in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +22,11 @@ from torch import fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from merak.core.tensor_meta import TensorMeta
+from merak.core.units import counted
+from merak.graph.ir.operators import multiplies_groups
 from merak.graph.segment.cut import copy_graph
+from merak.ops.grouped_product import grouped_product
 from merak.ops.sharded_dropout import (
     attend_by_kernel,
     attend_sharded,
@@ -29,6 +35,8 @@ from merak.ops.sharded_dropout import (
 )
 
 _aten = torch.ops.aten
+
+_Operand = torch.Tensor | TensorMeta
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _MOST_FEATURES = 256
@@ -56,12 +64,23 @@ def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
         fake: the device of the fake tensors.
     """
     is_other = (device_type, fake.type) == ("cuda", "cpu")
-    if not is_other or not any(node.target in _ON_GPUS for node in graph.nodes):
+    if not is_other or not any(map(_on_gpu, graph.nodes)):
         return graph
     copy, _ = copy_graph(graph)
     for node in copy.nodes:
-        node.target = _ON_GPUS.get(node.target, node.target)
+        node.target = _on_gpu(node) or node.target
     return copy
+
+
+def _on_gpu(node: fx.Node) -> Callable[..., Any] | None:
+    """What an operator runs on a GPU, where that is something else than on the CPU."""
+    return _product_on_gpu if multiplies_groups(node) else _ON_GPUS.get(node.target)
+
+
+def _product_on_gpu(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    return grouped_product(rows, weight, offsets, device_type="cuda")
 
 
 _ON_GPUS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
@@ -101,9 +120,10 @@ def _attention(
 ) -> torch.Tensor:
     """Attention by the first kernel that takes its operands: flash, memory-efficient, or none."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if _is_flash(query, key, value, attn_mask):
+    kernel = attention_kernel(query, key, value, attn_mask, enable_gqa).name
+    if kernel == FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
-    if _is_efficient(query, key, value, enable_gqa):
+    if kernel == EFFICIENT:
         needs_grad = any(x.requires_grad for x in (query, key, value))
         found = _aten._scaled_dot_product_efficient_attention.default(
             query,
@@ -139,22 +159,111 @@ def _flash(
     return flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :size]  # type: ignore[no-any-return]
 
 
-def _is_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> bool:
+FLASH, EFFICIENT, PRODUCTS = "flash", "memory-efficient", "products of matrices"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """The kernel of torch's attention on a GPU.
+
+    Args:
+        name: `FLASH`, `EFFICIENT` or `PRODUCTS`, from the best to the worst.
+        obstacle: what rules out the next better one; "" for the best.
+    """
+
+    name: str
+    obstacle: str = ""
+
+    def __str__(self) -> str:
+        """The kernel, and why it is no better one."""
+        better = {EFFICIENT: FLASH, PRODUCTS: f"{EFFICIENT} attention"}
+        if not self.obstacle:
+            return self.name
+        return f"{self.name}, since {self.obstacle} rules out {better[self.name]}"
+
+
+def attention_kernel(
+    query: _Operand, key: _Operand, value: _Operand, mask: object, enable_gqa: bool
+) -> AttentionKernel:
+    """The kernel that torch chooses for some operands of attention.
+
+    Args:
+        query: (samples, heads, tokens, features).
+        key: likewise.
+        value: likewise.
+        mask: None for none.
+        enable_gqa: whether several heads of queries may share a head of keys.
+    """
+    obstacle = _flash_obstacle(query, key, value, mask)
+    if not obstacle:
+        return AttentionKernel(FLASH)
+    if worse := _efficient_obstacle(query, key, value, enable_gqa):
+        return AttentionKernel(PRODUCTS, worse)
+    return AttentionKernel(EFFICIENT, obstacle)
+
+
+def _flash_obstacle(query: _Operand, key: _Operand, value: _Operand, mask: object) -> str:
     sizes = {x.shape[-1] for x in (query, key, value)}
-    fits = len(sizes) == 1 and max(sizes) <= _MOST_FEATURES and query.ndim == 4
-    return mask is None and query.dtype in _LOW_PRECISION and fits
+    if mask is not None:
+        return "its mask"
+    if query.dtype not in _LOW_PRECISION:
+        return _named(query.dtype)
+    if len(sizes) > 1 or max(sizes) > _MOST_FEATURES:
+        return f"heads of {' and '.join(map(str, sorted(sizes)))} features"
+    return "" if len(query.shape) == 4 else f"a query of {len(query.shape)} dims"
 
 
-def _is_efficient(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
-) -> bool:
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-    rows = (query.shape[-1], value.shape[-1])
-    aligned = all(size * query.dtype.itemsize % _ALIGNED_BYTES == 0 for size in rows)
-    known = query.dtype in (torch.float32, *_LOW_PRECISION)
-    return known and aligned and query.ndim == 4 and not grouped
+def _efficient_obstacle(query: _Operand, key: _Operand, value: _Operand, enable_gqa: bool) -> str:
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        return f"{query.shape[-3]} heads of queries over {key.shape[-3]} of keys"
+    for size in (query.shape[-1], value.shape[-1]):
+        if size * query.dtype.itemsize % _ALIGNED_BYTES:
+            return f"heads of {size} features, no multiple of {_ALIGNED_BYTES} bytes,"
+    if query.dtype not in (torch.float32, *_LOW_PRECISION):
+        return _named(query.dtype)
+    return "" if len(query.shape) == 4 else f"a query of {len(query.shape)} dims"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def attention_kernels(graph: fx.Graph) -> list[AttentionKernel]:
+    """The kernels that a GPU runs for the attention of a graph, in its order.
+
+    Args:
+        graph: of a segment.
+    """
+    found = []
+    for node in graph.nodes:
+        if node.target is not _aten.scaled_dot_product_attention.default:
+            continue
+        given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | node.kwargs
+        query, key, value = (given[n].meta["tensor"] for n in ("query", "key", "value"))
+        mask, shares = given.get("attn_mask"), given.get("enable_gqa", False)
+        found.append(attention_kernel(query, key, value, mask, shares))
+    return found
+
+
+def attention_sentence(graphs: Iterable[fx.Graph]) -> str | None:
+    """A sentence on the kernels of attention on a GPU, and what would give better ones.
+
+    Args:
+        graphs: of the segments.
+
+    Returns:
+        The sentence without its full stop; None without attention that torch has a kernel for.
+    """
+    counts = Counter(kernel for graph in graphs for kernel in {*attention_kernels(graph)})
+    if not counts:
+        return None
+    of_each = [f"{kernel} in {counted(n, 'segment')}" for kernel, n in counts.items()]
+    advice = (
+        "; a causal model needs no attention_mask for batches without padding"
+        if any(kernel.obstacle == "its mask" for kernel in counts)
+        else ""
+    )
+    return f"attention: {'; '.join(of_each)}{advice}"
 
 
 def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

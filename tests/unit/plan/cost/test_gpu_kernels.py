@@ -14,7 +14,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.trace import trace
 from merak.ops.sharded_dropout import dropout_sharded
-from merak.plan.cost.gpu_kernels import kernels_of
+from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence, kernels_of
 from merak.plan.cost.optimizer_memory import measure_step
 from merak.plan.cost.segment_memory import SegmentMemories
 
@@ -132,3 +132,29 @@ def test_an_optimizer_steps_all_parameters_at_once_on_a_gpu():
     one_by_one, at_once = (measure_step(adamw, metas, CPU, kind) for kind in ("cpu", "cuda"))
     assert at_once.state_bytes == one_by_one.state_bytes
     assert at_once.taken_bytes >= 8 * 4000 > one_by_one.taken_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "expected"),
+    [
+        (torch.bfloat16, False, "flash"),
+        (torch.bfloat16, True, "memory-efficient, since its mask rules out flash"),
+        (torch.float32, False, "memory-efficient, since float32 rules out flash"),
+        (
+            torch.float64,
+            False,
+            "products of matrices, since float64 rules out memory-efficient attention",
+        ),
+    ],
+)
+def test_the_kernel_of_attention_and_why_no_better_one_is_said(dtype, masked, expected):
+    columns = {"x": TensorMeta((SAMPLES, TOKENS, HEADS * SIZE), dtype)}
+    if masked:
+        columns["mask"] = TensorMeta((SAMPLES, 1, TOKENS, TOKENS), torch.bool)
+    graph = cut_into_segments(trace(Attends(0.0).to(dtype), columns))
+    graphs = [segment.graph for segment in graph.segments]
+    assert [str(kernel) for own in graphs for kernel in attention_kernels(own)] == [expected]
+    advice = "; a causal model needs no attention_mask for batches without padding"
+    said = f"attention: {expected} in 1 segment{advice if masked else ''}"
+    assert attention_sentence(graphs) == said
+    assert attention_sentence([]) is None
