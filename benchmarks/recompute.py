@@ -27,10 +27,10 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import balance
-from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.cost.segment_time import segment_costs
 from merak.plan.layout import Layout
+from merak.plan.memory.non_tensor import usable_bytes
 from merak.schedule import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024

@@ -120,14 +120,12 @@ def _devices(
     request: MemoryRequest,
 ) -> tuple[torch.device, DeviceProfile | None, tuple[float, ...] | None]:
     """Where to trace, the profile that times rest on, and bytes that each pp rank may fill."""
-    from merak.plan.cluster.fit import usable_by_pp_rank
+    from merak.plan.cluster.fit import usable_by_pp_rank, usable_on
     from merak.plan.cluster.parse import parse_cluster
-    from merak.plan.cost.device import usable_bytes
 
     if request.cluster is None:
         device, sheet = planned_device(request.device)
-        memory = None if sheet is None else sheet.memory_bytes
-        usable = None if memory is None else (float(usable_bytes(memory)),) * request.pp
+        usable = None if sheet is None else (usable_on(sheet, _mesh(request, device)),) * request.pp
         return device, sheet, usable
     if request.device is not None:
         raise CommandError(
@@ -135,9 +133,9 @@ def _devices(
             "give one of them."
         )
     cluster = parse_cluster(request.cluster)
-    usable = usable_by_pp_rank(cluster, request.dp * request.cp, request.tp, request.pp)
     smallest = min(cluster.devices, key=lambda profile: profile.memory_bytes or math.inf)
-    return planning_device(smallest), smallest, usable
+    device = planning_device(smallest)
+    return device, smallest, usable_by_pp_rank(cluster, _mesh(request, device))
 
 
 def _engine_options(

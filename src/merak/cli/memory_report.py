@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.core.units import counted, size
+from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory
 
 if TYPE_CHECKING:
     from merak.plan.activations.forecast import Forecast
@@ -85,6 +86,8 @@ class MemoryReport:
         device_bytes: memory of the device by its data sheet; None where it has none.
         usable_bytes: of each pp rank's device, what is left for tensors; None where unknown.
         fits: whether every pp rank's peak is at most that; None where it is unknown.
+        non_tensor_bytes: of the device, that hold no tensor, by what they are for; None where its
+            memory is not known.
     """
 
     model: str
@@ -100,6 +103,7 @@ class MemoryReport:
     device_bytes: int | None = None
     usable_bytes: list[int] | None = None
     fits: bool | None = None
+    non_tensor_bytes: dict[str, int] | None = None
 
 
 def report_on(
@@ -147,6 +151,9 @@ def report_on(
         fits=None
         if usable is None
         else all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
+        non_tensor_bytes=None
+        if sheet is None or sheet.memory_bytes is None
+        else asdict(non_tensor_memory(sheet.memory_bytes, forecast.mesh, sheet.communicator_bytes)),
     )
 
 
@@ -230,9 +237,13 @@ def _fit(report: MemoryReport) -> list[str]:
     has = (
         f"  {report.device} has {size(report.device_bytes)}, {size(min(usable))} of it for tensors:"
     )
+    others = []
+    if report.non_tensor_bytes is not None:
+        others = [f"  not for tensors: {NonTensorMemory(**report.non_tensor_bytes)}"]
     if report.fits:
-        return ["", f"{has} the job fits"]
+        return ["", f"{has} the job fits", *others]
     short = [
         str(rank.rank) for rank, most in zip(report.ranks, usable, strict=True) if rank.peak > most
     ]
-    return ["", f"{has} the job does not fit (pp rank{'s' * (len(short) > 1)} {', '.join(short)})"]
+    ranks = f"pp rank{'s' * (len(short) > 1)} {', '.join(short)}"
+    return ["", f"{has} the job does not fit ({ranks})", *others]

@@ -136,9 +136,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     cluster = parse_cluster(request.cluster)
     mesh = candidate.mesh(request.rank, here)
     refuse_rank(mesh, request.steps)
-    usable_by_pp_rank(
-        cluster, mesh.replicas, mesh.tp, mesh.pp
-    )  # refuses a cluster that is too small
+    usable_by_pp_rank(cluster, mesh)  # refuses a cluster that is too small
     types_of(request.dtype, request.autocast)  # refuses words before the model is built
     request, source = model_source(request, job)
     workload = model_workload(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,6 +174,13 @@ class Mesh:
         others = range(getattr(self, axis))
         return tuple(self.rank + (place - own) * stride for place in others if place != own)
 
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        """The axes along which each rank has a process group of its own."""
+        both = (REPLICAS,) if self.dp > 1 and self.cp > 1 else ()
+        experts = (EXPERT_REPLICAS, "ep") if self.spreads_experts else ()
+        return (*(axis for axis in (*AXES, *experts) if getattr(self, axis) > 1), *both)
+
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's process group along one axis; None where the axis has degree 1."""
         mesh = self._mesh_of(axis)
@@ -196,7 +205,7 @@ class Mesh:
             own_shape = (self.pp, self.expert_replicas, self.ep)
             experts = init_device_mesh(kind, own_shape, mesh_dim_names=EXPERT_AXES)
         laid = replace(self, device_mesh=made, expert_mesh=experts)
-        for axis in (*AXES, REPLICAS, EXPERT_REPLICAS, "ep"):
+        for axis in laid.group_axes:
             connect_group(laid.group(axis))
         return laid
 
@@ -214,7 +223,9 @@ class Mesh:
         return axis
 
 
-def group_of_lines(lines: Sequence[Sequence[int]], what: str) -> dist.ProcessGroup | None:
+def group_of_lines(
+    lines: Sequence[Sequence[int]], what: str, most_channels: int | None = None
+) -> dist.ProcessGroup | None:
     """Make a process group of each of some lists of ranks; all ranks of the job call it together.
 
     NCCL makes those of all lists at once, out of the communicator of the whole job. Others make
@@ -223,19 +234,27 @@ def group_of_lines(lines: Sequence[Sequence[int]], what: str) -> dist.ProcessGro
     Args:
         lines: of global ranks, without a common one.
         what: name of the groups, ending in "with", for the watchdog's report.
+        most_channels: NCCL's, of groups for transfers alone, whose pairs the caller connects, so
+            that they have small buffers; None for groups for collectives.
 
     Returns:
-        The group of this rank's list, connected as by `connect_group`; None where it is in none.
+        The group of this rank's list; None where it is in none. One for collectives is connected
+        as by `connect_group`.
     """
     ranks = [list(line) for line in lines]
     device = carried_device()
     with waiting_for_all(what):
         group: dist.ProcessGroup | None
         if device.type != "cpu" and _whole()._get_backend(device).supports_splitting:
-            group = dist.split_group(split_ranks=ranks)
+            options: Any = None
+            if most_channels is not None:
+                options = copy.deepcopy(_whole()._get_backend(device).options)
+                options.config.max_ctas = most_channels
+            group = dist.split_group(split_ranks=ranks, pg_options=options)
         else:
             group, _ = dist.new_subgroups_by_enumeration(ranks)
-        connect_group(group)
+        if most_channels is None:
+            connect_group(group)
     return group
 
 

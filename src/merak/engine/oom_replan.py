@@ -1,8 +1,8 @@
 """Replanning after a step that ran out of memory: fewer saved activations, the same on all ranks.
 
-The estimate that the plan rests on does not include the workspace of kernels, fragments of the
-allocator, and other programs on the device. So a pp rank that ran out of memory gets a smaller
-budget, for which its saved activations are chosen again.
+The estimate that the plan rests on counts tensors; what else is on a device is known roughly
+(`merak.plan.memory.non_tensor`), and other programs on it are not. So a pp rank that ran out of
+memory gets a smaller budget, for which its saved activations are chosen again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from merak.core.health.status import phase
 from merak.core.rank0 import decide_on_rank0, warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.core.units import size
+from merak.engine.health.oom import outside_tensors
 from merak.engine.local_programs import ProgramCache
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
@@ -130,8 +131,8 @@ class OomReplanner:
         fix = f"use pp={pp} or" if pp else "use"
         return (
             f"step {step} ran out of memory on pp rank {rank} ({_beginning(reason)}), where "
-            f"every segment recomputes and {size(needed, 2)} were foreseen at {peak.at}; {fix} a "
-            "larger tp or a smaller microbatch."
+            f"every segment recomputes and {size(needed, 2)} were foreseen at {peak.at}"
+            f"{outside_tensors()}; {fix} a larger tp or a smaller microbatch."
         )
 
     def _log(self, step: int, reasons: Mapping[int, str], layout: Layout) -> None:

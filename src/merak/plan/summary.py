@@ -17,6 +17,7 @@ from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float32_products import float32_products
 from merak.plan.cost.gpu_kernels import attention_sentence
 from merak.plan.expected.times import expected_times
+from merak.plan.memory.non_tensor import non_tensor_memory
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
@@ -109,7 +110,12 @@ def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
     """What a rank is expected to hold, and to compute where the device's speeds are known."""
     times = expected_times(forecast, profile)
     seconds = "" if times is None else f", {step_time(times.pipeline_s)} of computation a step"
-    return f"  forecast of a rank: peak memory below{seconds}"
+    others = ""
+    if forecast.mesh.device.type == "cuda":
+        total = torch.cuda.get_device_properties(forecast.mesh.device).total_memory
+        own = None if profile is None else profile.communicator_bytes
+        others = f", beside it {non_tensor_memory(total, forecast.mesh, own)}"
+    return f"  forecast of a rank: peak memory below{others}{seconds}"
 
 
 def _rows(forecast: Forecast) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,3 +310,26 @@ def test_a_second_call_for_another_mesh_is_refused(other: dict[str, Any]) -> Non
     merak.init(device="cpu")
     with pytest.raises(MeshError, match=r"merak.init\(device='cpu'\) has laid the ranks out"):
         merak.init(**other, device="cpu")
+
+
+@pytest.mark.parametrize("most_channels", [None, 8])
+def test_groups_of_a_gpu_are_split_at_once_and_small_where_they_only_transfer(
+    monkeypatch: pytest.MonkeyPatch, most_channels: int | None
+) -> None:
+    """Of the communicator of all ranks, which keeps its own options."""
+    gpu, split, connected = torch.device("meta"), [], []
+    config = SimpleNamespace(max_ctas=32)
+    backend = SimpleNamespace(supports_splitting=True, options=SimpleNamespace(config=config))
+    whole = SimpleNamespace(bound_device_id=gpu, _get_backend=lambda _: backend)
+    monkeypatch.setattr(mesh, "_whole", lambda: whole)
+    monkeypatch.setattr(mesh, "carried_device", lambda: gpu)
+    monkeypatch.setattr(mesh.dist, "split_group", lambda **given: split.append(given) or "group")
+    monkeypatch.setattr(mesh, "connect_group", connected.append)
+    group = mesh.group_of_lines([[0, 2], [1, 3]], "groups of", most_channels)
+    (given,) = split
+    assert group == "group" and given["split_ranks"] == [[0, 2], [1, 3]]
+    assert config.max_ctas == 32
+    if most_channels is None:
+        assert given["pg_options"] is None and connected == ["group"]
+    else:  # whose pairs meet in transfers: an all-reduce would give it the buffers of one
+        assert given["pg_options"].config.max_ctas == 8 and not connected

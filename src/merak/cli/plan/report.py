@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.core import units
 from merak.core.units import counted, size
+from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory
 from merak.plan.search.explain import degrees
 
 if TYPE_CHECKING:
     import torch
 
     from merak.plan.cluster.cluster import Cluster
+    from merak.plan.price.candidate import Candidate
     from merak.plan.price.price import Price
     from merak.plan.search.ranking import Ranking
 
@@ -52,6 +55,8 @@ class PlanRow:
         peak_memory_bytes: of every pp rank.
         memory_uncertainty: of it, as a fraction.
         device_memory_bytes: of every pp rank's device; None where it is not known.
+        non_tensor_bytes: of the smallest device, that hold no tensor, by what they are for; None
+            where its memory is not known.
         fits: whether every pp rank holds its peak.
         dollars_per_step: where a price is known.
         dollars_per_billion_tokens: where a price is known.
@@ -82,6 +87,7 @@ class PlanRow:
     peak_memory_bytes: list[int]
     memory_uncertainty: float
     device_memory_bytes: list[float] | None
+    non_tensor_bytes: dict[str, int] | None
     fits: bool
     dollars_per_step: float | None
     dollars_per_billion_tokens: float | None
@@ -211,10 +217,22 @@ def row_of(
         peak_memory_bytes=list(price.peak_memory_bytes),
         memory_uncertainty=price.memory_uncertainty,
         device_memory_bytes=known if len(known) == len(price.device_bytes) else None,
+        non_tensor_bytes=_non_tensor_bytes(own, cluster),
         fits=price.fits,
         dollars_per_step=dollars,
         dollars_per_billion_tokens=None if dollars is None else dollars / price.tokens * _BILLION,
     )
+
+
+def _non_tensor_bytes(candidate: Candidate, cluster: Cluster) -> dict[str, int] | None:
+    """Bytes of the smallest device that hold no tensor of a job."""
+    import torch
+
+    smallest = min(cluster.devices, key=lambda device: device.memory_bytes or math.inf)
+    if smallest.memory_bytes is None:
+        return None
+    mesh = candidate.mesh(0, torch.device("cpu"))
+    return asdict(non_tensor_memory(smallest.memory_bytes, mesh, smallest.communicator_bytes))
 
 
 def rejected_rows(ranking: Ranking) -> list[RejectedRow]:
@@ -369,6 +387,8 @@ def _best(report: PlanReport) -> list[str]:
         f"the first: memory by pp rank {sizes} (± {best.memory_uncertainty:.0%}){of}; segments of "
         f"its stages {', '.join(map(str, best.partition or ()))}"
     )
+    if limit is not None and best.non_tensor_bytes is not None:
+        lines += _wrapped(f"  not for tensors: {NonTensorMemory(**best.non_tensor_bytes)}")
     if best.dollars_per_step is not None and best.dollars_per_billion_tokens is not None:
         lines.append(
             f"  ${best.dollars_per_step:.4g} a step, "

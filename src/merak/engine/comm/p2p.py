@@ -14,6 +14,7 @@ from merak.core.mesh import Mesh, carried_device, group_of_lines
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
+from merak.plan.memory.non_tensor import TRANSFER_CHANNELS
 from merak.schedule.steps import MAX_OPEN_SENDS, Channel, Link, Receive, Send, channel_of
 
 
@@ -171,7 +172,7 @@ def pipeline_group(mesh: Mesh, pairs: Collection[tuple[int, int]]) -> dist.Proce
     """
     stride = mesh.replicas * mesh.tp
     lines = [[p * stride + i for p in range(mesh.pp)] for i in range(stride)]
-    group = group_of_lines(lines, "a group of ranks with")
+    group = group_of_lines(lines, "a group of ranks with", TRANSFER_CHANNELS)
     assert group is not None, "every rank is in a pipeline"
     number = torch.zeros(1, device=carried_device())
     meetings = [

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from merak.core.errors import TrainingError
-from merak.core.mesh import Mesh, largest
+from merak.core.mesh import Mesh, current_mesh, has_mesh, largest
+from merak.core.units import size
+from merak.plan.memory.non_tensor import non_tensor_memory
 
 _Made = TypeVar("_Made")
 
@@ -102,10 +104,26 @@ class OomGuard:
             if not is_out_of_memory(error):
                 raise
             raise TrainingError(
-                f"memory ran out ({error}) although all activations of the step had been freed "
-                f"before ({self.reason}); use a larger pp or tp, or zero=1 or more, so that a rank "
-                "holds fewer parameters, gradients and states."
+                f"memory ran out ({error}{outside_tensors()}) although all activations of the step "
+                f"had been freed before ({self.reason}); use a larger pp or tp, or zero=1 or more, "
+                "so that a rank holds fewer parameters, gradients and states."
             ) from error
+
+
+def outside_tensors() -> str:
+    """What of this rank's GPU holds no tensor, the end of a sentence; empty on the CPU."""
+    if not has_mesh() or current_mesh().device.type != "cuda":
+        return ""
+    mesh = current_mesh()
+    free, total = torch.cuda.mem_get_info(mesh.device)
+    held = torch.cuda.memory_allocated(mesh.device)
+    reserved = torch.cuda.memory_reserved(mesh.device)
+    expected = non_tensor_memory(total, mesh)
+    return (
+        f"; of the GPU's {size(total)}, {size(total - free - held)} held no tensor of this rank, "
+        f"{size(reserved - held)} of it gaps of torch's allocator; expected were "
+        f"{size(expected.total)}: {expected}"
+    )
 
 
 @contextmanager
@@ -124,7 +142,8 @@ def explain_oom(what: str, fix: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise TrainingError(f"{what} ran out of memory ({error}); {fix}.") from error
+        others = outside_tensors()
+        raise TrainingError(f"{what} ran out of memory ({error}{others}); {fix}.") from error
 
 
 OPTIMIZER_FIX = (

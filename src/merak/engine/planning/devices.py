@@ -23,7 +23,6 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.from_profile import cluster_of, sheet_of
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.cost.benchmark import device_name
-from merak.plan.cost.device import memory_for
 from merak.plan.profile.saved import find_saved, save_for_jobs
 
 _SIZES = (2**12, 2**18, 2**22)
@@ -138,6 +137,6 @@ def _known(ranks: Sequence[_Device], cache: Path | None) -> Cluster | None:
 
 def _limited(cluster: Cluster, memory_budget: int) -> Cluster:
     """A cluster of whose devices a rank may fill no more than so many bytes."""
-    memory = memory_for(memory_budget)
-    nodes = [replace(own, device=replace(own.device, memory_bytes=memory)) for own in cluster.nodes]
+    limited = [replace(own.device, tensor_bytes=memory_budget) for own in cluster.nodes]
+    nodes = [replace(own, device=device) for own, device in zip(cluster.nodes, limited)]
     return replace(cluster, nodes=tuple(nodes))

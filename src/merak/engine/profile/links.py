@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, carried_device, group_of_lines
 from merak.engine.profile.stopwatch import Stopwatch
 from merak.plan.cost.calibration import curve_of
 from merak.plan.profile.profile import HOST, NETWORK, CollectiveTimes, LinkTimes
@@ -102,6 +102,27 @@ def measure_pairs(
         )
         found.append((small_s, large_s))
     return found
+
+
+def communicator_bytes(mesh: Mesh) -> int | None:
+    """Memory of its GPU that one more communicator of all ranks takes; all ranks call it together.
+
+    Args:
+        mesh: of the ranks.
+
+    Returns:
+        Bytes of this rank's GPU; None on the CPU, for one rank, and where nothing was seen.
+    """
+    if carried_device().type == "cpu" or mesh.world_size == 1:
+        return None
+    large = torch.ones(SIZES[-1], dtype=torch.uint8, device=mesh.device)  # takes a ring
+    before, _ = torch.cuda.mem_get_info(mesh.device)
+    group = group_of_lines([range(mesh.world_size)], "a communicator that is measured with")
+    dist.all_reduce(large, group=group)
+    torch.cuda.synchronize(mesh.device)
+    after, _ = torch.cuda.mem_get_info(mesh.device)
+    dist.destroy_process_group(group)
+    return before - after if before > after else None
 
 
 # Messages

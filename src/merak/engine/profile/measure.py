@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from merak.core.mesh import Mesh
 from merak.core.packages import installed_version
 from merak.core.random import own_random_state
 from merak.engine.profile.device_speed import measure_device
-from merak.engine.profile.links import SIZES, measure_links
+from merak.engine.profile.links import SIZES, communicator_bytes, measure_links
 from merak.engine.profile.segments import Batch, measure_segments
 from merak.engine.profile.stopwatch import Stopwatch
 from merak.plan.cost.benchmark import device_name
@@ -81,7 +81,7 @@ def _measure(
     return Profile(
         machine=_machine(mesh),
         hosts=_hosts(mesh),
-        speeds=device.speeds,
+        speeds=replace(device.speeds, communicator_bytes=communicator_bytes(mesh)),
         products=device.products,
         copies=device.copies,
         functions=device.functions,

@@ -25,10 +25,11 @@ from merak.plan.activations.offload_spec import Times, require_saved, resolve_of
 from merak.plan.activations.recompute import recomputing_stages, save_fraction
 from merak.plan.activations.suggest_degrees import find_fitting_degrees
 from merak.plan.balance import balance
-from merak.plan.cost.device import DeviceProfile, usable_bytes
+from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.model import RankMemory
+from merak.plan.memory.non_tensor import usable_bytes
 from merak.plan.recompute_spec import (
     Mode,
     Recompute,
@@ -119,7 +120,14 @@ def common_budget(options: EngineOptions, mesh: Mesh) -> int | None:
     least = min(known, default=None)
     if least is None or options.memory_budget is not None:
         return least
-    return usable_bytes(least)
+    return _for_tensors(least, options, mesh)
+
+
+def _for_tensors(memory_bytes: int, options: EngineOptions, mesh: Mesh) -> int:
+    """Bytes of a device's memory that tensors of this job may fill."""
+    profile = options.device_profile
+    measured = None if profile is None else profile.communicator_bytes
+    return usable_bytes(memory_bytes, mesh, measured)
 
 
 def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
@@ -161,7 +169,7 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
             "memory_budget in bytes."
         )
     given = forecast.options.memory_budget is not None
-    return budget if given else usable_bytes(budget)
+    return budget if given else _for_tensors(budget, forecast.options, forecast.mesh)
 
 
 def _with_auto_offload(

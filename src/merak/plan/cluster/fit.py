@@ -5,31 +5,34 @@ from __future__ import annotations
 import math
 
 from merak.core.errors import PlanError
+from merak.core.mesh import Mesh
 from merak.plan.cluster.cluster import Cluster, Nodes
-from merak.plan.cost.device import usable_bytes
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.memory.non_tensor import usable_bytes
 
 
-def usable_by_pp_rank(cluster: Cluster, dp: int, tp: int, pp: int) -> tuple[float, ...]:
+def usable_by_pp_rank(cluster: Cluster, mesh: Mesh) -> tuple[float, ...]:
     """Bytes that tensors of each pp rank may fill: those of the smallest of its devices.
 
     Args:
         cluster: the devices; infinite where a profile does not know its memory.
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
+        mesh: of the job.
 
     Raises:
         PlanError: the job has more ranks than the cluster devices.
     """
-    own = dp * tp
-    if own * pp > cluster.num_devices:
+    dp, own = mesh.replicas, mesh.replicas * mesh.tp
+    if mesh.world_size > cluster.num_devices:
         raise PlanError(
-            f"dp={dp} × tp={tp} × pp={pp} are {own * pp} ranks, but the cluster has "
-            f"{cluster.num_devices} devices; use smaller degrees or more nodes."
+            f"dp={dp} × tp={mesh.tp} × pp={mesh.pp} are {mesh.world_size} ranks, but the cluster "
+            f"has {cluster.num_devices} devices; use smaller degrees or more nodes."
         )
     return tuple(
-        min(_usable(nodes) for nodes in _nodes_of(cluster, own * rank, own * (rank + 1)))
-        for rank in range(pp)
+        min(
+            usable_on(nodes.device, mesh)
+            for nodes in _nodes_of(cluster, own * rank, own * (rank + 1))
+        )
+        for rank in range(mesh.pp)
     )
 
 
@@ -43,6 +46,15 @@ def _nodes_of(cluster: Cluster, start: int, end: int) -> list[Nodes]:
     return found
 
 
-def _usable(nodes: Nodes) -> float:
-    memory = nodes.device.memory_bytes
-    return math.inf if memory is None else usable_bytes(memory)
+def usable_on(device: DeviceProfile, mesh: Mesh | None = None) -> float:
+    """Bytes that tensors of a job may fill on a device; infinite where its memory is not known.
+
+    Args:
+        device: of a rank.
+        mesh: of the job; None for one rank, which has no communicators.
+    """
+    if device.tensor_bytes is not None:
+        return device.tensor_bytes
+    if device.memory_bytes is None:
+        return math.inf
+    return usable_bytes(device.memory_bytes, mesh, device.communicator_bytes)

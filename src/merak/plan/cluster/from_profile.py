@@ -55,8 +55,13 @@ def device_of(profile: Profile) -> DeviceProfile:
     name = sheet_of(profile.machine.device)
     if name is not None:
         overhead_s = speeds.overhead_s if speeds.device_type == "cpu" else preset(name).overhead_s
-        own = replace(preset(name), memory_bytes=speeds.memory_bytes, overhead_s=overhead_s)
-        speeds = replace(own, host_bytes_per_s=speeds.host_bytes_per_s)
+        speeds = replace(
+            preset(name),
+            memory_bytes=speeds.memory_bytes,
+            overhead_s=overhead_s,
+            host_bytes_per_s=speeds.host_bytes_per_s,
+            communicator_bytes=speeds.communicator_bytes,
+        )
     return replace(speeds, calibration=_calibration(profile, speeds))
 
 

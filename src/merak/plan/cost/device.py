@@ -36,6 +36,8 @@ class DeviceProfile:
             rates above, however small it is.
         multiprocessors: of a device with an `efficiency`; 0 where their number does not matter.
         calibration: measured figures that correct estimates; None where nothing was measured.
+        communicator_bytes: measured memory of a communicator of all ranks; None for an estimate.
+        tensor_bytes: that tensors may fill; None for what is left of `memory_bytes`.
     """
 
     name: str
@@ -50,6 +52,8 @@ class DeviceProfile:
     efficiency: Efficiency | None = None
     multiprocessors: int = 0
     calibration: Calibration | None = None
+    communicator_bytes: int | None = None
+    tensor_bytes: int | None = None
 
     def flop_rate(self, dtype: torch.dtype) -> float:
         """FLOPs per second of matrix products of an element type; float32's where it is unknown."""
@@ -85,6 +89,8 @@ def from_json(text: str, where: str) -> DeviceProfile:
     except UnreadableFile as error:
         raise PlanError(f"{where} {error}; give a profile's file.") from error
     wanted = set(_SAVED)
+    if isinstance(fields, dict):
+        fields = {"communicator_bytes": None, **fields}  # which former versions have not saved
     if not isinstance(fields, dict) or set(fields) != wanted:
         raise PlanError(f"{where} is no device profile; give one object with {sorted(wanted)}.")
     rates = fields["flops_per_s"]
@@ -97,9 +103,10 @@ def from_json(text: str, where: str) -> DeviceProfile:
             raise PlanError(f"{where}: {name}={value} is no rate; give a number above 0.")
     if not isinstance(fields["overhead_s"], int | float) or not 0 <= fields["overhead_s"] < 1:
         raise PlanError(f"{where}: overhead_s={fields['overhead_s']} is no overhead; give seconds.")
-    memory, units, curve = (fields[name] for name in _OPTIONAL)
-    if memory is not None and (not isinstance(memory, int) or memory <= 0):
-        raise PlanError(f"{where}: memory_bytes={memory} is no size; give bytes, or null.")
+    memory, units, curve, buffers = (fields[name] for name in _OPTIONAL)
+    for name, own in (("memory_bytes", memory), ("communicator_bytes", buffers)):
+        if own is not None and (not isinstance(own, int) or own <= 0):
+            raise PlanError(f"{where}: {name}={own} is no size; give bytes, or null.")
     if not isinstance(units, int) or units < 0:
         raise PlanError(f"{where}: multiprocessors={units} is no number; give 0 or more.")
     if curve is not None and not isinstance(curve, dict):
@@ -112,8 +119,9 @@ def from_json(text: str, where: str) -> DeviceProfile:
     return DeviceProfile(**{**fields, **read})
 
 
-_SAVED = tuple(name for name in DeviceProfile.__slots__ if name != "calibration")
-_OPTIONAL = ("memory_bytes", "multiprocessors", "efficiency")
+_NOT_SAVED = ("calibration", "tensor_bytes")
+_SAVED = tuple(name for name in DeviceProfile.__slots__ if name not in _NOT_SAVED)
+_OPTIONAL = ("memory_bytes", "multiprocessors", "efficiency", "communicator_bytes")
 
 
 def preset(name: str) -> DeviceProfile:
@@ -180,36 +188,6 @@ def of_sheet(
         efficiency=curve,
         multiprocessors=multiprocessors,
     )
-
-
-def usable_bytes(memory_bytes: int) -> int:
-    """Bytes of a device's memory that tensors may fill, as a forecast counts them.
-
-    A forecast counts tensors alone. Beside them are a context with the code of kernels (0.6 GiB),
-    buffers and channels of NCCL's communicators and workspaces of matrix products (1 GiB), and gaps
-    between blocks of torch's allocator (4 %). These are estimates; half of a memory is left at
-    least.
-
-    Args:
-        memory_bytes: that programs may allocate.
-    """
-    fixed = (_CONTEXT_GIB + _COMMUNICATORS_GIB) * 2**30
-    return int(max(memory_bytes * (1 - _GAPS) - fixed, memory_bytes / 2))
-
-
-def memory_for(usable: int) -> int:
-    """Bytes of a device's memory of which tensors may fill so many: `usable_bytes` backwards.
-
-    Args:
-        usable: that tensors may fill.
-    """
-    fixed = (_CONTEXT_GIB + _COMMUNICATORS_GIB) * 2**30
-    return math.ceil(min(2 * usable, (usable + fixed) / (1 - _GAPS)))
-
-
-_CONTEXT_GIB = 0.6
-_COMMUNICATORS_GIB = 1.0
-_GAPS = 0.04
 
 
 def sheet_name(name: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from merak.plan.activations.decide import choose_policy
 from merak.plan.activations.forecast import Forecast
@@ -392,7 +393,7 @@ def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> Device
 
 
 def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
-    return usable_by_pp_rank(cluster, candidate.replicas, candidate.tp, candidate.pp)
+    return usable_by_pp_rank(cluster, candidate.mesh(0, torch.device("cpu")))
 
 
 def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:

@@ -21,8 +21,8 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.ir.ir import Kind, Segment
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
+from merak.plan.cluster.fit import usable_on
 from merak.plan.cluster.groups import group_of, send_link
-from merak.plan.cost.device import usable_bytes
 from merak.plan.cost.optimizer_memory import optimizer_memory
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
@@ -207,9 +207,8 @@ class JobPricing:
 
     @property
     def device_bytes(self) -> float:
-        """Bytes that tensors may fill of the largest device."""
-        sizes = [own.device.memory_bytes for own in self.cluster.nodes]
-        return max(math.inf if size is None else float(usable_bytes(size)) for size in sizes)
+        """Bytes that tensors may fill of the largest device, if there are no communicators."""
+        return max(map(usable_on, self.cluster.devices))
 
     def price(self, candidate: Candidate) -> Price:
         """The price of a candidate."""

@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from merak.core.errors import TrainingError
+from merak.core.mesh import Mesh
+from merak.core.units import size
+from merak.engine.health import oom
 from merak.engine.health.oom import OomGuard, is_out_of_memory
+from merak.plan.memory.non_tensor import non_tensor_memory
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,26 @@ def test_memory_that_is_short_without_activations_ends_the_job() -> None:
         oom_guard.allocate(make)
     except TrainingError as error:
         assert not oom_guard.handles(error)
+
+
+def test_the_sentence_says_what_a_gpu_holds_beside_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mesh = Mesh(1, 1, 2, 0, torch.device("cuda"), None)
+    monkeypatch.setattr(oom, "has_mesh", lambda: True)
+    monkeypatch.setattr(oom, "current_mesh", lambda: mesh)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 75 * 10**9)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 77 * 10**9)
+    with pytest.raises(TrainingError) as caught, oom.explain_oom("step 3", "use pp=4"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    expected = non_tensor_memory(80 * 10**9, mesh)
+    assert str(caught.value) == (
+        "step 3 ran out of memory (CUDA out of memory; of the GPU's 80.0 GB, 4.0 GB held no tensor "
+        "of this rank, 2.0 GB of it gaps of torch's allocator; expected were "
+        f"{size(expected.total)}: {expected}); use pp=4."
+    )
+
+
+def test_the_cpu_has_no_such_memory() -> None:
+    assert oom.outside_tensors() == ""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from merak.plan.cost.data_sheets import GENERATIONS, LINKS, SHEETS
-from merak.plan.cost.device import preset, usable_bytes
+from merak.plan.cost.device import preset
 from merak.plan.cost.efficiency import (
     AttentionShape,
     ProductShape,
@@ -126,13 +126,6 @@ def test_launches_are_hidden_by_long_kernels_alone():
     )
     measured = replace(device, efficiency=None)
     assert works_seconds([short] * 3, measured) == 3 * work_seconds(short, measured)
-
-
-def test_what_is_left_for_tensors():
-    for name in SHEETS:
-        memory = preset(name).memory_bytes
-        assert 0.8 * memory < usable_bytes(memory) < memory - 1.6 * 2**30
-    assert usable_bytes(100) == 50
 
 
 def test_fractions_are_fractions_and_have_sources():

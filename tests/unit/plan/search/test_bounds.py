@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
-from merak.plan.cost.device import usable_bytes
+from merak.plan.memory.non_tensor import usable_bytes
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit
