@@ -236,7 +236,7 @@ class RuledGroup(_ProcessGroup):  # type: ignore[misc]
             sizes=False,
         )
 
-    def barrier(self, options: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks: an all-reduce, as with NCCL."""
         return self.allreduce([torch.zeros(1)])
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tools import report
+from tools.forked import failures
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -20,6 +21,12 @@ FOLDER = ROOT / "docs" / "gpu"
 
 FIRST = ("nccl", "precisions", "trainers")
 """Parts that `gpu_first.py` records."""
+
+ORDER = (
+    *FIRST,
+    *("profile", "attention", "launches", "memory", "llama", "gpt2", "llama8b", "compiled"),
+)
+"""The order of all parts on the page."""
 
 BEGIN = "<!-- make gpu writes what follows, from the files in docs/gpu -->"
 END = "<!-- until here -->"
@@ -58,12 +65,6 @@ def section(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def failures(part: Mapping[str, Any]) -> list[str]:
-    """What did not come to figures, in a part as a whole or in one of its rows."""
-    whole = [part["failed"]] if part["failed"] else []
-    return [*whole, *(row["failed"] for row in part["rows"] if row.get("failed"))]
-
-
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Rows as a Markdown table; those that failed are told apart from it."""
     good = [row for row in rows if not row.get("failed")]
@@ -88,11 +89,11 @@ def escaped(words: str) -> str:
 # ---- what is recorded ----
 
 
-def record(found: Mapping[str, Any], folder: Path, page: Path | None, order: Sequence[str]) -> None:
+def record(found: Mapping[str, Any], folder: Path, page: Path | None) -> None:
     """Write figures to a device's file, beside those of other parts, and to the page."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / file_name(found["machine"]["device"])
-    write(file, {**found, "parts": with_others(file, found["parts"], order)})
+    write(file, {**found, "parts": with_others(file, found["parts"])})
     if page is not None:
         page.write_text(page_with(page.read_text("utf-8"), load(folder)), encoding="utf-8")
 
@@ -149,10 +150,8 @@ def file_name(device_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json"
 
 
-def with_others(
-    file: Path, parts: Sequence[Mapping[str, Any]], order: Sequence[str]
-) -> list[Mapping[str, Any]]:
+def with_others(file: Path, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Parts that have just been run, and those of an earlier run that have not, in order."""
     earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
     every: dict[str, Mapping[str, Any]] = {part["name"]: part for part in [*earlier, *parts]}
-    return [every[name] for name in order if name in every]
+    return [every[name] for name in ORDER if name in every]

@@ -25,6 +25,7 @@ import transformers
 import merak
 from merak.plan import PRESETS
 from merak.trainer import trainer as trainer_module
+from tools.forked import error_text
 from tools.gpu_cases import (
     FULL,
     TINY,
@@ -182,12 +183,6 @@ def peak_of(forecasts: list[Any]) -> int:
         return 0
     forecast = forecasts[-1]
     return int(forecast.ranks(forecast.layout.schedule)[0].peak.total_bytes)
-
-
-def error_text(what: str, error: BaseException) -> str:
-    """An error in one line, behind what it befell."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{what}: {type(error).__name__}: {first}"[:500]
 
 
 def make_trainer(training: Training, case: Case, folder: str) -> transformers.Trainer:

@@ -21,8 +21,8 @@ from merak.engine import GraphSource, build_engine, forecast_of
 from merak.parallel import ParallelModel
 from merak.plan import EngineOptions, preset
 from merak.plan.cost.benchmark import measure
+from tools.forked import error_text
 from tools.gpu_cases import sheet_of
-from tools.gpu_pairs import error_text
 from tools.gpu_trace import attention_kernels, attention_of, kernels_of, starting
 
 AUTOCAST = torch.bfloat16

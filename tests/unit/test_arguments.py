@@ -151,6 +151,14 @@ def test_refuses_only_where_it_matters(name: str, degree: str, job: Callable[...
         arguments(**{name: value})
 
 
+CHECKPOINTING = [
+    name
+    for name in ("gradient_checkpointing", "activation_checkpointing")
+    if name in {field.name for field in dataclasses.fields(TrainingArguments)}
+]
+"""Of these, transformers has the first alone in older versions."""
+
+
 def test_checkpointing_of_modules_means_recomputation(job: Callable[..., None]) -> None:
     taken = arguments(gradient_checkpointing=True)
     assert (taken.recompute, taken.gradient_checkpointing) == ("full", False)
@@ -158,7 +166,7 @@ def test_checkpointing_of_modules_means_recomputation(job: Callable[..., None]) 
     assert arguments().recompute != "full"
 
 
-@pytest.mark.parametrize("kind", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("given", [{"use_reentrant": False}, '{"use_reentrant": true}'])
 def test_keywords_of_torchs_checkpoint_have_no_effect(
     kind: str, given: object, job: Callable[..., None]
@@ -168,7 +176,7 @@ def test_keywords_of_torchs_checkpoint_have_no_effect(
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_kwargs`:FutureWarning")
-@pytest.mark.parametrize("kind", ["gradient_checkpointing", "activation_checkpointing"])
+@pytest.mark.parametrize("kind", CHECKPOINTING)
 @pytest.mark.parametrize("rest", [{"every_n_layers": 2}, {"offload": True}, {"own": 1}])
 def test_other_requests_of_checkpointing_are_refused(
     kind: str, rest: dict[str, object], job: Callable[..., None]

@@ -91,14 +91,16 @@ PRECISION = {
     "tf32": honoured("switched on or off in every rank"),
 }
 
+_CHECKPOINT_KEYWORDS = refused(
+    f"{_CHECKPOINT}, whose own keywords, such as use_reentrant, have no effect; for every_n_layers "
+    "use recompute=0.5 for half, for offload offload_activations"
+)
+
 MEMORY_AND_SPEED = {
     "activation_checkpointing": honoured(_RECOMPUTE),
-    "activation_checkpointing_kwargs": refused(
-        f"{_CHECKPOINT}, whose own keywords, such as use_reentrant, have no effect; for "
-        "every_n_layers use recompute=0.5 for half, for offload offload_activations"
-    ),
+    "activation_checkpointing_kwargs": _CHECKPOINT_KEYWORDS,
     "gradient_checkpointing": honoured(_RECOMPUTE),
-    "gradient_checkpointing_kwargs": no_effect(_CHECKPOINT),
+    "gradient_checkpointing_kwargs": _CHECKPOINT_KEYWORDS,
     "torch_compile": honoured(_COMPILE),
     "torch_compile_backend": honoured("given to `torch.compile`"),
     "torch_compile_mode": honoured(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import os
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +32,11 @@ def gpu(folder_of_scripts: None) -> ModuleType:
     return importlib.import_module("gpu")
 
 
+@pytest.fixture
+def forked(folder_of_scripts: None) -> ModuleType:
+    return importlib.import_module("tools.forked")
+
+
 @pytest.fixture(autouse=True)
 def no_mesh() -> Iterator[None]:
     mesh.reset()
@@ -41,7 +50,7 @@ def cases(folder_of_scripts: None) -> ModuleType:
 
 
 def rows(gpu: ModuleType, name: str) -> list[dict[str, Any]]:
-    found = list(gpu.PARTS[name].rows("cpu", 1e9))
+    found = list(gpu.PARTS[name].rows("cpu", Path(), 1e9))
     assert found
     assert not [row["failed"] for row in found if "failed" in row]
     return found
@@ -149,59 +158,72 @@ def test_a_device_has_the_data_sheet_of_its_name(
     assert cases.sheet_of(device) == sheet
 
 
-def test_a_part_that_takes_too_long_keeps_its_rows_and_costs_no_other(
-    gpu: ModuleType, tmp_path: Path
-) -> None:
-    def some(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
+def ended(forked: ModuleType, folder: Path, rows: Any, **options: Any) -> dict[str, Any]:
+    """A part that has been run alone."""
+    part = forked.Part(rows, **{"needs_s": 1.0, "limit_s": 60.0, **options})
+    (found,) = forked.run_all({"some": part}, ["some"], "cpu", time.perf_counter() + 60, folder)
+    return dict(found)
+
+
+def test_a_part_that_fails_keeps_its_rows(forked: ModuleType, tmp_path: Path) -> None:
+    def some(device: str, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
         yield {"figure": 1}
         raise RuntimeError("no more")
 
-    gpu.PARTS["some"] = gpu.Part("Some", some, 1.0)
-    try:
-        with pytest.raises(RuntimeError):
-            gpu.measure_part("some", "cpu", 1.0, tmp_path / "found.json")
-    finally:
-        del gpu.PARTS["some"]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found == {"rows": [{"figure": 1}], "failed": "some: RuntimeError: no more"}
+    found = ended(forked, tmp_path, some)
+    assert (found["rows"], found["failed"]) == ([{"figure": 1}], "some: RuntimeError: no more")
+    (line,) = (tmp_path / "parts.jsonl").read_text().splitlines()
+    assert json.loads(line) == found
 
 
-def test_a_part_is_ended_when_its_time_is_over(gpu: ModuleType) -> None:
-    found = gpu.run_part("profile", "cpu", 0.05)  # less than Python needs to start
-    assert found["failed"] == "stopped after 0 s"
-    assert found["rows"] == []
+def test_a_part_is_ended_with_what_it_started_and_its_ranks_say_where_they_stood(
+    forked: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(forked, "DUMP_AFTER_S", 0.2)
+
+    def hangs(device: str, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+        assert limit_s == 2.0
+        child = subprocess.Popen(["sleep", "600"])
+        yield {"child": child.pid, "rank": os.environ["RANK"], "host": os.environ["NCCL_HOSTID"]}
+        child.wait()
+
+    found = ended(forked, tmp_path, hangs, limit_s=2.0, ranks=2)
+    (row,) = found["rows"]  # rank 0's alone
+    assert found["failed"] == "stopped after 2 s" and (row["rank"], row["host"]) == ("0", "0")
+    state = Path(f"/proc/{row['child']}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert "in hangs" in forked.tail_of(tmp_path, "some")
 
 
-def test_parts_without_time_are_left_out(gpu: ModuleType) -> None:
-    (found,) = gpu.run_all(["profile"], "cpu", 1.0)
-    assert found["failed"] == "left out: no time was left"
+def test_parts_without_time_are_left_out_by_name(forked: ModuleType, tmp_path: Path) -> None:
+    def never(device: str, folder: Path, limit_s: float) -> Iterator[dict[str, Any]]:
+        yield {}
+
+    found = ended(forked, tmp_path, never, needs_s=90.0)
+    assert found["failed"].startswith("left out: it needs 90 s, ")
+    on_gpus = forked.Part(never, 1.0, 1.0, needs_gpu=True)
+    assert not list(forked.run_all({"gpu": on_gpus}, ["gpu"], "cpu", math.inf, tmp_path))
+
+
+def test_what_may_run_on_a_gpu_fits_its_time(folder_of_scripts: None) -> None:
+    """With what the parts need, the most important ones come first, and none forks CUDA."""
+    for name, most_s in (("gpu", 400.0), ("gpu_first", 200.0)):
+        script = importlib.import_module(name)
+        assert most_s == script.BUDGET_S
+        assert all(part.needs_s <= part.limit_s <= most_s / 2 for part in script.PARTS.values())
+        assert sum(part.needs_s for part in script.PARTS.values()) < most_s
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 def test_what_is_not_run_again_is_kept(gpu: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
-    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [1]}], gpu.ORDER) == [
+    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [1]}]) == [
         {"name": "memory", "rows": [1]}
     ]
     file.write_text(json.dumps({"parts": [{"name": "memory"}, {"name": "profile", "rows": []}]}))
-    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [2]}], gpu.ORDER) == [
+    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [2]}]) == [
         {"name": "profile", "rows": []},
         {"name": "memory", "rows": [2]},
-    ]
-
-
-def test_failures_of_gpu_tests_become_rows(gpu: ModuleType, tmp_path: Path) -> None:
-    report = tmp_path / "found.xml"
-    report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="tests.a" name="one"/>'
-        '<testcase classname="tests.a" name="two"><failure message="assert 1\n== 2"/></testcase>'
-        '<testcase classname="tests.b" name="three"><skipped message="no"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    assert list(gpu.test_rows(report)) == [
-        {"tests": "tests.a", "passed": 1, "skipped": 0, "not passed": 1},
-        {"tests": "tests.b", "passed": 0, "skipped": 1, "not passed": 0},
-        {"failed": "tests.a::two: assert 1 == 2"},
     ]
 
 
