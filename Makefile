@@ -91,6 +91,8 @@ PAIRS ?= oldest newest
 COMPAT := runs/compat
 COMPAT_TESTS ?= $(addprefix tests/unit/,graph engine checkpoint trainer launch test_arguments.py) \
 	$(addprefix tests/multirank/test_,parity.py trainer_arguments.py ranks.py check.py recipes.py)
+# In miniature on the CPU: what meets a GPU of that torch first.
+GPU_IN_SMALL := "gpu_first.py --parts reference pp-1f1b dp-zero1" "gpu.py --parts launches"
 compat: ## run a subset of the tests with the oldest and the newest torch and transformers
 	@for pair in $(PAIRS); do \
 		case $$pair in oldest) versions="$(OLDEST)";; newest) versions="$(NEWEST)";; *) versions="$$pair";; esac; \
@@ -100,6 +102,11 @@ compat: ## run a subset of the tests with the oldest and the newest torch and tr
 		$$environment/bin/python -m pip install --quiet --upgrade $$(echo "$$versions" | tr , ' ') 'pytest>=9.0' pytest-xdist hypothesis 'peft>=0.18' '.[tensorboard]' || exit 1; \
 		$$environment/bin/python -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'; \
 		$$environment/bin/python -m pytest -q --numprocesses $(TEST_PROCESSES) -m 'not slow' $(COMPAT_TESTS) || exit 1; \
+		for script in $(GPU_IN_SMALL); do \
+			$$environment/bin/python benchmarks/$$script --device cpu --budget-s 900 || exit 1; \
+		done; \
+		! $$environment/bin/python -c 'import sys, torch; sys.exit(not torch.backends.cuda.is_built())' || \
+			CUDA_VISIBLE_DEVICES= $$environment/bin/python -m tests.zoo.fake_cuda || exit 1; \
 	done
 
 bench: ## list the benchmarks and what each measures
@@ -129,7 +136,7 @@ WITH_GPU = for python in "$(GPU_PYTHON)" "$(BIN)/python"; do \
 gpu-first: ## on a machine with a GPU: what has never met one, in 200 seconds
 	@$(call WITH_GPU,benchmarks/gpu_first.py)
 
-gpu: ## on a machine with a GPU: its tests, and every figure of one device, in 8 minutes
+gpu: ## on a machine with a GPU: every figure of one device, in 400 seconds
 	@$(call WITH_GPU,benchmarks/gpu.py)
 
 ZOO_SHARDS ?= 2

@@ -56,9 +56,7 @@ PARTS: dict[str, Part] = {
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="seconds, with imports"
-    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds, with imports")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--folder", type=Path, help=f"for the figures; {FOLDER} for a GPU's")
     parser.add_argument("--page", type=Path, help=f"that shows them; {PAGE} for a GPU's")

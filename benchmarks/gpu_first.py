@@ -89,9 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument(
-        "--budget-s", type=float, default=BUDGET_S, help="seconds, with imports"
-    )
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds, with imports")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/gpu-first"), help="for lines, logs"

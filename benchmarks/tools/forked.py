@@ -43,7 +43,7 @@ class Part:
         rows: yields what they found; gets the device, a folder that all parts share, and seconds
             that it has. Every rank calls it, and rank 0's rows count.
         needs_s: seconds without which it is left out.
-        limit_s: seconds after which it is ended.
+        limit_s: seconds after which it is ended on a GPU; a CPU may take all that are left.
         title: of its table.
         ranks: how many processes.
         needs_gpu: whether it is left out on the CPU.
@@ -82,7 +82,8 @@ def run_all(
                 reason = f"left out: it needs {part.needs_s:.0f} s, {max(left_s, 0):.0f} were left"
                 found |= {"failed": reason, "rows": []}
             else:
-                found |= run_part(name, part, device, folder, min(part.limit_s, left_s))
+                limit_s = min(part.limit_s, left_s) if device == "cuda" else left_s
+                found |= run_part(name, part, device, folder, limit_s)
             file.write(json.dumps(found) + "\n")
             file.flush()
             tell(found, folder)
@@ -129,7 +130,7 @@ def run_rank(
     log = os.open(folder / f"{name}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout = sys.stderr
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     faulthandler.enable(sys.stderr)
     if part.ranks > 1:
@@ -204,7 +205,7 @@ def tell(found: Mapping[str, Any], folder: Path) -> None:
         print(tail_of(folder, found["name"]), file=sys.stderr, flush=True)
 
 
-def tail_of(folder: Path, name: str, lines: int = 40) -> str:
+def tail_of(folder: Path, name: str, lines: int = 80) -> str:
     """The ends of a part's logs."""
     found = []
     for file in sorted(folder.glob(f"{name}.[0-9].log")):

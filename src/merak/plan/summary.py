@@ -111,10 +111,9 @@ def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
     times = expected_times(forecast, profile)
     seconds = "" if times is None else f", {step_time(times.pipeline_s)} of computation a step"
     others = ""
-    if forecast.mesh.device.type == "cuda":
-        total = torch.cuda.get_device_properties(forecast.mesh.device).total_memory
-        own = None if profile is None else profile.communicator_bytes
-        others = f", beside it {non_tensor_memory(total, forecast.mesh, own)}"
+    if profile is not None and profile.memory_bytes is not None:
+        own = non_tensor_memory(profile.memory_bytes, forecast.mesh, profile.communicator_bytes)
+        others = f", beside it {own}"
     return f"  forecast of a rank: peak memory below{others}{seconds}"
 
 

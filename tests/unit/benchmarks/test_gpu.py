@@ -158,10 +158,12 @@ def test_a_device_has_the_data_sheet_of_its_name(
     assert cases.sheet_of(device) == sheet
 
 
-def ended(forked: ModuleType, folder: Path, rows: Any, **options: Any) -> dict[str, Any]:
+def ended(
+    forked: ModuleType, folder: Path, rows: Any, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
     """A part that has been run alone."""
     part = forked.Part(rows, **{"needs_s": 1.0, "limit_s": 60.0, **options})
-    (found,) = forked.run_all({"some": part}, ["some"], "cpu", time.perf_counter() + 60, folder)
+    (found,) = forked.run_all({"some": part}, ["some"], device, time.perf_counter() + 60, folder)
     return dict(found)
 
 
@@ -187,12 +189,12 @@ def test_a_part_is_ended_with_what_it_started_and_its_ranks_say_where_they_stood
         yield {"child": child.pid, "rank": os.environ["RANK"], "host": os.environ["NCCL_HOSTID"]}
         child.wait()
 
-    found = ended(forked, tmp_path, hangs, limit_s=2.0, ranks=2)
+    found = ended(forked, tmp_path, hangs, "cuda", limit_s=2.0, ranks=2)
     (row,) = found["rows"]  # rank 0's alone
     assert found["failed"] == "stopped after 2 s" and (row["rank"], row["host"]) == ("0", "0")
     state = Path(f"/proc/{row['child']}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-    assert "in hangs" in forked.tail_of(tmp_path, "some")
+    assert all("in hangs" in (tmp_path / f"some.{rank}.log").read_text() for rank in range(2))
 
 
 def test_parts_without_time_are_left_out_by_name(forked: ModuleType, tmp_path: Path) -> None:

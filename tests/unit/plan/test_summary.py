@@ -15,7 +15,9 @@ from merak.core.tensor_meta import TensorMeta, largest_shape
 from merak.core.units import size
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
+from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
+from merak.plan.memory.non_tensor import non_tensor_memory
 from merak.plan.step_plans import StepPlans
 from merak.plan.summary import bubble, describe_mesh, idle_pipeline, summary
 from tests.unit.graph import families
@@ -52,6 +54,19 @@ def test_a_job_in_a_few_lines() -> None:
     assert [row[:2] for row in cells] == [["0–1", "0"], ["2–3", "1"]]
     assert all(row[-1].endswith((" kB", " MB")) for row in cells)
     assert len({len(line) for line in lines[4:]}) == 1  # numbers are aligned
+
+
+def test_a_gpu_has_memory_that_the_forecast_does_not_count() -> None:
+    found = forecast_of(
+        GraphSource(families.gpt2(2)), SAMPLE, mesh_of(1, 1, 2), EngineOptions(num_microbatches=1)
+    )
+    device = preset("h100")
+    (line,) = [
+        own
+        for own in summary(found, SAMPLE, device).splitlines()
+        if own.startswith("  forecast of a rank")
+    ]
+    assert str(non_tensor_memory(device.memory_bytes or 0, found.mesh)) in line
 
 
 def test_the_largest_column_tells_what_a_microbatch_is() -> None:
