@@ -6,6 +6,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from merak.core.start import connect
+from merak.engine.comm import replica_levels
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 
@@ -153,6 +156,28 @@ def test_experts_read_their_sizes_once_a_layer_and_microbatch(pool: RankPool) ->
     layers, microbatches = 2, 2
     for rank in pool.run(waits, 2, "mixtral", {"dp": 2, "ep": 2}, [{}]):
         assert rank == [IS_FINITE | {("ops/expert_dispatch.py", "cpu"): layers * microbatches}]
+
+
+def waits_by_hierarchy(zero: int) -> list[Any]:
+    """What a step of replicas on two nodes reads, whose collectives run where they are counted."""
+    done = replica_levels._Done()
+    done.future.set_result(None)
+
+    def start(levels: object, job: Any, *_: object) -> replica_levels.Waitable:
+        job()
+        return done
+
+    with (
+        mock.patch.object(connect, "host_names", lambda *_: ("a", "a", "b", "b")),
+        mock.patch.object(replica_levels.Levels, "start", start),
+    ):
+        return waits("llama", {"dp": 4}, [{"zero": zero, "hierarchical_reductions": "on"}])
+
+
+@pytest.mark.slow
+def test_a_hierarchy_reads_no_more(pool: RankPool) -> None:
+    for rank in pool.run(waits_by_hierarchy, 4, 2):
+        assert rank == [IS_FINITE]
 
 
 class _Third(transformers.TrainerCallback):

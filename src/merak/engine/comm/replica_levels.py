@@ -94,6 +94,7 @@ class Levels:
     order: tuple[int, ...]
     _lane: _Lane | None = field(init=False, default=None)
     _stream: torch.cuda.Stream | None = field(init=False, default=None)
+    _order_there: torch.Tensor | None = field(init=False, default=None)
 
     def all_reduce(self, flat: torch.Tensor) -> None:
         """Sum a flat tensor over the whole group, whose length `inside` divides."""
@@ -104,7 +105,7 @@ class Levels:
 
     def reduce_scatter(self, own: torch.Tensor, everything: torch.Tensor) -> None:
         """Sum the tensors of all ranks, one shard for each of them in the group's order."""
-        shards = everything.view(len(self.order), -1)[list(self.order)]
+        shards = everything.view(len(self.order), -1).index_select(0, self._places(own.device))
         piece = own.new_empty(shards.numel() // self.inside.size())
         reduce_scatter(piece, shards.view(-1), group=self.inside)
         reduce_scatter(own, piece, group=self.between)
@@ -115,7 +116,13 @@ class Levels:
         all_gather(piece, own.contiguous(), group=self.between)
         shards = own.new_empty(len(self.order), own.numel())
         all_gather(shards.view(-1), piece, group=self.inside)
-        everything.view(len(self.order), -1)[list(self.order)] = shards
+        everything.view(len(self.order), -1).index_copy_(0, self._places(own.device), shards)
+
+    def _places(self, device: torch.device) -> torch.Tensor:
+        """`order` on the device, once: with a list of the host, each collective waits for it."""
+        if self._order_there is None or self._order_there.device != device:
+            self._order_there = torch.tensor(self.order, device=device)
+        return self._order_there
 
     def start(self, job: Callable[[], None], device: torch.device, here: bool) -> Waitable:
         """Run collectives beside what this thread does next.
