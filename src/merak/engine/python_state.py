@@ -31,15 +31,19 @@ logger = logging.getLogger(__name__)
 MANY = 5
 """After so many traces for one value's changes, people are told of them."""
 
-_VALUE = "the code asks for its value: compute with it in torch operators alone"
+_VALUE = (
+    "the code asks for its value (if, min, math.exp, float, a size): compute with it in torch "
+    "operators alone (torch.where, clamp, exp), which take torch.as_tensor(value)"
+)
 _TENSOR = "it is no buffer: register it with register_buffer, and write into it in place (copy_)"
+_OTHER = "it is no number, which could be an input of the graph: change a number in its place"
 
 
 class PythonState:
     """The Python values that a model's graphs depend on.
 
-    A number with a fraction that changes becomes an input of the graphs, where they can be traced
-    with it; any other change traces the model anew.
+    A number that changes becomes an input of the graphs, where they can be traced with it; any
+    other change traces the model anew.
 
     Args:
         source: the model.
@@ -55,6 +59,7 @@ class PythonState:
         self._last: dict[str, float] = {}  # of numbers that are inputs
         is_double = any(p.dtype == torch.float64 for p in source.model.parameters())
         self._dtype = torch.float64 if is_double else torch.get_default_dtype()
+        self._dtypes: dict[str, torch.dtype] = {}  # of numbers that are or were inputs
         # By their places, since a rank's shards take the place of whole parameters.
         self._parameters = [
             (f"{path}.{key}".removeprefix("."), module, key, parameter.requires_grad)
@@ -99,13 +104,13 @@ class PythonState:
     @property
     def signature(self) -> Signature:
         """The columns of those numbers that are inputs."""
-        return tuple((name, TensorMeta((), self._dtype)) for name in self._source.numbers)
+        return tuple((name, TensorMeta((), self._dtypes[name])) for name in self._source.numbers)
 
     def columns(self) -> dict[str, torch.Tensor]:
         """The values of those numbers that are inputs, scalars on the CPU, by their column."""
         self._last = {name: slot.get() for name, slot in self._numbers().items()}
         return {
-            name: torch.tensor(float(value), dtype=self._dtype)
+            name: torch.tensor(value, dtype=self._dtypes[name])
             for name, value in self._last.items()
         }
 
@@ -116,7 +121,8 @@ class PythonState:
         """What has changed since it was traced with, but for numbers that are inputs."""
         found = self._watched()
         for name, slot in list(self._numbers().items()):
-            if type(slot.get()) not in (float, int):
+            is_whole = not self._dtypes[name].is_floating_point
+            if type(slot.get()) not in ((int,) if is_whole else (float, int)):
                 del self._source.numbers[name]
                 found.append(StateChange(slot, self._last.get(name), slot.get()))
                 self._watch.add([slot.read])
@@ -146,7 +152,11 @@ class PythonState:
         with methods_allowed(self._source.model):  # as it was looked at
             self._watch.accept(changes)
         self._changed |= {change.slot.label: change.new for change in changes}
-        inputs = self._make_inputs([c.slot for c in changes if c.is_number], trace)
+        numbers = [change for change in changes if change.is_number]
+        for c in numbers:
+            is_whole = type(c.old) is type(c.new) is int
+            self._dtypes[c.slot.label] = torch.int64 if is_whole else self._dtype
+        inputs = self._make_inputs([c.slot for c in numbers], trace)
         if not inputs:
             self._trace_anew(changes, trace)
         for change in changes:
@@ -215,6 +225,6 @@ class PythonState:
             change.slot.label,
             MANY,
             seconds,
-            _TENSOR if change.is_tensor else _VALUE,
+            _TENSOR if change.is_tensor else _VALUE if change.is_number else _OTHER,
             change.line(),
         )

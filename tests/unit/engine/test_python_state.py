@@ -84,6 +84,47 @@ def test_a_changed_number_is_computed_with(
     assert all("`factor = math.exp(self.power)" in text for text in warned)
 
 
+class Counted(nn.Module):
+    """A loss that a count scales, and shifts the rows of integers that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4)
+        self.step = 0
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.rows((ids + int(ids.shape[0]) * self.step) % 8)
+        return {"loss": found.square().mean() * min(1.0, (1 + self.step) / 4)}
+
+
+def test_a_count_is_an_input_of_whole_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Counted()
+    expected = copy.deepcopy(model)
+    ids = {"ids": torch.arange(3)}
+    columns = signature(ids).columns
+    engine = build_engine(GraphSource(model), columns, mesh.current_mesh(), EngineOptions())
+    with caplog.at_level(logging.WARNING):
+        for number in range(MANY + 2):
+            model.step = expected.step = number
+            loss = float(engine.train_step(number, [columns], [ids])[0])
+            assert loss == pytest.approx(expected(**ids)["loss"].item(), rel=1e-6)
+    assert num_programs(engine) == 1
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_what_is_no_number_is_warned_of_by_that_reason(caplog: pytest.LogCaptureFixture) -> None:
+    model = Tempered()
+    engine = engine_of(model)
+    with caplog.at_level(logging.WARNING):
+        for number in range(MANY + 1):
+            model.mode = "mean" if number % 2 else "sum"
+            step(engine, number)
+    (warned,) = [r.getMessage() for r in caplog.records if "traced anew" in r.getMessage()]
+    assert "since it is no number, which could be an input" in warned
+
+
 class TwoNumbers(nn.Module):
     """A loss with a number that can be an input, and one that Python computes with."""
 

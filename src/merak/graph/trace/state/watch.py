@@ -38,8 +38,8 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether a number with a fraction has become another number."""
-        return type(self.old) is float and type(self.new) in (float, int)
+        """Whether a number has become another number, of which a truth value is none."""
+        return {type(self.old), type(self.new)} <= {float, int}
 
     @property
     def is_tensor(self) -> bool:
