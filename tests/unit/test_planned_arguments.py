@@ -217,6 +217,10 @@ def test_recipes_take_a_plan(path: str) -> None:
     assert parse_recipe(recipe | {"parallel": {"dp": 2}}).parallel.num_ranks == 4
     with pytest.raises(CommandError, match=r"parallel.dp=1 contradicts the plan .*which has dp=2"):
         parse_recipe(recipe | {"parallel": {"dp": 1}})
+    with pytest.raises(CommandError, match=r"(?s)parallel.dp=1 .*\n.*parallel.ep=2 contradicts"):
+        parse_recipe(recipe | {"parallel": {"dp": 1, "ep": 2}})
+    with pytest.raises(CommandError, match=r"(?s)parallel.dp=0 .*\n.*parallel.pp=-1 is not a"):
+        parse_recipe(recipe | {"plan": None, "parallel": {"dp": 0, "pp": -1}})
 
 
 def test_recipes_search_a_plan() -> None:

@@ -73,10 +73,12 @@ def _check(job: Job) -> None:
     with collected(problems):
         _check_arguments(recipe, device, ranks)
     with collected(problems):
-        source = model_of(recipe)
-        check_inner_fields(source.config, recipe.model.config)
         check_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
-        check_data(recipe, source)
+    with collected(problems):
+        source = model_of(recipe)
+        with collected(problems):
+            check_data(recipe, source)
+        check_inner_fields(source.config, recipe.model.config)
         if source.weights is None:
             with merak.empty_weights():
                 source.build()

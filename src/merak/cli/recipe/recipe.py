@@ -193,11 +193,12 @@ def _check_arguments(parsed: object) -> None:
 def _parallel(parsed: object, plan: Any, origins: Origins) -> Degrees:
     """The degrees: those of the plan, where there is one, which the recipe may repeat."""
     given = _section(Degrees, "parallel", parsed, origins)
+    problems: list[MerakError] = []
     for axis, degree in (given.axes() | {"ranks": given.ranks}).items():
         if degree is not None and degree < 1:
-            raise origins.error(
-                ("parallel", axis), f"parallel.{axis}={degree} is not a degree; use 1 or more."
-            )
+            sentence = f"parallel.{axis}={degree} is not a degree; use 1 or more."
+            problems.append(origins.error(("parallel", axis), sentence))
+    raise_all(problems)
     if plan == AUTO_PLAN and given.elastic:
         raise CommandError(
             "parallel.elastic lowers degrees that are given, but plan: auto chooses them for the "
@@ -209,20 +210,16 @@ def _parallel(parsed: object, plan: Any, origins: Origins) -> Degrees:
         )
     if plan is None or plan == AUTO_PLAN:
         return given
-    planned = plan_degrees(plan)._asdict()
+    planned = {**plan_degrees(plan)._asdict(), "ep": plan_expert_degree(plan)}
     for axis, degree in _mapping(("parallel",), parsed, origins).items():
         if degree not in (None, planned.get(axis, degree)):
-            raise CommandError(
+            sentence = (
                 f"parallel.{axis}={degree} contradicts the plan {plan}, which has "
                 f"{axis}={planned[axis]}; leave it out, or plan again."
             )
-    ep = plan_expert_degree(plan)
-    if given.ep not in (None, ep):
-        raise CommandError(
-            f"parallel.ep={given.ep} contradicts the plan {plan}, which has ep={ep}; leave it "
-            "out, or plan again."
-        )
-    return Degrees(**planned, elastic=given.elastic, ep=ep)
+            problems.append(origins.error(("parallel", axis), sentence))
+    raise_all(problems)
+    return Degrees(**planned, elastic=given.elastic)
 
 
 def _arguments(parsed: object, origins: Origins) -> dict[str, Any]:
@@ -252,11 +249,13 @@ def _lora(parsed: object, origins: Origins) -> dict[str, Any] | None:
     from peft import LoraConfig
 
     hints = typing.get_type_hints(LoraConfig)
-    _check_names("lora", given, [part.name for part in dataclasses.fields(LoraConfig)], origins)
+    known = [part.name for part in dataclasses.fields(LoraConfig)]
     problems: list[MerakError] = []
-    for name, value in given.items():
+    with collected(problems):
+        _check_names("lora", given, known, origins)
+    for name in given.keys() & set(known):
         with collected(problems):
-            _check_kind(("lora", name), value, hints[name], origins)
+            _check_kind(("lora", name), given[name], hints[name], origins)
     raise_all(problems)
     return dict(given)
 
