@@ -71,7 +71,7 @@ from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
 from merak.trainer.logs import Logging, Throughput, announced_level
 from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
-from merak.trainer.planning.plan import check_plan_file, plan_training
+from merak.trainer.planning.plan import check_plan_file, plan_training, plans_later
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.agreed_metrics import (
@@ -93,6 +93,7 @@ from merak.trainer.unsupported import (
     refuse_search,
     refuse_what_needs_all_gradients,
     refuse_what_ranks_cannot_share,
+    set_use_cache,
     steps_other_tensors,
 )
 
@@ -155,6 +156,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             announce("%s", describe_mesh(self.mesh))
         if isinstance(model, nn.Module):
             refuse_compiled(model)
+            set_use_cache(model, arguments.use_cache)
             make_whole(model)  # which another trainer may have trained
         with in_one_sentence("these arguments do not fit the trainer"):
             super().__init__(model=model, args=arguments, **kwargs)
@@ -164,6 +166,11 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.callback_handler = AgreedCallbacks(self, self.board, self._leave_last_weights)
         self._show_progress()
         self._compare_ranks()
+        if not plans_later(self):
+            self._plan()
+
+    def _plan(self) -> None:
+        """Choose what the arguments leave to be chosen, unless that is done."""
         if plan_training(self):
             self.mesh = current_mesh()
             self._train_batch_size = self.args.train_batch_size
@@ -242,6 +249,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train with the methods that this trainer has by now, as its class or by assignment."""
         self._check_methods()
+        self._plan()
         loader = self._own_loader
         if loader is None:
             return super().train(*args, **kwargs)
@@ -474,6 +482,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
             return None  # the optimizer stands in for the engine's
         if self.engine is None and not has_data and self.mesh.world_size == 1:
             return None
+        self._plan()
         return self.engine or self.build_engine(self._train_loader(), self.train_dataset)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -528,6 +537,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         """Run transformers' own loop over batches that replicas and stages compute together."""
         call_the_roll(f"trainer.{'predict' if description == 'Prediction' else 'evaluate'}")
         self._check_methods()
+        self._plan()
         dataloader = as_data_loader(dataloader)
         check_not_empty(dataloader.dataset, "evaluation")
         rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)

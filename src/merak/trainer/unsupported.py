@@ -107,6 +107,30 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
+def set_use_cache(model: nn.Module, use_cache: bool) -> None:
+    """Set `use_cache` of a model's config, as the constructor of transformers' Trainer does.
+
+    Args:
+        model: with any config, or none.
+        use_cache: the argument of that name.
+
+    Raises:
+        ArgumentsError: the config takes no attributes.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    try:
+        config.use_cache = use_cache
+    except Exception as cause:  # whatever the user's own class raises
+        name = type(model).__name__
+        raise ArgumentsError(
+            f"{name}.config is a {type(config).__name__}, which takes no attributes, and "
+            f"transformers' Trainer sets use_cache there ({type(cause).__name__}: {cause}); give "
+            "it another name, such as settings, or make it a types.SimpleNamespace."
+        ) from cause
+
+
 def refuse_no_steps(args: MerakArguments) -> None:
     """Refuse a training without steps, which nobody would notice in its checkpoint.
 

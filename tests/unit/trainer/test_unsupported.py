@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -10,6 +13,7 @@ from merak.trainer.unsupported import (
     names_after,
     refuse_compiled,
     refuse_what_ranks_cannot_share,
+    set_use_cache,
 )
 
 
@@ -48,3 +52,21 @@ def test_a_compiled_model_is_refused_by_name() -> None:
     compiled._orig_mod = nn.Linear(2, 2)  # as torch.compile wraps a module
     with pytest.raises(ArgumentsError, match=r"torch.compile\(Linear\).*torch_compile=True"):
         refuse_compiled(compiled)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    width: int = 8
+
+
+@pytest.mark.parametrize("config", [{"width": 8}, Frozen(), "base"])
+def test_a_config_without_attributes_is_refused_by_name(config: object) -> None:
+    model = nn.Linear(2, 2)
+    set_use_cache(model, use_cache=True)
+    model.config = SimpleNamespace()  # type: ignore[assignment]
+    set_use_cache(model, use_cache=False)
+    assert model.config.use_cache is False
+    model.config = config  # type: ignore[assignment]
+    said = rf"^Linear.config is a {type(config).__name__}, which takes no attributes.*settings"
+    with pytest.raises(ArgumentsError, match=said):
+        set_use_cache(model, use_cache=True)

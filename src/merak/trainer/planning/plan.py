@@ -48,6 +48,8 @@ from merak.plan.search.space import MOST_MICROBATCH
 from merak.trainer.columns import check_batch
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.optimizer_like import similar_optimizer
+from merak.trainer.subclass.methods import overriding
+from merak.trainer.subclass.traced_loss import in_first_step
 
 logger = logging.getLogger(__name__)
 
@@ -78,13 +80,25 @@ def plan_training(trainer: Any) -> bool:
     workload = _workload(trainer, samples)
     cluster = devices_here(mesh, args.cluster, cache, args.memory_budget)
     job = Job(workload, cluster, _Refusal(args, trainer.train_dataset, mesh).reason)
-    if chooses_plan(args):
-        chosen = choose_plan(mesh, job, pinned_arguments(args, mesh))
-        lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
-        set_layout(args, chosen)
-    else:
-        set_microbatch(args, choose_microbatch(mesh, job, given_layout(args, mesh)))
+    with in_first_step(trainer, _loader(trainer, samples), is_planned=True):
+        if chooses_plan(args):
+            chosen = choose_plan(mesh, job, pinned_arguments(args, mesh))
+        else:
+            set_microbatch(args, choose_microbatch(mesh, job, given_layout(args, mesh)))
+            return True
+    lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
+    set_layout(args, chosen)
     return True
+
+
+def plans_later(trainer: Any) -> bool:
+    """Whether the loss may read what a subclass sets behind the constructor of `MerakTrainer`.
+
+    Args:
+        trainer: a `MerakTrainer`.
+    """
+    own_constructor = overriding(trainer, "__init__")
+    return own_constructor is not None and overriding(trainer, "compute_loss") is not None
 
 
 def _workload(trainer: Any, samples: int) -> Workload:
@@ -120,13 +134,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
 
 def _first_samples(trainer: Any) -> dict[str, Any]:
     """A batch of as many samples as the largest microbatch that is searched, with the longest."""
-    usual = trainer._train_batch_size
-    trainer._train_batch_size = MOST_MICROBATCH
-    try:
-        with torch.random.fork_rng(devices=[]):
-            loader: DataLoader[Any] = Trainer.get_train_dataloader(trainer)
-    finally:
-        trainer._train_batch_size = usual
+    loader = _loader(trainer, MOST_MICROBATCH)
     found = longest_batch(loader, _main_input(trainer), seed=trainer.args.seed)
     if found.length is not None:
         announce(
@@ -136,6 +144,18 @@ def _first_samples(trainer: Any) -> dict[str, Any]:
             found.length,
         )
     return found.columns
+
+
+def _loader(trainer: Any, num_samples: int) -> DataLoader[Any]:
+    """A loader of a single process, with so many samples in a batch."""
+    usual = trainer._train_batch_size
+    trainer._train_batch_size = num_samples
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loader: DataLoader[Any] = Trainer.get_train_dataloader(trainer)
+    finally:
+        trainer._train_batch_size = usual
+    return loader
 
 
 def _main_input(trainer: Any) -> str:

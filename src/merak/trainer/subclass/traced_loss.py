@@ -8,6 +8,7 @@ where the training's own have come by the first step.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from merak.arguments import MerakArguments
 from merak.core.errors import TraceError
 from merak.data import shard_loader
 from merak.graph.trace.calls.call import LossFunction, calls_model
@@ -96,12 +98,16 @@ def _described(trainer: object) -> str:
 
 
 @contextmanager
-def in_first_step(trainer: Any, loader: DataLoader[Any]) -> Iterator[None]:
+def in_first_step(
+    trainer: Any, loader: DataLoader[Any], *, is_planned: bool = False
+) -> Iterator[None]:
     """Context with a trainer as it will be in the first step, as far as it is not yet.
 
     Args:
         trainer: a `MerakTrainer`.
         loader: of a single process, for training.
+        is_planned: whether dp and accumulation are still to be chosen; the loader's batches are
+            then those of whole steps.
     """
     is_own = overriding(trainer, "compute_loss") is not None
     ends = trainer.args.max_steps > 0 or has_length(loader)  # else training refuses it
@@ -114,7 +120,10 @@ def in_first_step(trainer: Any, loader: DataLoader[Any]) -> Iterator[None]:
     known = {**own}
     try:
         trainer.is_as_in_first_step = True
-        _set_first_step(trainer, loader)
+        args, dp = copy.copy(trainer.args), (trainer.mesh.dp, trainer.mesh.dp_rank)
+        if is_planned:
+            args.gradient_accumulation_steps, dp = 1, (1, 0)
+        _set_first_step(trainer, loader, args, *dp)
         yield
     finally:
         vars(handler).update(before)
@@ -124,12 +133,14 @@ def in_first_step(trainer: Any, loader: DataLoader[Any]) -> Iterator[None]:
             own |= {name: known[name]} if name in known else {}
 
 
-def _set_first_step(trainer: Any, loader: DataLoader[Any]) -> None:
-    args, mesh, handler = trainer.args, trainer.mesh, trainer.callback_handler
+def _set_first_step(
+    trainer: Any, loader: DataLoader[Any], args: MerakArguments, dp_degree: int, dp_rank: int
+) -> None:
+    handler = trainer.callback_handler
     handler.train_dataloader = shard_loader(
         loader,
-        dp_degree=mesh.dp,
-        dp_rank=mesh.dp_rank,
+        dp_degree=dp_degree,
+        dp_rank=dp_rank,
         columns=(),
         seed=args.seed,
         whole_rounds=args.dataloader_drop_last and args.zero == 3,

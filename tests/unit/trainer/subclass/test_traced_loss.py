@@ -91,6 +91,26 @@ def test_a_loss_reads_the_trainer_as_it_is_in_its_step(name: str, tmp_path: Path
     assert trained(own, merak.MerakArguments, tmp_path) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["max_steps", "schedule", "late"])
+def test_a_microbatch_is_chosen_with_a_loss_that_reads_the_trainer(
+    name: str, tmp_path: Path
+) -> None:
+    factor = FACTORS.get(name, lambda trainer: trainer.late)
+
+    class Late(trainers(merak.MerakTrainer, factor)):  # type: ignore[misc]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.late = 1.0
+
+    chosen = {"per_device_train_batch_size": "auto", "global_batch": 4, "eval_strategy": "no"}
+    chosen["gradient_accumulation_steps"] = 1
+    losses = trained(Late, merak.MerakArguments, tmp_path, **chosen)
+    own = trainers(merak.MerakTrainer, FACTORS.get(name, lambda trainer: 1.0))
+    expected = trained(own, merak.MerakArguments, tmp_path / "given", eval_strategy="no")
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
 class Follows(merak.MerakTrainer):
     """A trainer with an optimizer of its own."""
 
