@@ -205,6 +205,8 @@ def simulated(request: ScheduleRequest) -> Simulation:
         stages = read.num_ranks if stages is None else stages
         microbatches = read.num_microbatches if microbatches is None else microbatches
     if stages is None or microbatches is None:
+        if not registry.is_file(name):
+            registry.options(name)  # which refuses a name that there is not
         raise ScheduleError(f"{name} needs --stages P and --microbatches M.")
     if name == "auto":
         values |= {"costs": _costs(stages, request) if stages > 0 else None}

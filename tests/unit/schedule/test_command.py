@@ -129,6 +129,7 @@ def test_what_is_written_runs_again(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ("", "Give a schedule's NAME: one of gpipe, 1f1b,"),
         ("1f1b --stages 4", "1f1b needs --stages P and --microbatches M."),
+        ("1f1c", "There is no schedule '1f1c'; did you mean 1f1b?"),
         ("nonesuch --stages 4 --microbatches 4", "There is no schedule 'nonesuch'; choose one of"),
         ("none.txt", "The schedule file none.txt cannot be read (No such file or directory); name"),
         ("1f1b --stages 4 --microbatches 8 --memory-limit 3", "The least limit it fits is 4."),

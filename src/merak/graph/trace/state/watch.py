@@ -38,7 +38,7 @@ class StateChange:
 
     @property
     def is_number(self) -> bool:
-        """Whether a number has become another number, of which a truth value is none."""
+        """Whether a number has become another number; booleans are none."""
         return {type(self.old), type(self.new)} <= {float, int}
 
     @property
