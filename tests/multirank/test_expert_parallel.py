@@ -5,12 +5,16 @@ Whole experts, and heads that the ranks do not divide, of which several have the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import merak
+from tests import optimizers
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import adamw
 from tests.tiers import slow
@@ -26,7 +30,13 @@ HEADS = {
 }
 
 
-def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> list[float]:
+def lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return optimizers.Lamb(parameters, lr=1e-2)
+
+
+def losses(
+    layout: Layout, zero: int, steps: range, folder: str, kind: str, make: Any = adamw
+) -> list[float]:
     """Train, from a checkpoint if the first step is not 0; save after the last one."""
     dp, tp, pp, ep = layout
     mesh = merak.init(dp=dp, tp=tp, pp=pp, ep=ep, device="cpu")
@@ -39,7 +49,7 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
     parallel = merak.parallelize(
         HEADS[kind]() if kind in HEADS else build(kind),
         example_batch=own(0),
-        optimizer=adamw,
+        optimizer=make,
         num_microbatches=2,
         zero=zero,
         max_grad_norm=0.5,
@@ -78,10 +88,33 @@ def losses(layout: Layout, zero: int, steps: range, folder: str, kind: str) -> l
 def test_checkpoints_go_on_with_weights_split_otherwise(
     pool: RankPool, tmp_path: Path, kind: str, first: Layout, then: Layout, zero: int
 ) -> None:
+    goes_on(pool, tmp_path, kind, first, then, zero, adamw)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "then", "zero"),
+    [
+        ("mixtral", (2, 1, 1, 2), (1, 1, 2, 1), 0),
+        slow("mixtral", (1, 2, 1, 1), (4, 1, 1, 2), 1),
+        slow("mixtral", (2, 1, 1, 2), (2, 1, 1, 2), 3),
+        slow("mixtral", (2, 1, 2, 2), (2, 2, 1, 2), 2),
+        slow("separate", (4, 1, 1, 2), (1, 2, 1, 2), 1),
+        slow("separate", (1, 1, 1, 1), (4, 1, 1, 2), 2),
+    ],
+)
+def test_whole_experts_are_stepped_by_one_rank_and_saved(
+    pool: RankPool, tmp_path: Path, kind: str, first: Layout, then: Layout, zero: int
+) -> None:
+    goes_on(pool, tmp_path, kind, first, then, zero, lamb)
+
+
+def goes_on(
+    pool: RankPool, tmp_path: Path, kind: str, first: Layout, then: Layout, zero: int, make: Any
+) -> None:
     def run(layout: Layout, own_zero: int, steps: range, folder: str) -> list[float]:
         dp, tp, pp, _ = layout
         where = str(tmp_path / folder)
-        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, kind)
+        ranks = pool.run(losses, dp * tp * pp, layout, own_zero, steps, where, kind, make)
         found: list[float] = ranks[0]
         return found
 

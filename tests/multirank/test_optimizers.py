@@ -15,6 +15,7 @@ from merak.core.errors import TrainingError
 from tests import optimizers
 from tests.multirank.ranks import RankPool, as_script
 from tests.tiers import slow
+from tests.unit.graph.expert_models import build
 
 WIDTH, NUM_STEPS = 16, 3
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -180,7 +181,14 @@ LAYOUTS |= {
     "tp_zero3": ({"tp": 2, "dp": 2}, 3),
     "tp_dp": ({"tp": 2, "dp": 2}, 0),
     "tp_pp": ({"tp": 2, "pp": 2}, 0),
+    "ep": ({"dp": 2, "ep": 2}, 0),
+    "ep_zero1": ({"dp": 4, "ep": 2}, 1),
 }
+OF_EXPERTS = ("ep", "ep_zero1")
+
+
+def num_ranks(degrees: dict[str, int]) -> int:
+    return math.prod(degree for axis, degree in degrees.items() if axis != "ep")
 
 
 @pytest.mark.parametrize(
@@ -189,8 +197,8 @@ LAYOUTS |= {
         (muon, "tp"),
         (torch.optim.Adafactor, "zero1"),
         (optimizers.Shampoo, "zero3"),
-        *(slow(muon, layout) for layout in LAYOUTS),
-        *(slow(torch.optim.Adafactor, layout) for layout in LAYOUTS),
+        *(slow(muon, layout) for layout in LAYOUTS if layout not in OF_EXPERTS),
+        *(slow(torch.optim.Adafactor, n) for n in LAYOUTS if n not in OF_EXPERTS),
         *(slow(one, "tp_zero1") for one in (optimizers.Lamb, optimizers.NovoGrad, optimizers.Came)),
         slow(optimizers.Lamb, "tp_zero3"),
     ],
@@ -199,8 +207,8 @@ def test_whole_parameters_are_stepped_as_in_one_process(
     pool: RankPool, make: Make, layout: str, tmp_path: Any
 ) -> None:
     degrees, zero = LAYOUTS[layout]
-    num_ranks = math.prod(degrees.values())
-    ranks = pool.run(train_whole, num_ranks, make, [(degrees, zero)], str(tmp_path / "saved"))
+    path, folder = [(degrees, zero)], str(tmp_path / "saved")
+    ranks = pool.run(train_whole, num_ranks(degrees), make, path, folder)
     assert_equal(ranks[0][0], run_alone(make))
 
 
@@ -266,6 +274,65 @@ def test_masters_of_whole_parameters(pool: RankPool, layouts: list[str], tmp_pat
     expected = pool.run(train_whole, 2, make, dp, str(tmp_path / "other"), 16)[0][0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=2**-6, atol=2e-3, msg=name)
+
+
+def states_held(
+    make: Make, degrees: dict[str, int], zero: int, bits: int = 32
+) -> tuple[int, int, int]:
+    """This rank's pp rank; bytes of states as forecast, and as they are after a step."""
+    import merak
+    from merak.data import signature
+    from merak.engine.build import build_with_forecast
+    from merak.graph.segment.build import GraphSource
+    from merak.plan.engine_options import EngineOptions
+
+    mesh = merak.init(**degrees, device="cpu")
+    model = make_model() if mesh.ep == 1 else build("mixtral")
+    dtype = torch.bfloat16 if bits == 16 else torch.float32
+    ids = torch.randint(2, 40, (4, 8), generator=torch.Generator().manual_seed(mesh.dp_rank))
+    batch = {n: t.to(dtype) for n, t in batch_of(0).items()}
+    batch = batch if mesh.ep == 1 else {"input_ids": ids, "labels": ids}
+    sample = signature(batch).columns
+    options = EngineOptions(
+        num_microbatches=1, optimizer=make, zero=zero, master_weights=bits == 16
+    )
+    source = GraphSource(model.to(dtype))
+    engine, forecast = build_with_forecast(source, sample, mesh, options)
+    optimizer = make(engine.optimizer_params.named.values())
+    engine.connect_optimizer(optimizer)
+    engine.train_step(0, [sample], [batch], 1.0)
+    optimizer.step()
+    states = [v for own in optimizer.state.values() for v in own.values()]
+    params = engine.optimizer_params
+    ours = {id(item.tensor): item for item in params.items.values()}
+    held = [s for s in states if isinstance(s, torch.Tensor)]
+    held += [one for one in params.whole_tensors.values() if id(one) not in ours]
+    held += [item.tensor for item in ours.values() if item.is_master]
+    own = forecast.ranks(forecast.layout.plans.base.schedule)[mesh.pp_rank]
+    real = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    return mesh.pp_rank, sum(stage.optimizer for stage in own.stages), real
+
+
+@pytest.mark.parametrize(
+    ("make", "layout", "bits"),
+    [
+        (torch.optim.Adafactor, "tp", 32),
+        *(slow(optimizers.Lamb, layout, 32) for layout in ("zero1", "zero3", "tp_pp", "ep")),
+        *(slow(optimizers.Shampoo, layout, 32) for layout in ("tp_zero1", "ep_zero1")),
+        slow(torch.optim.Adafactor, "tp_zero3", 16),
+        slow(adam, "tp_zero1", 32),
+    ],
+)
+def test_whole_states_take_what_was_foreseen(
+    pool: RankPool, make: Make, layout: str, bits: int
+) -> None:
+    """The forecast is that of the rank with most."""
+    degrees, zero = LAYOUTS[layout]
+    by_stage: dict[int, list[tuple[int, int]]] = {}
+    for stage, *found in pool.run(states_held, num_ranks(degrees), make, degrees, zero, bits):
+        by_stage.setdefault(stage, []).append((found[0], found[1]))
+    for ranks in by_stage.values():
+        assert {forecast for forecast, _ in ranks} == {max(real for _, real in ranks)}
 
 
 def refusal_of(make: Make, degrees: dict[str, int], zero: int) -> str:

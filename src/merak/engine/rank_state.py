@@ -22,13 +22,13 @@ def rank_state(
         optimizer: of this rank's parameters; None to save or load the model alone.
     """
     outer: dict[str, torch.Tensor] = {}
+    whole = engine.optimizer_params.whole_tensors
     if engine.local_steps is not None and optimizer is not None:
-        engine.local_steps.average_states(optimizer)
+        engine.local_steps.average_states(optimizer, whole)
         outer = engine.local_steps.momenta()
     masters = engine.optimizer_params.optimizer_tensors()
     held, described = engine.held(), engine.description or None
     state = RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)
-    whole = engine.optimizer_params.whole_tensors
     state = replace(state, outer_momenta=outer, whole_tensors=whole)
     if (compression := engine.compression) is None:
         return state

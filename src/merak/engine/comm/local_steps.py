@@ -203,19 +203,22 @@ class LocalSteps:
         return {name: self._outer.momentum(tensor) for name, tensor in self._tensors.items()}
 
     @torch.no_grad()
-    def average_states(self, optimizer: torch.optim.Optimizer) -> None:
+    def average_states(
+        self, optimizer: torch.optim.Optimizer, whole: Mapping[str, torch.Tensor]
+    ) -> None:
         """Average the replicas' optimizer states, of which a checkpoint has one; collective.
 
         Numbers that are not floating-point, counts, and what some replica does not have yet stay.
 
         Args:
             optimizer: of this rank's tensors.
+            whole: by name what it steps whole, in the place of all ranks' shards.
         """
         if self._group is None:
             return
         own: dict[tuple[str, str], torch.Tensor] = {
             (name, key): value
-            for name, tensor in self._tensors.items()
+            for name, tensor in {**self._tensors, **whole}.items()
             for key, value in optimizer.state.get(tensor, {}).items()
             if _can_average(value, tensor)
         }

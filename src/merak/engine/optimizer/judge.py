@@ -9,20 +9,18 @@ parameters on no part of a model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from merak.core.announce import announced
 from merak.core.errors import ArgumentsError
 from merak.core.health.status import phase
-from merak.engine.optimizer.small_tensors import JobTensor, small_tensors
-from merak.engine.optimizer.trial import Findings, run_trial
 from merak.engine.state import EngineState
 from merak.graph.weights.holders import full_shape
+from merak.plan.optimizer.findings import find
+from merak.plan.optimizer.small_tensors import JobTensor, job_tensor
+from merak.plan.optimizer.trial import Findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,6 @@ class Judgement:
         return f"{self.name} could not be judged, since {self.findings.unknown}"
 
 
-_KNOWN: dict[object, Findings] = {}
-"""Findings of this process, by class, options and kinds of tensors."""
-
-
 def judge(state: EngineState, optimizer: torch.optim.Optimizer | None) -> Judgement | None:
     """Judge the optimizers of all ranks, which call it together.
 
@@ -102,7 +96,9 @@ def judge(state: EngineState, optimizer: torch.optim.Optimizer | None) -> Judgem
     if not is_cut and mesh.pp == 1:
         return None
     with phase("judging the optimizer"):
-        own = None if optimizer is None else _findings(state, optimizer)
+        own = None
+        if optimizer is not None:
+            own = find(optimizer, _job_tensors(state, optimizer), mesh.device)
         name = None if optimizer is None else type(optimizer).__name__
         everyone = state.gather((name, own), "the judgement of the optimizer by")
     found = [findings for _, findings in everyone if findings is not None]
@@ -143,24 +139,6 @@ def closure_refusal(name: str) -> str:
     )
 
 
-def _findings(state: EngineState, optimizer: torch.optim.Optimizer) -> Findings:
-    tensors = _job_tensors(state, optimizer)
-    small = small_tensors(tensors, optimizer.param_groups)
-    if not small:
-        return Findings()
-    device = state.mesh.device
-    kinds = tuple((one.of, one.shape, _text(one.options)) for one in small)
-    key = (type(optimizer), _text(optimizer.defaults), kinds, str(device))
-    if key not in _KNOWN:
-        with announced(f"judging {type(optimizer).__name__} on small tensors"):
-            _KNOWN[key] = run_trial(optimizer, small, device)
-    return _KNOWN[key]
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    return repr(sorted(options.items(), key=lambda item: item[0]))
-
-
 def _job_tensors(state: EngineState, optimizer: torch.optim.Optimizer) -> list[JobTensor]:
     """What an optimizer of this rank's tensors steps."""
     names = {id(item.tensor): name for name, item in state.optimizer_params.items.items()}
@@ -177,6 +155,4 @@ def _job_tensor(state: EngineState, name: str, group: int) -> JobTensor:
     shape = full_shape(item.parameter, shard)
     sharers = None if item.rows is None else state.optimizer_params.group_of(name)
     replicas = 1 if sharers is None else dist.get_world_size(sharers)
-    if shard is None or shard.owner is not None:  # experts that one rank has whole
-        return JobTensor(group, shape, row_degree=replicas)
-    return JobTensor(group, shape, shard.dim, shard.num_shards, replicas)
+    return job_tensor(shape, shard, replicas, group)

@@ -10,7 +10,7 @@ Source: the layer-wise distributed optimizer of Megatron-LM.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from merak.core.shards import join, take
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.optimizer.own_tensors import refuse_state
 from merak.engine.state import EngineState
+from merak.graph.weights.sharded import ShardLayout
+from merak.plan.memory.whole_tensors import owners
 
 Shape = tuple[int, ...]
 
@@ -79,19 +81,38 @@ class WholeTensors:
                 kept += [self.tensors[name]] if name in self.tensors else []
             group["params"][:] = kept
 
+    def for_others(self) -> Iterator[tuple[nn.Parameter, ShardLayout]]:
+        """The whole parameters, which have gradients in a step alone, and what to say of them."""
+        for name, tensor in self.tensors.items():
+            source = f"{name!r} is whole inside of the optimizer's step alone"
+            yield tensor, ShardLayout(source, (), is_stepped=False)
+
+    def stepped(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What the optimizer steps in the place of a rank's tensor; None where another rank does.
+
+        Args:
+            tensor: of this rank, cut or whole.
+        """
+        for name in self._names:
+            if self._items[name].tensor is tensor:
+                return self.tensors.get(name)
+        return tensor
+
     @torch.no_grad()
     def collect(self) -> None:
         """Give the owners whole parameters and gradients, before a step; all ranks call it."""
+        whole = self._joined({n: self._items[n].tensor.detach() for n in self._names})
+        for name, parameter in self.tensors.items():
+            parameter.copy_(whole[name].view_as(parameter))
+        del whole  # before there are whole gradients, too
         gradients: dict[str, torch.Tensor] = {}
         for name in self._names:
             tensor = self._items[name].tensor
             found = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             gradients[name] = found.to_dense() if found.is_sparse else found
         has_gradient = self._have_gradients()
-        whole = self._joined({n: self._items[n].tensor.detach() for n in self._names})
         whole_gradients = self._joined(gradients)
         for name, parameter in self.tensors.items():
-            parameter.copy_(whole[name].view_as(parameter))
             gradient = whole_gradients[name].view_as(parameter)
             parameter.grad = gradient if name in has_gradient else None
 
@@ -264,12 +285,7 @@ def _owners(
     shapes: Mapping[str, Sequence[Shape]],
     members: Sequence[Mapping[str, _Held]],
 ) -> dict[str, int]:
-    """The owner of each parameter, of those who step it, so that all own about as many elements."""
-    owners: dict[str, int] = {}
-    load = [0] * len(members)
+    """The owner of each parameter, of those who step it; of empty pieces, the first."""
     sizes = {name: sum(math.prod(shape) for shape in shapes[name]) for name in names}
-    for name in sorted(names, key=lambda one: -sizes[one]):
-        able = [i for i, held in enumerate(members) if held[name].is_stepped]
-        owners[name] = min(able, key=lambda i: (load[i], i))
-        load[owners[name]] += sizes[name]
-    return owners
+    able = {n: [i for i, held in enumerate(members) if held[n].is_stepped] for n in names}
+    return owners(sizes, able, len(members))

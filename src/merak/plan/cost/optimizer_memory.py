@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.rank0 import is_rank0
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
+from merak.plan.optimizer.findings import is_stepped_whole
+from merak.plan.optimizer.small_tensors import JobTensor
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,10 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _UNKNOWN_COPIES = 2
 """Copies of the parameters that are counted for an optimizer that cannot step on fake ones."""
+
+
+_MOST_READS = 100_000
+"""Numbers that a step may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,23 @@ class OptimizerMemories:
         self.device = device
         self._lists: dict[tuple[str | None, tuple[TensorMeta, ...]], OptimizerMemory] = {}
         self._kinds: dict[tuple[str | None, frozenset[TensorMeta]], _Kinds | None] = {}
+        self._is_whole: dict[tuple[bool, bool], bool] = {}
+
+    def is_stepped_whole(self, tensors: Sequence[tuple[TensorMeta, JobTensor]]) -> bool:
+        """Whether the optimizer must have whole parameters, judged once for each kind of layout.
+
+        Args:
+            tensors: what it steps on a rank, of the shapes that it has there, as it is cut.
+        """
+        if self.factory is None:
+            return False
+        kind = (
+            any(one.cut_dim is not None for _, one in tensors),
+            any(one.row_degree > 1 for _, one in tensors),
+        )
+        if kind not in self._is_whole:
+            self._is_whole[kind] = is_stepped_whole(self.factory, tensors, self.device)
+        return self._is_whole[kind]
 
     def __call__(
         self, parameters: Sequence[TensorMeta], kernels: str | None = None
@@ -175,12 +200,32 @@ def measure_step(
     optimizer = factory(parameters)
     if (kernels, device.type) == ("cuda", "cpu"):
         _step_as_on_gpu(optimizer)
-    optimizer.step()
+    with _Numbers():
+        optimizer.step()
     state = [_state_bytes(optimizer, parameter) for parameter in parameters]
     held = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
-    with Storages([*known, *held]) as storages:
+    with Storages([*known, *held]) as storages, _Numbers():
         optimizer.step()
     return OptimizerMemory(tuple(state), storages.peak_bytes)
+
+
+class _Numbers(TorchDispatchMode):
+    """Gives the number one to an optimizer that reads one of a fake tensor, such as a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_reads = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if not (is_read and isinstance(args[0], FakeTensor)):
+            return func(*args, **(kwargs or {}))
+        self._num_reads += 1
+        if self._num_reads > _MOST_READS:  # it iterates until a number is small
+            raise RuntimeError("it reads numbers without end")
+        return torch.ones((), dtype=args[0].dtype).item()
 
 
 def _step_as_on_gpu(optimizer: torch.optim.Optimizer) -> None:

@@ -25,7 +25,9 @@ from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.measured import Measured
 from merak.plan.memory.sub_pipelined import SplitSegments
 from merak.plan.memory.timeline import MemoryTimeline
+from merak.plan.memory.whole_tensors import exchanged, stepped_shape, stepped_whole
 from merak.plan.memory.zero import ZeroSharding, total_bytes
+from merak.plan.optimizer.small_tensors import job_tensor
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
 from merak.schedule.steps import Step
@@ -146,7 +148,8 @@ class MemoryModel:
         # All ranks' kinds of parameters at first, of which each rank has some.
         kinds = [meta for p in job.programs for meta in dict.fromkeys(_stepped(job, p).values())]
         measured.optimizers(list(dict.fromkeys(kinds)), job.kernels)
-        self._optimizers = [_optimizer(job, p, measured.optimizers) for p in job.programs]
+        is_whole = any(_is_stepped_whole(job, p, measured.optimizers) for p in job.programs)
+        self._optimizers = [_optimizer(job, p, measured.optimizers, is_whole) for p in job.programs]
 
     def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
         """By segment, the operators that are worth saving where it recomputes.
@@ -290,22 +293,62 @@ def _with_policy(program: Program, policy: ActivationPolicy) -> Program:
 
 
 def _optimizer(
-    job: Job, program: Program, measure: OptimizerMemories
+    job: Job, program: Program, measure: OptimizerMemories, is_whole: bool
 ) -> tuple[dict[str, int], int]:
     """Optimizer state by parameter, with masters and outer state, and temporaries of its step."""
     metas, some = _trained(parameters_of(program)), _stepped(job, program)
     stepped = job.zero.optimizer_tensors(metas)
-    found: OptimizerMemory = measure(list(some.values()), job.kernels)
-    state = dict(zip(some, found.state_bytes, strict=True))
+    if is_whole:
+        state, taken_bytes = _of_whole(job, program, measure)
+    else:
+        found: OptimizerMemory = measure(list(some.values()), job.kernels)
+        state, taken_bytes = dict(zip(some, found.state_bytes, strict=True)), found.taken_bytes
     masters = {name: job.zero.master_bytes(metas[name], stepped[name]) for name in metas}
     outer = {name: job.outer_copies * stepped[name].num_bytes for name in metas}
     held = {name: state.get(name, 0) + masters[name] + outer[name] for name in metas}
-    taken_bytes = found.taken_bytes
     if job.averages:
         sizes = [meta.num_bytes for meta in stepped.values()]
         bucket_bytes = min(sum(sizes), job.bucket_bytes + max(sizes, default=0))
         taken_bytes = max(taken_bytes, _COPIES_OF_BUCKET * bucket_bytes)
     return held, taken_bytes
+
+
+def _of_whole(job: Job, program: Program, measure: OptimizerMemories) -> tuple[dict[str, int], int]:
+    """Bytes by parameter on the rank with most, if each steps whole ones for others, and taken.
+
+    Beside the states there are the whole parameters that it steps for others, and during the step
+    their gradients. Pieces of all that is exchanged are sent; what it owns is received and joined.
+    """
+    metas = _in_stepped_type(job, _trained(parameters_of(program)))
+    ranks = stepped_whole(metas, program.shards, job.zero, job.mesh)
+    names = exchanged(metas, program.shards, job.zero)
+    sent = total_bytes(meta for name, meta in _stepped(job, program).items() if name in names)
+    choices = []
+    for own in ranks:
+        found = measure(list(own.values()), job.kernels)
+        copies = {name: meta.num_bytes if name in names else 0 for name, meta in own.items()}
+        state = {n: b + copies[n] for n, b in zip(own, found.state_bytes, strict=True)}
+        owned = sum(copies.values())
+        choices.append((state, max(owned + found.taken_bytes, sent + 2 * owned)))
+    return max(choices, key=lambda choice: sum(choice[0].values()))
+
+
+def _in_stepped_type(job: Job, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
+    """Parameters of a rank in the type that is stepped, before their rows are shared out."""
+    return replace(job.zero, degree=1).optimizer_tensors(metas)
+
+
+def _is_stepped_whole(job: Job, program: Program, measure: OptimizerMemories) -> bool:
+    """Whether the job's optimizer must have whole parameters, of which ranks have pieces."""
+    metas = _trained(parameters_of(program))
+    if job.optimizer is None or not exchanged(metas, program.shards, job.zero):
+        return False
+    tensors = []
+    for name, meta in _stepped(job, program).items():
+        shape = stepped_shape(name, metas[name].shape, program.shards)
+        one = job_tensor(shape, program.shards.get(name), job.zero.degree_of(name))
+        tensors.append((meta, one))
+    return measure.is_stepped_whole(tensors)
 
 
 def _stepped(job: Job, program: Program) -> dict[str, TensorMeta]:

@@ -49,15 +49,39 @@ def test_taken_bytes_are_those_of_a_real_step():
     assert found.taken_bytes == storages.peak_bytes > 0
 
 
-def test_one_that_looks_at_numbers_counts_two_copies(caplog):
-    class Looks(torch.optim.SGD):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if float(parameter.sum()) > 0:
-                        parameter.zero_()
+class Looks(torch.optim.SGD):
+    """Steps by a number that it reads from its gradients."""
 
+    def read(self, parameter):
+        return float(parameter.grad.norm())
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.read(parameter) > 0:
+                    row = self.state[parameter].setdefault(
+                        "row", parameter.new_zeros(len(parameter))
+                    )
+                    row.add_(1)
+
+
+class Iterates(Looks):
+    """Reads numbers until one is small."""
+
+    def read(self, parameter):
+        while float(parameter.grad.norm()) > 0.5:
+            parameter.grad.mul_(0.5)
+        return 1.0
+
+
+def test_one_that_reads_numbers_is_measured():
     found = optimizer_memory(lambda p: Looks(p, lr=0.1), PARAMETERS, CPU)
+    assert found.state_bytes == (400, 28)
+
+
+def test_one_that_cannot_step_fake_parameters_counts_two_copies(caplog, monkeypatch):
+    monkeypatch.setattr("merak.plan.cost.optimizer_memory._MOST_READS", 10)
+    found = optimizer_memory(lambda p: Iterates(p, lr=0.1), PARAMETERS, CPU)
     assert found.state_bytes == tuple(2 * meta.num_bytes for meta in PARAMETERS)
     assert "is not known before it runs" in caplog.text
 

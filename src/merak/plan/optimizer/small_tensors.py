@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from merak.core.shards import ParameterShard
+
 SMALL = 1024
 """Elements of an ordinary stand-in, at most."""
 
@@ -51,6 +53,22 @@ class JobTensor:
     cut_dim: int | None = None
     cut_degree: int = 1
     row_degree: int = 1
+
+
+def job_tensor(
+    shape: tuple[int, ...], shard: ParameterShard | None, replicas: int, group: int = 0
+) -> JobTensor:
+    """A parameter as a layout cuts it.
+
+    Args:
+        shape: of the whole.
+        shard: how it is sharded; None for whole on each rank.
+        replicas: over how many its rows are shared out; 1 for none.
+        group: number of its group.
+    """
+    if shard is None or shard.owner is not None:  # experts that one rank has whole
+        return JobTensor(group, shape, row_degree=replicas)
+    return JobTensor(group, shape, shard.dim, shard.num_shards, replicas)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from merak.core.random import own_random_state, random_state, seed_for, set_random_state
-from merak.engine.optimizer.same_class import same_class_optimizer
-from merak.engine.optimizer.small_tensors import Cut, SmallTensor, cuts_of
+from merak.plan.optimizer.same_class import same_class_optimizer
+from merak.plan.optimizer.small_tensors import Cut, SmallTensor, cuts_of
 
 NUM_STEPS = 30
 LIMIT_S = 10.0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.engine.optimizer.small_tensors import SmallTensor
+from merak.plan.optimizer.small_tensors import SmallTensor
 
 
 def same_class_optimizer(

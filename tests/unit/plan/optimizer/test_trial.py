@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from merak.engine.optimizer import trial
-from merak.engine.optimizer.small_tensors import LARGE, SMALL, JobTensor, small_tensors
-from merak.engine.optimizer.trial import Findings, run_trial
+from merak.plan.optimizer import trial
+from merak.plan.optimizer.small_tensors import LARGE, SMALL, JobTensor, small_tensors
+from merak.plan.optimizer.trial import Findings, run_trial
 from tests import optimizers
 
 TP = (

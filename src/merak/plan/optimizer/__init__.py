@@ -1,0 +1,1 @@
+"""What an optimizer does to shards, judged by its steps on small tensors."""
