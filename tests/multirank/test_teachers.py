@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from merak.core.errors import MerakError, TrainingError
 from tests.multirank.ranks import RankPool, as_script
 from tests.shared_cache import not_shared
 from tests.tiers import slow
+from tests.unit.graph.expert_models import SMALL
 
 NUM_STEPS, BATCH, DECAY = 3, 8, 0.5
 
@@ -123,6 +125,7 @@ def trained(degrees: dict[str, int], by_hand: bool, options: dict[str, Any]) -> 
         slow({"pp": 2, "dp": 2}, {"zero": 3}, False),
         slow({"pp": 2}, {"schedule": "chimera"}, False),
         slow({"pp": 2}, {"schedule": "zero_bubble_v"}, False),
+        slow({"pp": 2}, {"schedule": "pipedream_2bw"}, False),  # one update of both microbatches
     ],
 )
 def test_teachers_follow_as_in_one_process(
@@ -134,6 +137,131 @@ def test_teachers_follow_as_in_one_process(
     torch.testing.assert_close(first[0], losses)
     torch.testing.assert_close(first[1], dict(weights))
     assert all(other[0] == first[0] for other in others)
+
+
+class Words(nn.Module):
+    """A student and a teacher that are models of tokens, with experts or without."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        if kind == "mixtral":
+            config = transformers.MixtralConfig(**SMALL, num_local_experts=4)
+            self.online: nn.Module = transformers.MixtralModel(config)
+        else:
+            self.online = transformers.LlamaModel(transformers.LlamaConfig(**SMALL))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.predictor = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        ahead = self.predictor(self.online(input_ids=x).last_hidden_state)
+        behind = self.target(input_ids=y).last_hidden_state
+        return {"loss": (ahead - behind).square().mean()}
+
+
+def tokens_of(step: int, rank: int = 0, count: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    columns = {name: torch.randint(2, 40, (8, 8), generator=generator) for name in "xy"}
+    return {name: column.chunk(count)[rank] for name, column in columns.items()}
+
+
+def words_alone(kind: str) -> Found:
+    model, losses = Words(kind), []
+    optimizer = sgd(p for p in model.parameters() if p.requires_grad)
+    for step in range(NUM_STEPS):
+        loss = model(**tokens_of(step))["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average_by_hand(model)
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@as_script
+def words_trained(kind: str, degrees: dict[str, int], zero: int) -> Found:
+    import merak
+
+    mesh = merak.init(device="cpu", **degrees)
+    model, example = Words(kind), tokens_of(0, mesh.dp_rank, mesh.dp)
+    parallel = merak.parallelize(model, example, optimizer=sgd, num_microbatches=2, zero=zero)
+    losses = []
+    for step in range(NUM_STEPS):
+        losses.append(parallel.step(tokens_of(step, mesh.dp_rank, mesh.dp)).item())
+        average_by_name(model)
+    return losses, parallel.gather_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "zero"),
+    [
+        ("mixtral", {"dp": 2, "ep": 2}, 0),
+        slow("mixtral", {"dp": 2, "ep": 2}, 3),
+        slow("mixtral", {"dp": 2, "ep": 2, "pp": 2}, 0),
+        slow("mixtral", {"tp": 2, "ep": 2}, 0),
+        slow("mixtral", {"cp": 2, "ep": 2}, 0),
+        slow("llama", {"cp": 2}, 0),
+        slow("llama", {"cp": 2, "pp": 2}, 0),
+        slow("llama", {"cp": 2}, 3),
+    ],
+)
+def test_teachers_with_experts_and_shared_tokens_follow(
+    pool: RankPool, kind: str, degrees: dict[str, int], zero: int
+) -> None:
+    size = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
+    losses, weights = words_alone(kind)
+    first, *_ = pool.run(words_trained, size, kind, degrees, zero)
+    torch.testing.assert_close(first[0], losses, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(first[1], dict(weights), rtol=1e-4, atol=1e-6)
+
+
+def late_updates(stage_of: dict[str, int]) -> Found:
+    """PipeDream in one process: an update for each microbatch, of weights that are behind."""
+    model, losses = Byol(), []
+    named = dict(model.named_parameters())
+    for step in range(NUM_STEPS):
+        history = [{name: p.detach().clone() for name, p in named.items()}]
+        columns = {name: column.split(2) for name, column in batch_of(step).items()}
+        mean = 0.0
+        for number in range(4):
+            behind = {n: history[max(0, number - 1 + stage_of[n])][n] for n in named}
+            known = {n: v.clone().requires_grad_(named[n].requires_grad) for n, v in behind.items()}
+            batch = {name: parts[number] for name, parts in columns.items()}
+            loss = torch.func.functional_call(model, known, kwargs=batch)["loss"]
+            loss.backward()
+            mean += loss.item() / 4
+            new = {n: v.clone() for n, v in history[-1].items()}
+            for name, value in known.items():
+                if value.grad is not None:
+                    new[name].sub_(value.grad, alpha=0.5)
+            history.append(new)
+        model.load_state_dict(history[-1])
+        average_by_hand(model)
+        losses.append(mean)
+    return losses, model.state_dict()
+
+
+@as_script
+def trained_late() -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    import merak
+
+    merak.init(device="cpu", pp=2)
+    model, losses = Byol(), []
+    parallel = merak.parallelize(
+        model, batch_of(0), optimizer=sgd, num_microbatches=4, schedule="pipedream"
+    )
+    for step in range(NUM_STEPS):
+        losses.append(parallel.step(batch_of(step)).item())
+        average_by_name(model)
+    return losses, parallel.gather_state_dict(), list(parallel.engine.parameters)
+
+
+def test_teachers_follow_students_that_are_updated_inside_a_step(pool: RankPool) -> None:
+    ranks = pool.run(trained_late, 2)
+    stages = {name: rank for rank, (_, _, names) in enumerate(ranks) for name in names}
+    losses, weights = late_updates(stages)
+    torch.testing.assert_close(ranks[0][0], losses)
+    torch.testing.assert_close(ranks[0][1], dict(weights))
 
 
 @as_script
