@@ -116,7 +116,8 @@ class ParallelModel:
         self._open: OpenStep | None = None
         self._not_finite = not_finite
         own = list(engine.optimizer_params.named.values())
-        self.optimizer = optimizer(own) if optimizer is not None and own else None
+        with engine.watch.paused():
+            self.optimizer = optimizer(own) if optimizer is not None and own else None
         engine.connect_optimizer(self.optimizer)
         refuse_different_optimizers(self.optimizer, with_groups=False)
         self._update = self._step_optimizer if optimizer is not None else None

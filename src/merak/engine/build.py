@@ -17,7 +17,7 @@ from merak.engine.engine import Engine
 from merak.engine.health.watchdog import check_limit, set_limit
 from merak.engine.local_programs import ProgramCache, check_max_shapes, local_rewrite
 from merak.engine.oom_replan import OomReplanner
-from merak.engine.parameters.watched import sharded_tensors
+from merak.engine.parameters.watched import sharded_tensors, watch_absent
 from merak.engine.program_agreement import check_programs
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
@@ -103,6 +103,7 @@ def build_with_forecast(
     runs_whole = "" in source.opaque.modules
     mark_laid_out(source.model, engine.part, runs_whole=runs_whole)
     engine.watch.start(sharded_tensors(engine._state))
+    watch_absent(source.model, engine.optimizer_params)
     return engine, forecast
 
 

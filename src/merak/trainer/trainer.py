@@ -464,7 +464,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if engine is None:
             return super().create_optimizer(model)
         kind = str(getattr(self.args.optim, "value", self.args.optim))
-        with in_one_sentence(f"optim={kind!r} cannot be made"):
+        with in_one_sentence(f"optim={kind!r} cannot be made"), engine.watch.paused():
             optimizer: torch.optim.Optimizer = super().create_optimizer(
                 LocalParameters(engine.optimizer_params.named)
             )

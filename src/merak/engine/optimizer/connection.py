@@ -30,6 +30,7 @@ from merak.engine.optimizer.own_tensors import (
     tensors_by_id,
     use_optimizer_tensors,
 )
+from merak.engine.optimizer.states import hide_states, show_states
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
 from merak.engine.step.optimizer_step import runs_behind
@@ -108,6 +109,7 @@ class OptimizerConnections:
                 whole = WholeTensors(state, optimizer)
                 self._wholes.append(whole)
                 state.optimizer_params.whole_tensors |= whole.tensors
+                self._watch.add(whole.for_others())
                 announce("%s gets whole parameters: each is stepped by one rank", judgement.name)
             if remark := judgement.remark():
                 warn_on_rank0(logger, "%s.", remark)
@@ -117,12 +119,22 @@ class OptimizerConnections:
 
     def _attach(self, optimizer: torch.optim.Optimizer, whole: WholeTensors | None) -> None:
         """Register what is to happen before and after each step."""
+
+        def stepped(parameter: torch.Tensor) -> torch.Tensor | None:
+            if not is_known(parameter, self._found):
+                return parameter
+            tensor = self._found[id(parameter)][1]
+            return tensor if whole is None or tensor is None else whole.stepped(tensor)
+
+        optimizer.register_load_state_dict_post_hook(lambda own: show_states(own, stepped))
+        optimizer.register_step_pre_hook(lambda own, *_: hide_states(own))
         optimizer.register_step_pre_hook(lambda *_: self._note(True))
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
         sync = self._state.optimizer_params.sync_model_params
         connect_optimizer(optimizer, sync, self._state.local_steps)
+        optimizer.register_step_post_hook(lambda own, *_: show_states(own, stepped))
         optimizer.register_step_post_hook(lambda *_: self._note(False))
         optimizer.register_step_post_hook(_unmask)
 

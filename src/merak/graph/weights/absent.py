@@ -9,8 +9,9 @@ are here, or asks for their numbers, is refused with the line of the user's scri
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -47,10 +48,14 @@ class AbsentTensor(torch.Tensor):
     Attributes:
         source: the parameter, as sentences name it.
         line: where it was computed; empty for the parameter itself and views of it.
+        num_elements: of the whole, where the shape is a shard's; else None.
+        has_gradients: whether parameters have gradients now, on this rank as on that which has it.
     """
 
     source: str
     line: str
+    num_elements: int | None = None
+    has_gradients: Callable[[], bool] = staticmethod(lambda: False)
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, source: str, line: str = "") -> AbsentTensor:
@@ -89,10 +94,19 @@ class AbsentTensor(torch.Tensor):
         line = "" if func.is_view else absent.line or script_line()
 
         def absent_too(value: torch.Tensor) -> torch.Tensor:
-            is_new = value.is_meta and not isinstance(value, AbsentTensor)
-            return AbsentTensor(value, absent.source, line) if is_new else value
+            if isinstance(value, AbsentTensor) or not value.is_meta:
+                return value
+            new = AbsentTensor(value, absent.source, line)
+            new.num_elements = absent.num_elements if value.shape == absent.shape else None
+            return new
 
         return tree_map_only(torch.Tensor, absent_too, made)
+
+    def numel(self) -> int:
+        """The number of elements of the whole."""
+        return math.prod(self.shape) if self.num_elements is None else self.num_elements
+
+    nelement = numel
 
     @property
     def data(self) -> torch.Tensor:
@@ -115,11 +129,17 @@ class AbsentTensor(torch.Tensor):
         if is_clipping(sys._getframe(1)):
             raise _refusal("reads the gradient of", self)
         found: torch.Tensor | None = _TENSOR.grad.__get__(self)
-        is_missing = found is None and self.is_nowhere and self.requires_grad
         caller = sys._getframe(1)
-        is_read = is_missing and not is_library(caller.f_code.co_filename)
-        if is_read and not is_called_by_merak(caller, __file__):
+        is_missing = (
+            found is None and self.requires_grad and not is_library(caller.f_code.co_filename)
+        )
+        if not is_missing or is_called_by_merak(caller, __file__):
+            return found
+        if self.is_nowhere:
             raise missing_gradient(self.source)
+        if self.has_gradients():
+            with no_dispatch():
+                found = AbsentTensor(self.detach(), f"a gradient: {self.source}")
         return found
 
     @grad.setter

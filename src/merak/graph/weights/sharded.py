@@ -9,6 +9,7 @@ with the line of the user's script. While an engine runs, parameters are plain o
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,8 +73,21 @@ _GREATER_PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_
 """Sizes that stand for those of sharded dims, and that no other dim has."""
 
 
-Dims = tuple[tuple[int, Hashable], ...]
-"""Sharded dims, counted from the front, each with what cuts it."""
+@dataclass(frozen=True, slots=True)
+class DimCut:
+    """How a dim is cut over ranks.
+
+    Args:
+        by: what cuts it; dims that are cut by the same are sharded alike.
+        size: of the whole dim.
+    """
+
+    by: Hashable
+    size: int
+
+
+Dims = tuple[tuple[int, DimCut], ...]
+"""Sharded dims, counted from the front, each with how it is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +103,15 @@ class ShardLayout:
     source: str = field(compare=False)
     dims: Dims
     is_stepped: bool = field(default=True, compare=False)
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole.
+
+        Args:
+            shape: of this rank's shard.
+        """
+        sizes = {dim: cut.size for dim, cut in self.dims}
+        return tuple(sizes.get(dim, size) for dim, size in enumerate(shape))
 
 
 class ShardTensor(torch.Tensor):
@@ -110,6 +133,14 @@ class ShardTensor(torch.Tensor):
                 return func(*args, **(kwargs or {}))
             with _Following():  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
+
+    def numel(self) -> int:
+        """The number of elements: for a script of the whole, for torch and Merak of the shard."""
+        if is_library(sys._getframe(1).f_code.co_filename) or not _is_called_by_script():
+            return math.prod(self.shape)
+        return math.prod(self.sharding.whole_shape(self.shape))
+
+    nelement = numel
 
     @property
     def data(self) -> torch.Tensor:
@@ -218,8 +249,18 @@ class ShardWatch:
 
     def start(self, tensors: Iterable[tuple[nn.Parameter, ShardLayout]]) -> None:
         """Watch tensors, each with how it is sharded, wherever a script reads them."""
-        own = [marked(tensor, sharding) for tensor, sharding in tensors]
-        self._tensors = [tensor for tensor in own if isinstance(tensor, ShardParameter)]
+        self._tensors = []
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[tuple[nn.Parameter, ShardLayout]]) -> None:
+        """Watch further tensors."""
+        own = []
+        for tensor, sharding in tensors:
+            if isinstance(tensor, AbsentTensor):
+                tensor.num_elements = math.prod(sharding.whole_shape(tensor.shape))
+            else:
+                own.append(marked(tensor, sharding))
+        self._tensors += [tensor for tensor in own if isinstance(tensor, ShardParameter)]
 
     def close(self) -> None:
         """Watch them no more: another engine has the model."""
@@ -388,8 +429,11 @@ def _probed(func: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...
         if name not in RESHAPES:
             raise
         shape = tuple(torch.empty(operands[0].shape, device="meta").view(args[1]).shape)
+        number = math.prod(ShardLayout("", operands[0].dims).whole_shape(operands[0].shape))
         merged = ("reshaped", operands[0], shape)
-        return [tuple((dim, (merged, dim)) for dim in range(len(shape)))]
+        return [
+            tuple((d, DimCut((merged, d), 1 if d else number)) for d in range(len(shape)))
+        ]  # all that there is counts along the first
 
 
 def _refuse_split(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
@@ -401,7 +445,7 @@ def _refuse_split(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) ->
 
 
 def _with_sizes(
-    args: tuple[Any, ...], sizes: Mapping[Hashable, int], from_right: bool
+    args: tuple[Any, ...], sizes: Mapping[DimCut, int], from_right: bool
 ) -> tuple[int, ...]:
     """The sizes that an expansion or a reshape is given, with those of sharded dims in place."""
     (operand, given), found = args[:2], list(args[1])
@@ -412,7 +456,7 @@ def _with_sizes(
     return tuple(found)
 
 
-def _found_again(shape: tuple[int, ...], sizes: Mapping[Hashable, int]) -> Dims:
+def _found_again(shape: tuple[int, ...], sizes: Mapping[DimCut, int]) -> Dims:
     """Where sharded dims are in a result.
 
     Raises:
@@ -445,6 +489,9 @@ def _is_called_by_script() -> bool:
 
 
 def _refused(verb: str, sharding: ShardLayout) -> TrainingError:
+    if not sharding.dims:
+        why = "a norm of those that are here is not that of all"
+        return refusal(verb, "some of all parameters", f"{sharding.source}, and {why}")
     return refusal(
         verb,
         "a value of which this rank has a shard",

@@ -13,14 +13,17 @@ from torch import nn
 
 from merak.core.errors import TrainingError
 from merak.core.shards import ParameterShard
-from merak.graph.weights.sharded import ShardLayout, ShardTensor, ShardWatch, marked
+from merak.graph.weights.sharded import DimCut, ShardLayout, ShardTensor, ShardWatch, marked
 
 ROWS, COLUMNS = ParameterShard(0, (8,), 2), ParameterShard(1, (12,), 2)
 
 
 def parameter(shard: ParameterShard, shape: tuple[int, ...] = (4, 6)) -> nn.Parameter:
     made = nn.Parameter(torch.rand(shape))
-    marked(made, ShardLayout("'w' is sharded over tp=2", ((shard.dim, shard),)))
+    marked(
+        made,
+        ShardLayout("'w' is sharded over tp=2", ((shard.dim, DimCut(shard, sum(shard.parts))),)),
+    )
     return made
 
 
@@ -152,6 +155,13 @@ def test_metadata_are_read(read: Callable[[], object]) -> None:
     assert P.shape == shape and type(P) is type(parameter(ROWS))  # and it is followed as before
 
 
+def test_a_script_counts_the_elements_of_the_whole() -> None:
+    values = [P, C, P.data, torch.zeros_like(P), P.view(-1), P.t().reshape(2, 12)]
+    assert [value.numel() for value in values] == [48, 48, 48, 48, 48, 48]
+    assert BIAS.numel() == BIAS.nelement() == 8 and P[:, 0].numel() == 8 and len(P) == 4
+    assert P.shape == (4, 6) and P.view(P.shape).numel() == 48
+
+
 def test_gradients_are_shards() -> None:
     tensor = parameter(ROWS)
     tensor.grad = torch.ones(4, 6)
@@ -177,7 +187,7 @@ def test_gradients_that_are_elsewhere_are_missed_where_they_are_read() -> None:
 
 def test_an_engine_computes_with_plain_parameters() -> None:
     watch, tensor = ShardWatch(), nn.Parameter(torch.ones(4, 6))
-    watch.start([(tensor, ShardLayout("'w' is sharded", ((0, ROWS),)))])
+    watch.start([(tensor, ShardLayout("'w' is sharded", ((0, DimCut(ROWS, 8)),)))])
     with watch.paused(), watch.paused():
         assert type(tensor) is nn.Parameter
         assert tensor.sum().item() == 24
