@@ -33,6 +33,7 @@ from tools import report
 from tools.link import slow_link
 
 import merak
+from merak.engine.profile.links import SIZES
 from merak.engine.profile.measure import ProfiledModel, measure_profile
 from merak.engine.segments import run as run_segment
 from merak.graph.program.split_backward import WeightGradients
@@ -173,12 +174,12 @@ def rank_job(options: argparse.Namespace) -> None:
         fall_asleep(options.million_ms / 1e3)
     source = source_of(options.model)
     if options.job == "profile":
-        sizes = {own.microbatch for own in PLANS}
-        degrees = {own.tp for own in PLANS}
+        plans = chosen_plans(options).values()
+        sizes, degrees = {own.microbatch for own in plans}, {own.tp for own in plans}
         model = ProfiledModel(
             workload_of(source), partial(batch_of, source), sorted(sizes), sorted(degrees)
         )
-        profile = measure_profile(mesh, model)
+        profile = measure_profile(mesh, model, sizes=options.sizes, round_s=options.round_ms / 1e3)
         if mesh.rank == 0:
             save_profile(Path(options.folder, "profile.json"), profile)
     else:
@@ -233,6 +234,7 @@ def start(options: argparse.Namespace, job: str, degrees: tuple[int, int, int]) 
     script = [str(Path(__file__).resolve()), "--job", job, "--folder", options.folder]
     script += ["--degrees", *map(str, degrees), "--million-ms", str(options.million_ms)]
     script += ["--model", options.model, "--steps", str(options.steps)]
+    script += ["--round-ms", str(options.round_ms), "--sizes", *map(str, options.sizes)]
     script += ["--warmup", str(options.warmup), "--plans", *map(str, options.plans)]
     log = Path(options.folder, f"{job}-{'-'.join(map(str, degrees))}.log")
     if options.network is None:
@@ -312,6 +314,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--million-ms", type=float, default=60.0, help="sleep; 0 computes")
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them, 1 at least")
+    parser.add_argument("--round-ms", type=float, default=20.0, help="of the profile's calls")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="bytes of the profile's messages"
+    )
     parser.add_argument("--rate", help="of the network of two hosts, such as 200mbit; one host")
     parser.add_argument("--patience", type=float, default=1200.0, help="seconds of a job at most")
     parser.add_argument("--plans", type=int, nargs="+", default=list(range(len(PLANS))))

@@ -30,6 +30,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from merak.engine.comm.p2p import CARRIED
 
@@ -160,6 +161,10 @@ class RuledGroup(_ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> str:
         """Name of the group."""
         return str(self._name)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many operations this rank has begun; the engine counts by it what others wait for."""
+        return len(self.log)
 
     def close(self) -> None:
         """End the group's thread."""
@@ -314,6 +319,8 @@ class RuledGroup(_ProcessGroup):  # type: ignore[misc]
         start: Callable[[list[torch.Tensor], list[torch.Tensor]], list[dist.Work]],
     ) -> _Operation:
         """An operation on copies of its tensors; what it writes is spoilt from here on."""
+        if any(isinstance(tensor, FakeTensor) for tensor in (*reads, *writes)):
+            raise RuleError(f"{name} of fake tensors, which a drain catches below Python alone")
         for tensor in (*reads, *writes):
             if tensor.dtype not in CARRIED or not tensor.is_contiguous():
                 raise RuleError(f"{name} of {tensor.dtype} {tuple(tensor.stride())}")

@@ -111,8 +111,10 @@ def test_as_one_process(pool: RankPool, layout: Layout, options: dict[str, Any])
 
 @pytest.mark.parametrize(
     "layout,fault",
-    [((1, 1, 2), Fault(PROPAGATE, (1,), 2)), ((1, 2, 1), Fault(SUM, (1,), 1))],
-    ids=["pp", "tp"],
+    [
+        pytest.param((1, 1, 2), Fault(PROPAGATE, (1,), 2), id="pp"),
+        pytest.param((1, 2, 1), Fault(SUM, (1,), 1), id="tp", marks=pytest.mark.drains_tp),
+    ],
 )
 def test_a_step_that_runs_again_draws_the_same(
     pool: RankPool, layout: Layout, fault: Fault

@@ -214,6 +214,7 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drains_tp
 def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
     options = (("zero", 3), ("sub_pipelining", "off"))
     faults = [Fault(SUM, (1,), 10, options=options), Fault(BUFFER, (2,), 40, options=options)]
@@ -221,6 +222,7 @@ def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drains_tp
 def test_sums_over_tp_are_completed(pool, tmp_path):
     """Memory may run out between the sums of one segment, forward, backward or recomputing."""
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
@@ -233,6 +235,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     check(pool, (1, 2, 1), faults, tmp_path)
 
 
+@pytest.mark.drains_tp
 def test_tensor_parallel_pipelines_run_the_step_again(pool, tmp_path):
     off = (("sub_pipelining", "off"),)
     faults = [Fault(SUM, (3,), 14, options=off)]
