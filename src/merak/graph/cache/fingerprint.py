@@ -4,15 +4,16 @@
 modules without their code, so that an edited model would keep its hash, and it reads the data of
 every parameter, which may be terabytes or on the meta device.
 
-Nor is the digest of a `Snapshot`, which tells states of one model apart by what people would read:
-a fingerprint has code and all values whole, whatever their size, and where an object cannot be
-looked into, its address, so that its trace is one of its own.
+Nor is a `Snapshot`, which compares states of one model in one process: a fingerprint has code and
+all values whole, whatever their size, and where an object cannot be looked into, its address, so
+that its trace is one of its own. Torch's settings, which a trace depends on, are told by one list.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import platform
 import sys
 import types
@@ -29,6 +30,7 @@ from torch import nn
 from merak.core.source_lines import is_installed, module_file
 from merak.core.storages import memory_of
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.state.outside import torch_settings
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ def fingerprint(model: nn.Module, *others: Any) -> str:
 def _fingerprint(model: nn.Module, others: Iterable[Any]) -> str:
     describer = _Describer(model)
     describer.add(("merak", _own_sources(), torch.__version__, transformers.__version__))
-    describer.add((platform.python_version(), torch.get_default_dtype()))
+    settings = {name: v for name, v in torch_settings().items() if name != "set_num_threads"}
+    describer.add((platform.python_version(), settings))
     describer.module_tree(model)
     for other in others:
         describer.add(other)
@@ -251,6 +254,8 @@ class _Describer:
         self._write("code", code.co_code.hex(), *code.co_names, *code.co_varnames)
         for constant in code.co_consts:
             self.add(constant)
+            if isinstance(constant, str) and constant in os.environ:  # which code may ask for
+                self._write(os.environ[constant])
 
     def _class(self, cls: type) -> None:
         self._write(cls.__module__, cls.__qualname__)
@@ -279,6 +284,8 @@ class _Describer:
         """Hash a tensor's shape and dtype; its values too where the graph may hold them."""
         kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         self._write("tensor", repr(kind), repr(tensor.stride()))
+        own = {name: v for name, v in vars(tensor).items() if isinstance(v, _SCALARS)}
+        self.add({name: value for name, value in own.items() if name[0] != "_"})
         if id(tensor) not in self._without_numbers and not tensor.is_meta:
             data = tensor.detach().cpu().contiguous()
             self._hash.update(memory_of(data))

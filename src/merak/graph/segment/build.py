@@ -398,6 +398,7 @@ def _whole_parameters(source: GraphSource) -> Iterator[None]:
                 if parameter not in whole:
                     empty = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
                     whole[parameter] = nn.Parameter(empty, requires_grad=meta.requires_grad)
+                    vars(whole[parameter]).update(vars(parameter))
                 module._parameters[name] = whole[parameter]
         yield
     finally:

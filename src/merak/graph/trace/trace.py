@@ -6,6 +6,7 @@ what comes out is the operators that one device would run, in their order.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.further_calls import (
     check_further_calls,
     described_call,
+    refuse_left,
     warn_of_left,
 )
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
@@ -48,10 +50,10 @@ from merak.graph.trace.passes import run_passes
 from merak.graph.trace.repeats.calls import LeftOpen
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
+from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.slots import Slot
-from merak.graph.trace.state.snapshot import StateLeft
 from merak.graph.trace.traced import Trace
 
 logger = logging.getLogger(__name__)
@@ -145,6 +147,7 @@ def _traced(
     ranks = RankReads()
     with ranks.recorded():
         made = trace_with_fallbacks(model, export, opaque)
+    refuse_left(made.left)
     calls = partial(run, opaque=opaque)
     is_warned_of = refuse_by_rank(ranks, lambda: described_call(calls()))
     seed_host_random(made.graph)
@@ -206,7 +209,8 @@ def export_model(
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
     runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.example.begin)
-    program = _run_export(session, runner, call, symbolic)
+    context = contextvars.copy_context()  # which keeps what forward sets in one
+    program = context.run(_run_export, session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
     session.autograd.refuse_left_frozen()

@@ -56,6 +56,28 @@ class FurtherCalls:
     differs: tuple[bool, ...]
 
 
+def refuse_left(every: Sequence[LeftState]) -> None:
+    """Refuse what a call leaves for all that comes after it, and no step could.
+
+    Args:
+        every: what the first call has left.
+
+    Raises:
+        TraceError: parameters that it has made, or a setting of torch, naming the line.
+    """
+    for one in sorted(every, key=lambda one: not one.line):  # settings may have several names
+        if one.has_weights:
+            raise TraceError(
+                f"forward makes {one.label}{one.where}, whose parameters training does not begin "
+                "with; make it in __init__, or run one forward before training."
+            )
+        if one.is_setting:
+            raise TraceError(
+                f"forward sets {one.label}{one.where}, and leaves it so for all that runs after "
+                "it; set it before training."
+            )
+
+
 def check_further_calls(left: Sequence[LeftState], export: Callable[..., Exported]) -> bool:
     """Check that calls of a model behind its first compute the same, whatever one leaves.
 

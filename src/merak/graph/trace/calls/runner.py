@@ -16,8 +16,9 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.calls.call import Call, InputReshaped, call_model
 from merak.graph.trace.state.counters import Counter, plain, watched
+from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.slots import MISSING
-from merak.graph.trace.state.snapshot import HeldTensor, Snapshot, StateLeft
+from merak.graph.trace.state.snapshot import HeldTensor, Snapshot
 
 BEGINS, ENDS = "begins with ", "ends with "
 """Beginnings of names of tensors that a call finds in a buffer, and that it leaves there."""
@@ -101,6 +102,7 @@ class Runner(nn.Module):
         self.training = model.training
         self.num_calls = num_calls
         self.run = Run()
+        self.attributes = {name: vars(tensor) for name, tensor in _tensors(model)}
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -113,6 +115,9 @@ class Runner(nn.Module):
         width = len(self.call.columns)
         left: list[StateLeft] = []
         self.run.left.clear()
+        for name, tensor in _tensors(self.model):
+            for key, value in self.attributes.get(name, {}).items():
+                vars(tensor).setdefault(key, value)
         with _tables_anew(self.model, self.run.remade):
             for number in range(self.num_calls):
                 own = values[number * width : (number + 1) * width]
@@ -176,6 +181,11 @@ def _shapes_stay(batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.untyped_storage()._cdata
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _is_counter(left: StateLeft) -> bool:

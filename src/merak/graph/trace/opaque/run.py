@@ -16,8 +16,9 @@ from merak.core.errors import TrainingError
 from merak.graph.trace.opaque.collectives import may_communicate, refused_collectives
 from merak.graph.trace.opaque.operator import OpaqueCall, fake_outputs, in_order
 from merak.graph.trace.opaque.pytree import fill, flatten
+from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.slots import MISSING
-from merak.graph.trace.state.snapshot import Snapshot, StateLeft
+from merak.graph.trace.state.snapshot import Snapshot
 
 
 def opaque_function(call: OpaqueCall) -> Callable[..., list[torch.Tensor]]:

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from merak.graph.trace.repeats.block import copied, is_constant
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.holders import Holder, attributes
+from merak.graph.trace.state.outside import torch_settings
 from merak.graph.trace.state.slots import Slot, slots_of
 
 
@@ -63,18 +64,7 @@ class OuterState:
     def now(self) -> tuple[Any, ...]:
         """What they are now, to be compared by `is_equal`."""
         shared = tuple(copied(own) for own in self.shared.values())
-        return (_torch_state(), shared, tuple(copied(slot.get()) for slot in self.slots))
-
-
-def _torch_state() -> tuple[Any, ...]:
-    """Settings of torch that operators depend on."""
-    kinds = ("cpu", "cuda")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
-    )
+        return (torch_settings(), shared, tuple(copied(slot.get()) for slot in self.slots))
 
 
 def following_modes() -> list[Callable[[torch.Tensor], bool]]:

@@ -126,10 +126,10 @@ def functions_of(
                 yield from functions_of(value, (*steps, f"({name})"))
 
 
-def line_that_stores(
+def lines_that_store(
     model: nn.Module, loss_fn: Callable[..., Any] | None, name: str, *operations: str
-) -> str:
-    """The first line of the user's own functions that sets an attribute or variable; "" for none.
+) -> list[str]:
+    """Lines of the user's own functions that set an attribute or variable.
 
     Args:
         model: the model.
@@ -137,11 +137,12 @@ def line_that_stores(
         name: of the attribute or variable.
         *operations: of Python's bytecode, such as "STORE_ATTR".
     """
-    for function in reached_functions(model, loss_fn):
-        for found, line in _names(function.__code__, *operations):
-            if found == name:
-                return line
-    return ""
+    return [
+        line
+        for function in reached_functions(model, loss_fn)
+        for found, line in _names(function.__code__, *operations)
+        if found == name
+    ]
 
 
 def _own_function(value: Any) -> types.FunctionType | None:

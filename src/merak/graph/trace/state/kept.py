@@ -31,7 +31,10 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, pa
 CONTAINERS = (list, tuple, deque, dict)
 """Types of containers whose items are compared."""
 
-CONSTANT = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, Enum, type)
+CONSTANT = (
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, Enum, type, set,
+    frozenset, types.MethodType,
+)  # fmt: skip
 """Types of values beside plain ones that are compared as they are."""
 
 _LARGEST_COPY, _LARGEST_SHOWN = 4096, 16
@@ -150,7 +153,7 @@ def is_same(old: Any, new: Any) -> bool:
         return old.is_same(new)
     if type(old) is KeptKeys:
         return type(new) is dict and tuple(new) == old.keys
-    return old is new or not differs(old, new)
+    return is_equal(old, new)
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -160,9 +163,7 @@ def is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, (*PLAIN, *CONSTANT)):
-        return bool(one == other)
-    if isinstance(one, frozenset):
-        return bool(one == other)
+        return bool(one == other or (one != one and other != other))
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, Mapping):
@@ -173,18 +174,6 @@ def is_equal(one: Any, other: Any) -> bool:
         parts = ((p.func, p.args, p.keywords) for p in (one, other))
         return is_equal(*parts)
     return False
-
-
-def differs(old: Any, new: Any) -> bool:
-    """Whether two values differ; two tensors do unless they are one."""
-    if old is new:
-        return False
-    if type(old) is not type(new) or isinstance(old, torch.Tensor):
-        return True
-    try:
-        return not (bool(old == new) or (old != old and new != new))
-    except Exception:  # of an object that cannot be compared
-        return True
 
 
 def shown(value: Any) -> str:

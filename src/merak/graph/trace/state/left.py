@@ -8,8 +8,9 @@ import torch
 
 from merak.core.source_lines import with_text
 from merak.graph.ir.state_read import LOSS
+from merak.graph.trace.state.outside import SETTINGS
+from merak.graph.trace.state.places import CONTAINER_KINDS, StateLeft
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.snapshot import CONTAINER_KINDS, StateLeft
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of numbers that a forward takes of a tensor, as `.item()` does."""
@@ -28,6 +29,8 @@ class LeftState:
         is_number: whether a number has become another number.
         is_lost: whether it is a number that forward has computed, or, of the loss function's
             object, a tensor: a trace has no value of it.
+        is_setting: whether it is a setting of torch.
+        has_weights: whether it is a parameter, or a module with parameters, that forward has made.
     """
 
     label: str
@@ -36,6 +39,8 @@ class LeftState:
     may_be_read: bool
     is_number: bool
     is_lost: bool
+    is_setting: bool
+    has_weights: bool
 
     @staticmethod
     def of(left: StateLeft, reads: StateReads) -> LeftState:
@@ -55,6 +60,8 @@ class LeftState:
             _is_number(reads.before(left)) and _is_number(left.new),
             isinstance(left.new, _SYMBOLS)
             or (left.place.root == LOSS and isinstance(left.new, torch.Tensor)),
+            left.place.owner is SETTINGS,
+            reads.makes_weights(left),
         )
 
     @property

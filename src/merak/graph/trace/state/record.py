@@ -14,19 +14,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from merak.core.source_lines import MERAK, is_library, model_line
+from merak.core.source_lines import MERAK, is_library, model_line, with_text
 from merak.graph.ir.state_read import MODEL, StateRead
-from merak.graph.trace.state.functions import line_that_stores
+from merak.graph.trace.state.functions import lines_that_store, reached_functions
 from merak.graph.trace.state.holders import (
     OF_STEPS,
     Holder,
     attributes,
+    closure,
     find_holders,
     reads_by_dict,
 )
 from merak.graph.trace.state.kept import CONTAINERS, FUNCTIONS, items_of
+from merak.graph.trace.state.outside import Outside, recorded_lines
+from merak.graph.trace.state.places import CONTAINER_KINDS, Place, StateLeft
 from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, is_plain_dict
-from merak.graph.trace.state.snapshot import CONTAINER_KINDS, StateLeft
 
 _CONSTANTS = frozenset((torch.Tensor, *FUNCTIONS))
 _RECORDED = frozenset((*PLAIN, *CONTAINERS)) | _CONSTANTS
@@ -37,7 +39,8 @@ _STORES: dict[type, tuple[str, ...]] = {
     types.FunctionType: ("STORE_DEREF",),
 }
 """Operations of Python's bytecode that set a global, and a variable of a closure."""
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+_REGISTER = ("add_module", "register_buffer", "register_parameter")
 _OF_TORCH = frozenset(dir(nn.Module())) | {"attribute_map"}
 """Attributes of every module; which of them a run reads does not depend on the model."""
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8
@@ -57,7 +60,8 @@ class StateReads:
         loss_fn: as given.
         holders: modules, configs and other objects, by the identity of their attributes.
         lines: of the model, which first read lists and dicts, by attributes' identity and name.
-        writes: the line that has last set an attribute, likewise.
+        writes: the line that has last set an attribute, likewise; or what is outside of the model,
+            by its kind and key.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
@@ -71,23 +75,23 @@ class StateReads:
         self._unread: set[tuple[int, str]] = set()  # set before anything has read them
         self._names: defaultdict[int, list[str]] = defaultdict(list)
         self.lines: dict[tuple[int, str], str] = {}
-        self.writes: dict[tuple[int, str], str] = {}
+        self.writes: dict[tuple[Any, Any], str] = {}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Context in which reads, and writes of attributes, are recorded."""
         held = {type(h.value) for h in self.holders.values() if not _is_module(h)}
         classes: list[Any] = [cls for cls in (nn.Module, *held) if _can_patch(cls)]
+        around = [(cls, "__getattribute__", self._recording) for cls in classes]
+        around += [(cls, "__setattr__", self._noting_writes) for cls in classes]
+        around += [(nn.Module, name, self._noting_writes) for name in _REGISTER]
         patched: list[tuple[Any, str, Any]] = []
         try:
-            for cls in classes:
-                for name, around in (
-                    ("__getattribute__", self._recording),
-                    ("__setattr__", self._noting_writes),
-                ):
-                    patched.append((cls, name, cls.__dict__.get(name)))
-                    setattr(cls, name, around(getattr(cls, name)))
-            yield
+            for cls, name, wrapped in around:
+                patched.append((cls, name, cls.__dict__.get(name)))
+                setattr(cls, name, wrapped(getattr(cls, name)))
+            with recorded_lines(self.writes):
+                yield
         finally:
             for cls, name, own in reversed(patched):
                 if own is None:
@@ -95,16 +99,16 @@ class StateReads:
                 else:
                     setattr(cls, name, own)
 
-    def _noting_writes(self, original: Callable[[Any, str, Any], None]) -> Callable[..., None]:
+    def _noting_writes(self, original: Callable[..., None]) -> Callable[..., None]:
         writes, dict_of = self.writes, object.__getattribute__
         seen, unread = self._seen, self._unread
 
-        def noting(holder: Any, name: str, value: Any) -> None:
+        def noting(holder: Any, name: str, *value: Any, **named: Any) -> None:
             key = id(dict_of(holder, "__dict__")), name
             if key not in writes and key not in seen:
                 unread.add(key)
             writes[key] = model_line(sys._getframe(1))
-            original(holder, name, value)
+            original(holder, name, *value, **named)
 
         return noting
 
@@ -212,18 +216,63 @@ class StateReads:
         """The line of the model that writes what a call has left; else one that reads its place."""
         key = left.attribute
         name = str(left.key or left.place.label.rpartition(".")[2])
+        if left.place.kind is Outside:
+            name = self._name_in_code(left.key)
+            known = self.writes.get((left.place.owner.form, left.key), "")
+            return known or self._first(name, "STORE_ATTR", *_LOADS)
         if left.place.kind in (*CONTAINER_KINDS, torch.Tensor, np.ndarray, Iterator):
             known = key is not None and (
                 self.lines.get(key) or self._sources.get(key) or self._absent.get(key)
             )
             name = left.place.label.rpartition(".")[2].partition("[")[0]
+            if name.endswith("_hooks"):
+                name = f"register{name[:-1]}"
             return known or left.place.source or self._first(name, *_LOADS)
         written = "" if key is None else self.writes.get(key, "")
-        written = written or self._first(name, *_STORES.get(left.place.kind, ("STORE_ATTR",)))
-        return written or left.place.source
+        stores = _STORES.get(left.place.kind, ("STORE_ATTR", "DELETE_ATTR"))
+        return written or self._first(name, *stores, place=left.place) or left.place.source
 
-    def _first(self, name: str, *operations: str) -> str:
-        return line_that_stores(self._model, self.loss_fn, name, *operations)
+    def _name_in_code(self, key: Any) -> str:
+        """The name by which code reaches a setting of torch, or a context variable."""
+        if isinstance(key, str):
+            return key.rpartition(".")[2]
+        for function in reached_functions(self._model, self.loss_fn):
+            for name, value in (function.__globals__ | closure(function)).items():
+                if value is key:
+                    return name
+        return str(key.name)
+
+    def _first(self, name: str, *operations: str, place: Place | None = None) -> str:
+        """The first line that does so; one that names the place, and of its function, goes first.
+
+        Args:
+            name: of an attribute or variable.
+            *operations: of Python's bytecode.
+            place: that has it; None for any.
+        """
+        lines = lines_that_store(self._model, self.loss_fn, name, *operations)
+        if place is None or len(lines) < 2:
+            return (lines or [""])[0]
+        named = f"{place.label.rpartition('.')[2]}.{name}"
+        file, _, number = place.source.rpartition(":")
+        return min(
+            lines,
+            key=lambda line: (
+                named not in with_text(line),
+                bool(file) and (line.rpartition(":")[0] != file or _number(line) < int(number)),
+            ),
+        )
+
+    def makes_weights(self, left: StateLeft) -> bool:
+        """Whether a call has left parameters, or a module with parameters, that it has made."""
+        new = left.new
+        return isinstance(new, nn.Parameter) or (
+            isinstance(new, nn.Module)
+            and any(
+                id(attributes(module)) not in self.holders and list(module.parameters())
+                for module in new.modules()
+            )
+        )
 
     def found(
         self,
@@ -258,6 +307,10 @@ class StateReads:
             holder = self.holders[key]
             if (key, name) not in written and not _has(holder.value, name):
                 yield StateRead(holder.root, holder.path, (*holder.steps, name), source)
+
+
+def _number(line: str) -> int:
+    return int(line.rpartition(":")[2])
 
 
 def _items(value: Any) -> Iterator[tuple[str, ...]]:

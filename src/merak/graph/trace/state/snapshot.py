@@ -1,22 +1,21 @@
 """Snapshot of Python state: everything that a model's code may leave for its next call.
 
-Attributes of modules and of the objects that they hold, lists and dicts in these, globals and
-variables of closures; taken, compared, restored, and told apart by a digest. Parameters, buffers
-and submodules are no part of it.
+Attributes of modules, of tensors and of the objects that they hold, lists and dicts in these,
+globals and variables of closures, which submodules, parameters and buffers there are, and what is
+outside of the model; taken, compared and restored. Values of parameters and buffers are no part
+of it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import gc
 import random
 import types
-from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -38,126 +37,27 @@ from merak.graph.trace.state.holders import (
     loss_holders,
     slot_names,
 )
-from merak.graph.trace.state.kept import is_equal, shown, version
+from merak.graph.trace.state.kept import version
 from merak.graph.trace.state.modules import line_of
-from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, slots_of
+from merak.graph.trace.state.outside import CONTEXT, OUTSIDE, Outside
+from merak.graph.trace.state.places import (
+    CONTAINER_KINDS,
+    Parts,
+    Place,
+    Slots,
+    StateLeft,
+    held_items,
+)
+from merak.graph.trace.state.slots import PLAIN, Slot, slots_of
 
-_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights")) - {"training"}
-"""Attributes that torch keeps itself, and that a forward does not change but for hooks."""
-_HOOKS = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
-_SEQUENCES = (list, deque, bytearray, array)
-CONTAINER_KINDS = (*_SEQUENCES, dict, set)
-"""Types of containers whose items are looked at; subclasses count as these."""
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_PARTS = ("_modules", "_parameters", "_buffers")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _MAX_DEPTH, _MAX_ITEMS, _MAX_ITEMS_ELSEWHERE = 8, 20_000, 1000
 
 
-class _Slots:
-    """Kind of a place that keeps attributes in slots."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Something that holds values by a key, and what it held.
-
-    Args:
-        label: as people write it.
-        owner: attributes of an object, a container, an array, or the slot of a variable.
-        items: the values that it held, by name, index or key; of a set, by themselves.
-        kind: type of the owner; `Slot` for a global, `object` for an object's attributes, `type`
-            for a class's, a function's for the variables of its closure, a tensor's for what is
-            written into it, `Iterator` for one or a generator of random numbers.
-        root: as of `StateRead`.
-        attribute: identity of the attributes of the object that has it, and its name there.
-        source: the line that reads it, where that is known beforehand.
-    """
-
-    label: str
-    owner: Any
-    items: Mapping[Any, Any]
-    kind: type
-    root: str
-    attribute: tuple[int, str] | None = None
-    source: str = ""
-
-    def now(self) -> dict[Any, Any]:
-        """What it holds now."""
-        return _items(self.owner, self.kind)
-
-    def changes(self) -> Iterator[StateLeft]:
-        """What it holds that it did not, and what it holds no longer."""
-        now = self.now()
-        for key in dict.fromkeys((*self.items, *now)):
-            old, new = self.items.get(key, MISSING), now.get(key, MISSING)
-            if (self.kind is Iterator and new is None) or not is_equal(old, new):
-                yield StateLeft(self, key, old, new)
-
-    def restore(self) -> None:
-        """Let it hold what it held; an iterator goes on from where it is."""
-        now = self.now() if self.kind is not Iterator else self.items
-        if list(now) == list(self.items) and all(now[k] is v for k, v in self.items.items()):
-            return
-        if self.kind is Slot:
-            self.owner.set(self.items[""])
-        elif self.kind is types.FunctionType:
-            for name, cell in _cells(self.owner).items():
-                cell.cell_contents = self.items[name]
-        elif self.kind is np.ndarray:
-            self.owner[...] = self.items[""]
-        elif self.kind in (object, type, _Slots):
-            delete, put = (partial(f, self.owner) for f in (delattr, setattr))
-            if self.kind is object:  # past the object's own code
-                delete, put = self.owner.__delitem__, self.owner.__setitem__
-            for name in now.keys() - self.items.keys():
-                delete(name)
-            for name, value in self.items.items():
-                put(name, value)
-        else:
-            _refill(self.owner, self.items.values() if self.kind is not dict else self.items)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateLeft:
-    """A value that a call of a model has left in a place.
-
-    Args:
-        place: where.
-        key: as of the place's items.
-        old: what was there before; `MISSING` for nothing.
-        new: what is there now.
-    """
-
-    place: Place
-    key: Any
-    old: Any
-    new: Any
-
-    @property
-    def attribute(self) -> tuple[int, str] | None:
-        """The identity of an object's attributes and a name there, where it is or is inside of."""
-        own = self.place
-        return (id(own.owner), self.key) if own.kind is object else own.attribute
-
-    @property
-    def inside(self) -> str:
-        """The place in the model that the snapshot is of, as people write it."""
-        return str(self).removeprefix("model.")
-
-    def put(self, value: Any) -> None:
-        """Set the attribute or item, past the object's own code; remove it for `MISSING`."""
-        if value is MISSING:
-            self.place.owner.pop(self.key, None)
-        else:
-            self.place.owner[self.key] = value
-
-    def __str__(self) -> str:
-        """The place, as people write it."""
-        own = self.place
-        is_added = own.kind in _SEQUENCES and (self.old is MISSING or self.new is MISSING)
-        if is_added or own.kind in (Slot, set, torch.Tensor, np.ndarray, Iterator):
-            return own.label
-        is_item = own.kind in (*_SEQUENCES, dict)
-        return f"{own.label}[{self.key!r}]" if is_item else f"{own.label}.{self.key}"
+_NOT_INSIDE = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, types.FrameType)
+_HEAP_TYPE = 1 << 9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +133,10 @@ class Snapshot:
                 walk.variable(slot)
         for function in reached_functions(model, loss_fn):
             walk.function(function, "" if function.__closure__ else function.__qualname__)
+        for outside in OUTSIDE:
+            walk.place(Place("", outside, outside.now(), Outside, GLOBALS))
+        for variable, value in CONTEXT.now().items():
+            walk.value(value, CONTEXT.label(variable), GLOBALS, None)
         return walk.found()
 
     @staticmethod
@@ -288,14 +192,6 @@ class Snapshot:
         for tensor in self.tensors:
             tensor.restore()
 
-    def digest(self) -> str:
-        """Digest of the state, the same in every process that has the same."""
-        made = hashlib.blake2b(digest_size=16)
-        for place in self.places:
-            for key, value in place.items.items():
-                made.update(f"{place.label}\0{key!r}\0{shown(value)}\n".encode())
-        return made.hexdigest()
-
 
 @contextmanager
 def restored_state(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Iterator[None]:
@@ -331,22 +227,32 @@ class _Walk:
         if id(own) in self.seen:
             return
         self.seen.add(id(own))
-        items = _items(own, object)
+        items = held_items(own, object)
         self.places.append(Place(label, own, items, object, root))
         for name, held in items.items():
             if type(held) not in PLAIN:
                 self.value(held, f"{label}.{name}", root, (id(own), name))
-        for name in _HOOKS if isinstance(value, nn.Module) else ():
+        for name in (*_HOOKS, *_PARTS) if isinstance(value, nn.Module) else ():
             if isinstance(held := own.get(name), dict):
-                self.place(Place(f"{label}.{name}", held, dict(held), dict, root))
+                self.part(held, name, label, root, id(own))
         for cls in type(value).__mro__[:-1]:
             if id(cls) not in self.seen and not is_installed_class(cls):
                 self.seen.add(id(cls))
-                items = _items(cls, type)
+                items = held_items(cls, type)
                 self.places.append(Place(cls.__qualname__, cls, items, type, root))
                 for name, held in vars(cls).items():
                     if name in items or is_holder(held):  # such as a descriptor
                         self.value(held, f"{cls.__qualname__}.{name}", GLOBALS, None)
+
+    def part(self, held: dict[Any, Any], name: str, label: str, root: str, module: int) -> None:
+        """Add a module's hooks of a kind, its submodules, or its parameters or buffers."""
+        if name in _HOOKS:
+            self.place(Place(f"{label}.{name}", held, dict(held), dict, root))
+            return
+        self.place(Place(label, held, held_items(held, Parts), Parts, root, (module, "")))
+        for key, tensor in held.items():
+            if isinstance(tensor, torch.Tensor):
+                self.object(tensor, f"{label}.{key}", root)
 
     def function(self, function: types.FunctionType, label: str) -> None:
         """Add the variables of a function's closure, and its attributes."""
@@ -355,7 +261,7 @@ class _Walk:
         self.seen.add(id(function))
         line = line_of(function)
         for kind, owner in ((types.FunctionType, function), (object, attributes(function))):
-            items = _items(owner, kind)
+            items = held_items(owner, kind)
             if items or kind is object:
                 self.places.append(Place(label, owner, items, kind, GLOBALS, source=line))
             for name, held in items.items():
@@ -396,12 +302,15 @@ class _Walk:
             place = Place(label, value, {}, torch.Tensor, root, attribute, source)
             held = HeldTensor(value, version(value), copied, place, root == GLOBALS)
             self.tensors.append(held)
+            self.object(value, label, root)
         elif isinstance(value, partial):
             self.value((value.func, value.args, value.keywords), label, root, attribute, source)
         elif isinstance(value, (Iterator, *_GENERATORS)) and root != LOSS:
-            self.place(Place(label, value, _items(value, Iterator), Iterator, root, None, source))
+            self.place(
+                Place(label, value, held_items(value, Iterator), Iterator, root, None, source)
+            )
         elif isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS:
-            items = _items(value, np.ndarray)
+            items = held_items(value, np.ndarray)
             self.place(Place(label, value, items, np.ndarray, root, attribute, source))
         else:
             self.parts(value, label, root, attribute, source, depth)
@@ -431,14 +340,16 @@ class _Walk:
                 if type(item) not in PLAIN:
                     inner = f"{label}[{key!r}]"
                     self.value(item, inner, root, attribute, source, depth + 1)
+        for item in _inside(value) if kind is None else ():
+            self.value(item, label, root, attribute, source, depth + 1)
         is_container = type(value).__module__ in ("collections", "weakref")
         if root != MODEL and not is_container and is_installed_class(type(value)):
             return
         if is_holder(value) or (is_container and hasattr(value, "__dict__")):
             self.object(value, label, root)
         if slot_names(type(value).__mro__):
-            items = _items(value, _Slots)
-            self.place(Place(label, value, items, _Slots, root, None, source))
+            items = held_items(value, Slots)
+            self.place(Place(label, value, items, Slots, root, None, source))
             for name, held in items.items():
                 self.value(held, f"{label}.{name}", root, None, source, depth + 1)
 
@@ -454,57 +365,15 @@ def _is_same(old: Any, new: Any) -> bool:
 def _few_items(container: Any, kind: Any, most: int) -> dict[Any, Any] | None:
     """The items of a container; None where it has more, or its class's own code fails."""
     try:
-        return _items(container, kind) if len(container) <= most else None
+        return held_items(container, kind) if len(container) <= most else None
     except Exception:
         return None
 
 
-def _items(owner: Any, kind: Any) -> dict[Any, Any]:
-    if kind is Slot:
-        return {"": owner.get()}
-    if kind is Iterator:
-        return {"": _position(owner)}
-    if kind is np.ndarray:
-        return {"": owner.copy()}
-    if kind is _Slots:
-        return {n: getattr(owner, n) for n in slot_names(type(owner).__mro__) if hasattr(owner, n)}
-    if kind is object:
-        return {name: value for name, value in owner.items() if name not in _OF_TORCH}
-    if kind is type:
-        return {n: v for n, v in vars(owner).items() if n[:2] != "__" and _is_data(v)}
-    if kind is types.FunctionType:
-        return {name: cell.cell_contents for name, cell in _cells(owner).items()}
-    if kind is set:
-        return {item: item for item in owner}
-    return dict(owner) if kind is dict else dict(enumerate(owner))
-
-
-def _position(iterator: Any) -> Any:
-    """What tells whether an iterator or a generator of random numbers has gone on; None if none."""
-    if isinstance(iterator, np.random.Generator):
-        return iterator.bit_generator.state
-    if isinstance(iterator, np.random.RandomState):
-        return iterator.get_state(legacy=False)
-    if isinstance(iterator, random.Random):
-        return iterator.getstate()
-    return length_hint(iterator) if hasattr(iterator, "__length_hint__") else None
-
-
-def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
-    """Filled cells of a function's closure, by name."""
-    names, filled = function.__code__.co_freevars, closure(function)
-    cells = dict(zip(names, function.__closure__ or (), strict=True))
-    return {name: cell for name, cell in cells.items() if name in filled}
-
-
-def _is_data(value: Any) -> bool:
-    """Whether an attribute of a class is a value: a number, a tensor, a list and the like."""
-    return is_plain(value) or isinstance(value, (*CONTAINER_KINDS, tuple, torch.Tensor))
-
-
-def _refill(container: Any, items: Any) -> None:
-    container.clear() if hasattr(container, "clear") else container.__delitem__(slice(None))
-    container.update(items) if isinstance(container, (dict, set)) else container.extend(items)
+def _inside(value: Any) -> list[Any]:
+    """What a value of a type that no Python code defines holds, such as a view or a method."""
+    is_of_python = type(value).__flags__ & _HEAP_TYPE or isinstance(value, _NOT_INSIDE)
+    return [] if is_of_python else gc.get_referents(value)
 
 
 def _of_hooks(model: nn.Module) -> Iterator[tuple[str, str, Any, str]]:

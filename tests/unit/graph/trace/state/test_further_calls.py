@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import UserDict
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,11 +20,13 @@ from torch import Tensor, nn
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.state.outside import torch_settings
 from merak.graph.trace.state.snapshot import Snapshot
 
 COLUMNS = {"x": TensorMeta((4, 4), torch.float32)}
 COUNT = 0
 COUNTS = np.zeros(2)
+CALLS = ContextVar("calls", default=0)
 Use = Callable[[Any, Tensor], Tensor]
 
 
@@ -30,6 +36,15 @@ class Held:
     def __init__(self) -> None:
         self.calls = 0
         self.mean: Tensor | None = None
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
 
 
 @dataclass(slots=True)
@@ -64,13 +79,20 @@ class Leaves(nn.Module):
         self.numbers = iter([1.0, 2.0] * 99)
         self.counted = counting()
         self.cos = self.sin = None
+        self.grown, self.act, self.scaled = nn.ModuleList(), nn.Tanh(), Scaled().scaled
+        self.linear.weight.calls = 0  # type: ignore[attr-defined]
+        self.folder = ""
+        counted = {"calls": 0}
         self.places = {
             "slots": HeldInSlots(),
             "array": np.zeros(2),
             "container": UserDict(calls=0),
             "deep": [[[[[[0]]]]]],
             "generator": np.random.default_rng(0),
+            "view": MappingProxyType(counted),
+            "memory": memoryview(bytearray(2)),
         }
+        self.count = lambda: counted.update(calls=counted["calls"] + 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"loss": self.use(self, torch.tanh(self.linear(x))).square().mean()}
@@ -209,7 +231,124 @@ def adds_hooks(model: Any, x: Tensor) -> Tensor:
     return x * len(model.linear._forward_hooks)
 
 
+def counts_in_a_context(model: Any, x: Tensor) -> Tensor:
+    CALLS.set(CALLS.get() + 1)
+    return x * CALLS.get()
+
+
+def counts_in_the_environment(model: Any, x: Tensor) -> Tensor:
+    os.environ["CALLS_OF_A_TEST"] = str(int(os.environ.get("CALLS_OF_A_TEST", "0")) + 1)
+    return x * int(os.environ["CALLS_OF_A_TEST"])
+
+
+def counts_in_a_file(model: Any, x: Tensor) -> Tensor:
+    file = Path(model.folder, "calls.txt")
+    file.write_text(file.read_text() + "." if file.exists() else ".")
+    return x * len(file.read_text())
+
+
+def counts_behind_a_view(model: Any, x: Tensor) -> Tensor:
+    model.count()
+    return x * model.places["view"]["calls"]
+
+
+def counts_in_memory(model: Any, x: Tensor) -> Tensor:
+    model.places["memory"][0] += 1
+    return x * model.places["memory"][0]
+
+
+def counts_in_a_method(model: Any, x: Tensor) -> Tensor:
+    return model.scaled(x)  # type: ignore[no-any-return]
+
+
+def counts_on_a_parameter(model: Any, x: Tensor) -> Tensor:
+    model.linear.weight.calls += 1
+    return x * model.linear.weight.calls
+
+
+def counts_on_a_buffer(model: Any, x: Tensor) -> Tensor:
+    model.centre.calls = getattr(model.centre, "calls", 0) + 1
+    return x * model.centre.calls
+
+
+def adds_modules(model: Any, x: Tensor) -> Tensor:
+    model.grown.append(nn.Identity())
+    return x * len(model.grown)
+
+
+def replaces_a_module(model: Any, x: Tensor) -> Tensor:
+    model.act = nn.Identity() if isinstance(model.act, nn.Tanh) else nn.Tanh()
+    return model.act(x)  # type: ignore[no-any-return]
+
+
+def removes_a_module(model: Any, x: Tensor) -> Tensor:
+    if hasattr(model, "act"):
+        x = 2 * x
+        del model.act
+    return x
+
+
+def late_buffer(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "mean"):
+        model.register_buffer("mean", torch.zeros(4))
+    x = x - model.mean
+    model.mean.copy_(x.detach().mean(0))
+    return x
+
+
+def builds_a_layer(model: Any, x: Tensor) -> Tensor:
+    if model.last is None:
+        model.last = nn.Linear(x.shape[-1], 4)
+    return model.last(x)  # type: ignore[no-any-return]
+
+
+def builds_a_parameter(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "gain"):
+        model.register_parameter("gain", nn.Parameter(torch.ones(4)))
+    return x * model.gain  # type: ignore[no-any-return]
+
+
+def sets_the_precision(model: Any, x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("medium")
+    return x
+
+
+def sets_a_flag_of_a_backend(model: Any, x: Tensor) -> Tensor:
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    return x
+
+
+def leaves_gradients_off(model: Any, x: Tensor) -> Tensor:
+    x = 2 * x if torch.is_grad_enabled() else x
+    torch.set_grad_enabled(False)
+    return x
+
+
+def leaves_another_type(model: Any, x: Tensor) -> Tensor:
+    x = x * torch.zeros(4).add(2)
+    torch.set_default_dtype(torch.float64)
+    return x
+
+
 REFUSED: dict[Use, str] = {
+    counts_in_a_context: "the context variable calls, at .*: `CALLS.set.*next call computes",
+    counts_in_the_environment: r"os.environ.'CALLS_OF_A_TEST'., at .*: `os.environ.*= str",
+    counts_in_a_file: "the file .*calls.txt, at .*: `file.write_text.*next call computes",
+    counts_behind_a_view: r"model.places.'view'..'calls'., at .*: `return x . model.places",
+    counts_in_memory: r"model.places.'memory'..0., at .*: `model.places",
+    counts_in_a_method: r"model.scaled.calls, at .*: `self.calls \+= 1",
+    counts_on_a_parameter: r"model.linear.weight.calls, at .*: `model.linear.weight.calls \+= 1",
+    counts_on_a_buffer: "model.centre.calls, at .*: `model.centre.calls = ",
+    adds_modules: "model.grown.0, at .*: `model.grown.append",
+    replaces_a_module: "model.act, at .*: `model.act = ",
+    removes_a_module: "model.act, at .*: `del model.act.*run one forward before",
+    late_buffer: "model.mean, at .*: `model.register_buffer",
+    builds_a_layer: "makes model.last, at .*: `model.last = nn.Linear.*make it in __init__",
+    builds_a_parameter: "makes model.gain, at .*: `model.register_parameter",
+    sets_the_precision: "torch.set_float32_matmul_precision, at .*: `torch.set_.*leaves it so",
+    sets_a_flag_of_a_backend: "torch.backends.cudnn.benchmark, at .*: `torch.backends.*leaves it",
+    leaves_gradients_off: "torch.set_grad_enabled, at .*: `torch.set_grad_enabled.False.*leaves",
+    leaves_another_type: "torch.set_default_dtype, at .*: `torch.set_default_dtype.*leaves it",
     counts_in_slots: r"model.places.'slots'..calls, at .*calls \+= 1",
     counts_in_an_array: r"model.places.'array'., at .*: `model.places..array",
     counts_in_a_global_array: "COUNTS, at .*: `COUNTS",
@@ -236,18 +375,23 @@ REFUSED: dict[Use, str] = {
 }
 
 
-def built(use: Use) -> Leaves:
+def built(use: Use, folder: str = "") -> Leaves:
     model = Leaves(use)
+    model.folder = folder
     build_graph(GraphSource(model), COLUMNS, training=True)
     return model
 
 
 @pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
-def test_what_the_next_call_computes_with_is_refused_with_its_line(use: Use) -> None:
+def test_what_the_next_call_computes_with_is_refused_with_its_line(
+    use: Use, tmp_path: Path
+) -> None:
+    settings, environment = torch_settings(), dict(os.environ)
     with pytest.raises(TraceError, match=REFUSED[use]):
-        built(use)
+        built(use, str(tmp_path))
     assert (Leaves.total, COUNT, getattr(of_a_function, "calls", 0)) == (0, 0, 0)
     assert not COUNTS.any()
+    assert (torch_settings(), dict(os.environ), CALLS.get()) == (settings, environment, 0)
 
 
 @pytest.mark.parametrize(
@@ -304,18 +448,58 @@ def keeps_the_last(model: Any, x: Tensor) -> Tensor:
     return model.last  # type: ignore[no-any-return]
 
 
+def shares_a_module(model: Any, x: Tensor) -> Tensor:
+    model.act = model.linear
+    return model.act(x)  # type: ignore[no-any-return]
+
+
+def registers_a_table(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "table"):
+        model.register_buffer("table", torch.arange(4.0), persistent=False)
+    return x * model.table  # type: ignore[no-any-return]
+
+
+def puts_settings_back(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        model.centre.copy_(x.mean(0))
+    return x
+
+
 @pytest.mark.parametrize(
-    "use", [warns_once, logs_sometimes, rotary_table, masks_by_shape, keeps_the_last]
+    "use",
+    [
+        warns_once,
+        logs_sometimes,
+        rotary_table,
+        masks_by_shape,
+        keeps_the_last,
+        shares_a_module,
+        registers_a_table,
+        puts_settings_back,
+    ],
 )
 def test_what_is_made_once_or_changes_nothing_is_traced(use: Use) -> None:
     model = built(use)
     assert (model.is_first, model.calls, model.last, model.tables) == (True, 0, None, {})
 
 
-def test_a_snapshot_is_compared_restored_and_told_apart() -> None:
+def writes_a_log(model: Any, x: Tensor) -> Tensor:
+    with Path(model.folder, "log.txt").open("a") as file:
+        file.write("called")
+    return x
+
+
+def test_a_file_that_forward_only_writes_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    built(writes_a_log, str(tmp_path))
+    assert "forward sets the file" in caplog.text
+    assert '.open("a") as file:`' in caplog.text
+
+
+def test_a_snapshot_is_compared_and_restored() -> None:
     model = Leaves(flag)
     before = Snapshot.take(model, copies=True)
-    digest = before.digest()
     assert before.changes() == []
     model.held.mean = torch.zeros(2)
     model.objects.append(Held())
@@ -327,8 +511,6 @@ def test_a_snapshot_is_compared_restored_and_told_apart() -> None:
         "model.tables['x']",
         "Leaves.total",
     }
-    assert Snapshot.take(model).digest() != digest
     before.restore()
     assert before.changes() == []
     assert (model.held.mean, len(model.objects), model.tables, Leaves.total) == (None, 1, {}, 0)
-    assert Snapshot.take(model).digest() == digest
