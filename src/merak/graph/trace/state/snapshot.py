@@ -117,9 +117,10 @@ class Snapshot:
             loss_fn: its loss function, such as a method of a trainer; None for none.
             copies: whether to copy the values of tensors, so that they can be restored.
             attributes_only: whether to look at the attributes of modules and of what these hold,
-                and not at the model's code, which takes milliseconds.
+                and neither at the model's code, which takes milliseconds, nor at its tensors and
+                submodules, which may have others in their place.
         """
-        walk = _Walk(copies)
+        walk = _Walk(copies, _HOOKS if attributes_only else (*_HOOKS, *_PARTS))
         for path, module in model.named_modules():
             walk.object(module, str(StateRead(MODEL, path, (), "")), MODEL)
         for holder in loss_holders(loss_fn):
@@ -213,6 +214,7 @@ class _Walk:
     """Places and tensors that have been met so far."""
 
     copies: bool
+    of_modules: tuple[str, ...]
     places: list[Place] = field(default_factory=list)
     tensors: list[HeldTensor] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
@@ -232,7 +234,7 @@ class _Walk:
         for name, held in items.items():
             if type(held) not in PLAIN:
                 self.value(held, f"{label}.{name}", root, (id(own), name))
-        for name in (*_HOOKS, *_PARTS) if isinstance(value, nn.Module) else ():
+        for name in self.of_modules if isinstance(value, nn.Module) else ():
             if isinstance(held := own.get(name), dict):
                 self.part(held, name, label, root, id(own))
         for cls in type(value).__mro__[:-1]:
