@@ -35,6 +35,7 @@ from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.trace import export_model, parameter_names, trace
 from merak.graph.trace.traced import Trace
+from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE
 from merak.graph.weights.laid_out import methods_allowed
 from merak.graph.weights.rank_agreement import is_distributed
 
@@ -398,7 +399,8 @@ def _whole_parameters(source: GraphSource) -> Iterator[None]:
                 if parameter not in whole:
                     empty = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
                     whole[parameter] = nn.Parameter(empty, requires_grad=meta.requires_grad)
-                    vars(whole[parameter]).update(vars(parameter))
+                    held = {k: v for k, v in vars(parameter).items() if k != ORIGIN_ATTRIBUTE}
+                    vars(whole[parameter]).update(held)
                 module._parameters[name] = whole[parameter]
         yield
     finally:

@@ -21,11 +21,12 @@ from merak.graph.trace.state.holders import closure, slot_names
 from merak.graph.trace.state.kept import is_equal
 from merak.graph.trace.state.outside import Outside
 from merak.graph.trace.state.slots import MISSING, Slot, is_plain
+from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE
 
 with FakeTensorMode():
-    _OF_FAKES = (*vars(torch.empty(0)), "_is_param")
-_OF_TORCH = frozenset((*vars(nn.Module()), *_OF_FAKES, "_flat_weights")) - {"training"}
-"""Attributes that torch keeps itself, and that a forward does not change but for hooks."""
+    _OF_TENSORS = (*vars(torch.empty(0)), "_is_param", ORIGIN_ATTRIBUTE)
+_OF_TORCH = frozenset((*vars(nn.Module()), *_OF_TENSORS, "_flat_weights")) - {"training"}
+"""Attributes that torch or Merak keeps itself; a forward changes none of them but hooks."""
 _SEQUENCES = (list, deque, bytearray, array)
 CONTAINER_KINDS = (*_SEQUENCES, dict, set)
 """Types of containers whose items are looked at; subclasses count as these."""
