@@ -209,8 +209,7 @@ def export_model(
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
     runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.example.begin)
-    context = contextvars.copy_context()  # which keeps what forward sets in one
-    program = context.run(_run_export, session, runner, call, symbolic)
+    program = contextvars.copy_context().run(_run_export, session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
     session.autograd.refuse_left_frozen()

@@ -147,7 +147,7 @@ class StateLeft:
         """The place, as people write it."""
         own = self.place
         if own.kind is Outside:
-            return own.owner.label(self.key)
+            return str(own.owner.label(self.key))
         is_added = own.kind in _SEQUENCES and (self.old is MISSING or self.new is MISSING)
         if is_added or own.kind in (Slot, set, torch.Tensor, np.ndarray, Iterator):
             return own.label
@@ -211,7 +211,10 @@ def _is_data(value: Any) -> bool:
 
 def _refill(container: Any, items: Any) -> None:
     if isinstance(container, (bytearray, array)):  # others may have views of it
-        container[:] = type(container)(*getattr(container, "typecode", ()), list(items))
+        kind: Any = (
+            bytes if isinstance(container, bytearray) else partial(array, container.typecode)
+        )
+        container[:] = kind(items)
         return
     container.clear()
     container.update(items) if isinstance(container, (dict, set)) else container.extend(items)

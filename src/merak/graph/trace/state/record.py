@@ -218,8 +218,8 @@ class StateReads:
         name = str(left.key or left.place.label.rpartition(".")[2])
         if left.place.kind is Outside:
             name = self._name_in_code(left.key)
-            known = self.writes.get((left.place.owner.form, left.key), "")
-            return known or self._first(name, "STORE_ATTR", *_LOADS)
+            line = self.writes.get((left.place.owner.form, left.key), "")
+            return line or self._first(name, "STORE_ATTR", *_LOADS)
         if left.place.kind in (*CONTAINER_KINDS, torch.Tensor, np.ndarray, Iterator):
             known = key is not None and (
                 self.lines.get(key) or self._sources.get(key) or self._absent.get(key)
