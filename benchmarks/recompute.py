@@ -39,7 +39,9 @@ HIDDEN, LAYERS, HEADS = 1920, 54, 20
 
 DEVICE = preset("rtx-3090")
 
-BUDGET_BYTES = usable_bytes(DEVICE.memory_bytes or 0)
+BUDGET_BYTES = usable_bytes(
+    DEVICE.memory_bytes or 0, Mesh(1, 1, NUM_GPUS, 0, torch.device("cpu"), None)
+)
 """What tensors may fill of an RTX 3090's memory."""
 
 PAPER = {
