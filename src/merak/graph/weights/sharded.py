@@ -153,6 +153,12 @@ class ShardTensor(torch.Tensor):
         is_equally_sharded = isinstance(value, ShardTensor) and value.sharding == self.sharding
         if self.sharding.dims and not is_equally_sharded and _is_called_by_script():
             raise _refused("writes into", self.sharding)
+        is_same_kind = value.shape == self.shape and value.dtype == self.dtype
+        if is_same_kind and value.device == self.device and _is_called_by_script():
+            # Into its own memory, which what the optimizer steps may share.
+            with torch._C.DisableTorchFunctionSubclass():
+                self.detach().copy_(value.detach())
+            return
         _TENSOR.data.__set__(self, value)
 
     @property

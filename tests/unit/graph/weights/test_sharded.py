@@ -162,6 +162,16 @@ def test_a_script_counts_the_elements_of_the_whole() -> None:
     assert P.shape == (4, 6) and P.view(P.shape).numel() == 48
 
 
+def test_data_that_a_script_replaces_stay_where_an_optimizer_steps_their_rows() -> None:
+    tensor = nn.Parameter(torch.ones(4, 6))
+    rows = tensor.detach()[:2]
+    marked(tensor, ShardLayout("'w' has another optimizer tensor", (), is_stepped=False))
+    nn.utils.vector_to_parameters(torch.zeros(24), [tensor])
+    assert not rows.any() and not tensor.any()
+    rows.fill_(2.0)
+    assert tensor.sum().item() == 24
+
+
 def test_gradients_are_shards() -> None:
     tensor = parameter(ROWS)
     tensor.grad = torch.ones(4, 6)
