@@ -20,7 +20,9 @@ from mkdocs.structure.pages import Page
 PACKAGE = "merak"
 SOURCE = Path("src") / PACKAGE
 
-FOR_DEVELOPERS = ("reference/", "architecture.md", "benchmarks.md", "map.md", "zoo.md")
+FOR_DEVELOPERS = (
+    "reference/", "architecture.md", "benchmarks.md", "map.md", "zoo.md", "mutations.md",
+)  # fmt: skip
 """Pages, by how their paths begin, that the search shows behind those for users."""
 
 BEHIND = 0.1

@@ -25,6 +25,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.mutations.mutation import apply_named
+
 # How long examples take says how busy the machine is.
 settings.register_profile("merak", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("merak")
@@ -32,6 +34,7 @@ settings.load_profile("merak")
 
 def pytest_configure() -> None:
     """Let a process of tests that ends itself say where: what it has printed is lost with it."""
+    apply_named()
     own, leave, stderr = os.getpid(), os._exit, os.dup(2)
 
     def say_and_leave(status: int) -> NoReturn:

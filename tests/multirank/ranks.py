@@ -172,9 +172,11 @@ def _serve(connection: Connection) -> None:
     import torch
 
     from tests import shared_cache
+    from tests.mutations.mutation import apply_named
 
     torch.set_num_threads(1)
     shared_cache.share()
+    apply_named()
     while True:
         try:
             message = connection.recv_bytes()

@@ -138,8 +138,10 @@ def test_recomputation_gives_the_gradients_of_one_process(pool, tmp_path, recomp
     kept = pool.run(gradients, 2, schedules, (1, 1, 2), counts, tmp_path, "off")
     by_rank = pool.run(gradients, 2, schedules, (1, 1, 2), counts, tmp_path, recompute)
     for schedule in schedules:
-        for step, (losses, _, expected, _, _) in enumerate(reference["1f1b"]):
+        for step, (losses, norm, expected, _, _) in enumerate(reference["1f1b"]):
             assert all(torch.equal(rank[schedule][step][0], losses) for rank in by_rank)
+            norms = [rank[schedule][step][1] for rank in by_rank]
+            assert norms == pytest.approx([norm] * 2, rel=1e-6), schedule
             found = whole([rank[schedule][step][2:] for rank in by_rank])
             assert_gradients_close(found, expected)
             for name, gradient in whole([rank[schedule][step][2:] for rank in kept]).items():
