@@ -14,10 +14,10 @@ from tests.mutations.table import MUTATIONS
 HEAD = """# What the tests notice
 
 Mistakes that distributed training is known for, made on purpose, each in one function of Merak
-(`tests/mutations`). Every test run makes each of them and runs the test that the row names, which
-must fail; a mistake whose function has gone fails as well. In the last column is the `merak check`
-that finds it in a user's own model, or what else would. `python -m tests.mutations.page
-docs/mutations.md` writes this page.
+(`tests/mutations`). `make test-all` makes all of them, `make test` five, and each time runs the
+test that the row names, which must fail; so does a mistake whose function has gone. In the last
+column is the `merak check` that finds it in a user's own model, or what else would. `python -m
+tests.mutations.page docs/mutations.md` writes this page.
 
 | mistake | made in | noticed by | found by |
 | --- | --- | --- | --- |

@@ -14,6 +14,7 @@ import pytest
 from tests.mutations.mutation import REACHED, VARIABLE, Mutation, TargetGoneError, apply
 from tests.mutations.page import render
 from tests.mutations.table import MUTATIONS
+from tests.tiers import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = "tests/multirank/test_check_of_parts.py::test_it_trains_as_in_one_process"
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+ESSENTIAL = (
+    "gradients_scaled_twice", "bias_added_on_every_rank", "mean_over_the_wrong_axis",
+    "dropout_equal_on_ranks", "norm_gradient_not_reduced",
+)  # fmt: skip
+"""Those that `make test` makes, in seconds each."""
+
+
+@pytest.mark.parametrize("name", [n if n in ESSENTIAL else slow(n, id=n) for n in MUTATIONS])
 def test_a_mistake_is_noticed(name: str, tmp_path: Path) -> None:
     assert_noticed(MUTATIONS[name], MUTATIONS[name].tests, tmp_path)
 
