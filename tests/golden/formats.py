@@ -36,12 +36,14 @@ class Writing:
         options: of `parallelize`.
         optimizer: its class.
         dtype: of the weights.
+        tied: whether the embedding is the head.
     """
 
     degrees: Mapping[str, int]
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
     dtype: str = "float32"
+    tied: bool = True
 
 
 WRITINGS = {
@@ -56,18 +58,18 @@ WRITINGS = {
     "ep": Writing({"dp": 2, "ep": 2}, {"zero": 1}),
     "pp": Writing({"pp": 2}),
     "interleaved": Writing({"pp": 2}, {"schedule": "interleaved_1f1b"}),
-    "versions": Writing({"pp": 2}, {"schedule": "pipedream_2bw"}),
+    "versions": Writing({"pp": 2}, {"schedule": "pipedream_2bw"}, tied=False),
 }
 """By folder."""
 
 
-def model(dtype: str) -> torch.nn.Module:
+def model(dtype: str, tied: bool) -> torch.nn.Module:
     """A mixture of experts of two thousand numbers."""
     torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=16, num_local_experts=2, num_experts_per_tok=1,
-        max_position_embeddings=16, use_cache=False, tie_word_embeddings=True,
+        max_position_embeddings=16, use_cache=False, tie_word_embeddings=tied,
     )  # fmt: skip
     return MixtralForCausalLM(config).to(getattr(torch, dtype))
 
@@ -94,7 +96,7 @@ def losses(writing: Writing, steps: range, load: str | None, save: str | None) -
         }
 
     parallel = merak.parallelize(
-        model(writing.dtype), own(0), num_microbatches=4 // replicas,
+        model(writing.dtype, writing.tied), own(0), num_microbatches=4 // replicas,
         optimizer=optimizer_of(writing.optimizer), **writing.options,
     )  # fmt: skip
     if load is not None:
