@@ -16,7 +16,11 @@ from tests.tiers import slow
 
 PARTS: dict[str, tuple[str, dict[str, Any], Layout]] = {
     "norms-of-heads": ("Qwen3ForCausalLM", {}, Layout(tp=2)),
-    "router-loss": ("MixtralForCausalLM", {"output_router_logits": True}, Layout(pp=2)),
+    "router-loss": (
+        "MixtralForCausalLM",
+        {"output_router_logits": True, "router_aux_loss_coef": 0.3},
+        Layout(pp=2),
+    ),
     "tied-weights": ("GPT2LMHeadModel", {}, Layout(pp=2)),
     "row-parallel-biases": ("GPT2LMHeadModel", {}, Layout(tp=2)),
     "tokens-of-ranks": ("LlamaForCausalLM", {}, Layout(cp=2)),
