@@ -19,6 +19,9 @@ EXACT = 1e-9
 VANISHING = 1e-6
 """Fraction of a float32 difference that float64 may leave: rounding leaves 2e-9, a mistake all."""
 
+OF_KERNELS = 100.0
+"""How many times more rounding some kernels may leave than others that compute the same."""
+
 SMALLEST = 1e-3
 """Tensors this much smaller than the largest one of the model are held to its scale instead.
 

@@ -107,6 +107,8 @@ class Job:
         options: the settings of its training.
         dtype: floating point type of weights and inputs.
         ragged: whether the last evaluation batch has fewer samples than the others.
+        partition: number of segments of every stage; None balances them.
+        has_batched_experts: whether experts are computed by batched products, as in float64.
     """
 
     case: Case
@@ -114,6 +116,8 @@ class Job:
     options: CheckOptions = field(default_factory=CheckOptions)
     dtype: torch.dtype = torch.float32
     ragged: bool = True
+    partition: tuple[int, ...] | None = None
+    has_batched_experts: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +127,8 @@ class Job:
     def model(self) -> nn.Module:
         """Build the model as training begins."""
         model = self.case.model(self.options.seed)
-        if self.dtype == torch.float64 and isinstance(model, PreTrainedModel):
+        is_batched = self.has_batched_experts or self.dtype == torch.float64
+        if is_batched and isinstance(model, PreTrainedModel):
             model.set_experts_implementation("batched_mm")  # grouped products know no float64
         model._apply(self._converted)
         return model
@@ -173,6 +178,7 @@ class Outcome:
             as far as this process makes them.
         shards: how parameters lie over tp.
         place: which copy of the model the rank has a part of, which shard, and its pp coordinate.
+        stage_sizes: number of segments of each of the rank's stages.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -182,6 +188,7 @@ class Outcome:
     evaluations: Tensors = field(default_factory=dict)
     shards: Mapping[str, ParameterShard] = field(default_factory=dict)
     place: Coordinates = (0, 0, 0)
+    stage_sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -329,6 +336,7 @@ def train_on_ranks(job: Job, cache: Path) -> Outcome:
     held = engine.held()
     outcome.buffers = {n: b for n, b in _buffers(parallel.model).items() if n in held}
     outcome.shards = dict(engine.shards)
+    outcome.stage_sizes = engine.stage_sizes()
     return outcome
 
 
@@ -373,6 +381,7 @@ def _parallelize(
         num_microbatches=job.options.num_microbatches,
         seed=job.options.seed,
         sequence_parallel=job.options.sequence_parallel,
+        partition=job.partition,
         device_profile=_balanced_for(),
         sub_pipelining="auto" if observer is None else "off",
         observer=observer,

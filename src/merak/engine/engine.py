@@ -189,6 +189,11 @@ class Engine:
         """Names of the parameters that this rank holds, and of the buffers that it answers for."""
         return frozenset(self.parameters) | self._state.kept_buffers
 
+    def stage_sizes(self) -> dict[int, int]:
+        """Number of segments of each of this rank's stages."""
+        stages = self._state.base.stages
+        return {number: len(stage.segments) for number, stage in stages.items()}
+
     def columns(self, signature: Signature, training: bool = True) -> tuple[str, ...]:
         """The columns of a batch that this rank reads."""
         self._state.program_for.refresh()
