@@ -26,6 +26,7 @@ def rank_state(
     if engine.local_steps is not None and optimizer is not None:
         engine.local_steps.average_states(optimizer, whole)
         outer = engine.local_steps.momenta()
+    engine.optimizer_params.take_written()
     masters = engine.optimizer_params.optimizer_tensors()
     held, described = engine.held(), engine.description or None
     state = RankState(model, optimizer, held, engine.shards, engine.mesh, masters, described)

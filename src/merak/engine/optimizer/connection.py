@@ -129,6 +129,7 @@ class OptimizerConnections:
         optimizer.register_load_state_dict_post_hook(lambda own: show_states(own, stepped))
         optimizer.register_step_pre_hook(lambda own, *_: hide_states(own))
         optimizer.register_step_pre_hook(lambda *_: self._note(True))
+        optimizer.register_step_pre_hook(lambda *_: self._state.optimizer_params.take_written())
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
@@ -150,6 +151,7 @@ class OptimizerConnections:
 
     def step_none(self) -> None:
         """Take part in a step of the others, on a rank without an optimizer of its own."""
+        self._state.optimizer_params.take_written()
         for whole in self._wholes:
             whole.collect()
             whole.distribute()

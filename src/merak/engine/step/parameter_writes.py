@@ -10,6 +10,7 @@ import torch.distributed as dist
 from merak.core.errors import ScheduleError
 from merak.core.shards import ParameterShard, join, take
 from merak.engine.state import EngineState
+from merak.engine.zero.optimizer_params import update_master
 from merak.graph.ir.ir import ParameterWrites
 from merak.graph.program.codegen import runnable
 from merak.graph.program.program import Program
@@ -76,22 +77,20 @@ def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) 
     if state.fsdp is not None and name in state.fsdp.meta_parameters:
         own = state.fsdp.shard(name)
         low = own.to(state.parameters[name].dtype)
-        _update_master(own, low, _run(write, low.clone(), values))
+        update_master(own, low, _run(write, low.clone(), values))
         return
     data = state.parameters[name].detach()
     shard = state.base.shards.get(name)
     if shard is not None and not any(shard.sizes(state.mesh.shard_rank)):
         return  # another rank has all of it
-    rows = None if item is None or not item.is_master else item.own_rows()
-    before = None if rows is None else rows.clone()
     if shard is None or write.elementwise or shard.owner is not None:
         _run(write, data, values)
     else:
         data.copy_(
             take(_run(write, _unsharded(state, data, shard), values), shard, state.mesh.shard_rank)
         )
-    if item is not None and rows is not None and before is not None:
-        _update_master(item.tensor.detach(), before, rows)
+    if item is not None and item.is_master:
+        item.take_written()
 
 
 def _run(write: ParameterWrites, value: torch.Tensor, values: Sequence[Batch]) -> torch.Tensor:
@@ -99,11 +98,6 @@ def _run(write: ParameterWrites, value: torch.Tensor, values: Sequence[Batch]) -
     for batch in values:
         function(value, *(batch[name] for name in (*write.buffers, *write.columns)))
     return value
-
-
-def _update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Copy the written elements to a float32 master, which is more precise in the others."""
-    torch.where(before == after, master, after.to(master.dtype), out=master)
 
 
 def _unsharded(state: EngineState, own: torch.Tensor, shard: ParameterShard) -> torch.Tensor:

@@ -27,6 +27,7 @@ from merak.engine.comm.row_shards import rows_of, shard_rows
 from merak.engine.zero.fsdp import FsdpParameters
 from merak.engine.zero.param_all_gather import ParamAllGather
 from merak.engine.zero.replica_groups import ReplicaGroups
+from merak.graph.weights.sharded import may_be_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,20 @@ class OptimizerParam:
         if self.rows is None:
             return data
         return rows_of(data, self.rows.start, self.rows.stop)
+
+    @torch.no_grad()
+    def take_written(self) -> None:
+        """Copy elements that were written into the parameter to its master.
+
+        The master is more precise in all others, which are its own, rounded.
+        """
+        own, master = self.own_rows(), self.tensor.detach()
+        update_master(master, master.to(own.dtype), own)
+
+
+def update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Copy the written elements of a parameter to its float32 master."""
+    torch.where(before == after, master, after.to(master.dtype), out=master)
 
 
 class OptimizerParams:
@@ -215,6 +230,13 @@ class OptimizerParams:
                 tensor.grad = gradient
             else:
                 tensor.grad.add_(gradient)
+
+    def take_written(self) -> None:
+        """Take over what a script has written into parameters that have masters."""
+        for item in self.items.values():
+            is_here = item.is_master and not item.parameter.is_meta
+            if is_here and may_be_written(item.parameter):
+                item.take_written()
 
     @torch.no_grad()
     def sync_model_params(self) -> None:

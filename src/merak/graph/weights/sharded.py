@@ -98,11 +98,13 @@ class ShardLayout:
         source: the parameter, as sentences name it.
         dims: the sharded ones; none for a parameter that is whole, but is not what is stepped.
         is_stepped: whether the optimizer steps it, and not a tensor of its own.
+        readers: not empty once a script has had the value in its hands, where it may write.
     """
 
     source: str = field(compare=False)
     dims: Dims
     is_stepped: bool = field(default=True, compare=False)
+    readers: list[None] = field(default_factory=list, compare=False)
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole.
@@ -131,6 +133,9 @@ class ShardTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if not _is_called_by_script():
                 return func(*args, **(kwargs or {}))
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, ShardTensor):
+                    tensor.sharding.readers[:] = [None]
             with _Following():  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
 
@@ -145,6 +150,8 @@ class ShardTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its history."""
+        if _is_called_by_script():
+            self.sharding.readers[:] = [None]
         found: torch.Tensor = _TENSOR.data.__get__(self)
         return found
 
@@ -153,6 +160,7 @@ class ShardTensor(torch.Tensor):
         is_equally_sharded = isinstance(value, ShardTensor) and value.sharding == self.sharding
         if self.sharding.dims and not is_equally_sharded and _is_called_by_script():
             raise _refused("writes into", self.sharding)
+        self.sharding.readers[:] = [None]
         is_same_kind = value.shape == self.shape and value.dtype == self.dtype
         if is_same_kind and value.device == self.device and _is_called_by_script():
             # Into its own memory, which what the optimizer steps may share.
@@ -207,8 +215,10 @@ class ShardTensor(torch.Tensor):
 
     def _plain(self, verb: str) -> torch.Tensor:
         """An alias that is not followed, for Merak's own code."""
-        if self.sharding.dims and _is_called_by_script():
-            raise _refused(verb, self.sharding)
+        if _is_called_by_script():
+            if self.sharding.dims:
+                raise _refused(verb, self.sharding)
+            self.sharding.readers[:] = [None]
         with torch._C.DisableTorchFunctionSubclass():
             found = self.detach()
             return (
@@ -474,6 +484,12 @@ def _found_again(shape: tuple[int, ...], sizes: Mapping[DimCut, int]) -> Dims:
     if sorted(shape[dim] for dim, _ in dims) != sorted(sizes.values()):
         raise ValueError(shape)
     return tuple(dims)
+
+
+def may_be_written(tensor: torch.Tensor) -> bool:
+    """Whether a script has had a watched tensor in its hands, or views of it, and may write."""
+    sharding = getattr(tensor, "sharding", None)
+    return isinstance(sharding, ShardLayout) and bool(sharding.readers)
 
 
 _is_layout_known: list[bool] = []
