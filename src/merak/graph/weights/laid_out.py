@@ -112,8 +112,8 @@ class LastWeights:
         """
         if self.folder is not None and self.folder.resolve() == Path(folder).resolve():
             raise WeightsError(
-                f"{folder} is where the last weights of this training are read from, as mapped "
-                "files, and saving would write over them; save into another folder."
+                f"{folder} is where the last weights of this training are read from, "
+                "and saving would write over its files; save into another folder."
             )
 
     def whole_copy(self, model: nn.Module, part: Part) -> nn.Module:
@@ -402,7 +402,7 @@ def remove_refusals(model: nn.Module) -> list[tuple[nn.Module, dict[str, StandIn
     """Give a model and its modules their own methods back; returns what was in their place."""
     refused = []
     for module in model.modules():
-        methods = {n: v for n, v in vars(module).items() if isinstance(v, StandIn)}
+        methods = {n: v for n, v in vars(module).items() if issubclass(type(v), StandIn)}
         for name, stand_in in methods.items():
             del vars(module)[name]
             if stand_in.assigned is not None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from merak.core.source_lines import is_installed, module_file
 from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
-from merak.graph.trace.state.holders import closure
+from merak.graph.trace.state.holders import attributes, closure
 from merak.graph.trace.state.kept import CONTAINERS
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
 
@@ -80,7 +80,7 @@ def _method_closures(model: nn.Module) -> list[StateRead]:
     for path, module in model.named_modules():
         for cls in type(module).__mro__:
             for name, value in vars(cls).items():
-                function = value if isinstance(value, types.FunctionType) else None
+                function = value if issubclass(type(value), types.FunctionType) else None
                 if function is None or not function.__closure__ or function.__code__ in known:
                     continue
                 known.add(function.__code__)
@@ -114,15 +114,15 @@ def functions_of(
     function: Any, steps: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], types.FunctionType]]:
     """A function of the user, and those in its closure, with the steps that lead to them."""
-    if isinstance(function, types.MethodType):
+    if issubclass(type(function), types.MethodType):
         yield from functions_of(function.__func__, (*steps, "__func__"))
-    elif isinstance(function, partial):
+    elif issubclass(type(function), partial):
         yield from functions_of(function.func, (*steps, "func"))
-    elif isinstance(function, types.FunctionType):
+    elif issubclass(type(function), types.FunctionType):
         if not is_installed(function.__code__.co_filename):
             yield steps, function
         for name, value in closure(function).items():
-            if isinstance(value, (types.FunctionType, types.MethodType)) and len(steps) < 4:
+            if issubclass(type(value), (types.FunctionType, types.MethodType)) and len(steps) < 4:
                 yield from functions_of(value, (*steps, f"({name})"))
 
 
@@ -151,7 +151,7 @@ def _own_function(value: Any) -> types.FunctionType | None:
         function = getattr(value, "__wrapped__", getattr(value, "__func__", value))
     except Exception:  # of the object's own `__getattr__`, such as a lazy module's
         return None
-    if not isinstance(function, types.FunctionType):
+    if not issubclass(type(function), types.FunctionType):
         return None
     return None if is_installed(function.__code__.co_filename) else function
 
@@ -159,7 +159,7 @@ def _own_function(value: Any) -> types.FunctionType | None:
 def _called(function: types.FunctionType, value: Any) -> list[types.FunctionType]:
     """The user's own functions that a function may call by a global: it, or those of a module."""
     values = [value]
-    if isinstance(value, types.ModuleType):
+    if issubclass(type(value), types.ModuleType):
         values = [vars(value)[name] for name in function.__code__.co_names if name in vars(value)]
     return [found for found in map(_own_function, values) if found is not None]
 
@@ -181,14 +181,14 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     module = str(function.__globals__.get("__name__"))
     if vars(sys.modules.get(module, sys)) is not function.__globals__:
         return  # not reached by its module's name
-    value = function.__globals__.get(name)
+    value: Any = function.__globals__.get(name)
     if _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
         yield from _reads_of(value, GLOBALS, module, (f"[{name}]",), line)
-    elif isinstance(value, types.ModuleType):
+    elif issubclass(type(value), types.ModuleType):
         if not is_installed(module_file(value.__name__) or "<built in>"):
             for own in _attributes_read(function, value):
                 yield StateRead(GLOBALS, value.__name__, (f"[{own}]",), line)
-    elif isinstance(value, types.FunctionType):
+    elif issubclass(type(value), types.FunctionType):
         for steps, inner in functions_of(value, (f"[{name}]",)):
             yield from _closure_reads(GLOBALS, module, steps, inner)
     elif _has_dict(value) and not is_installed_class(value):
@@ -203,14 +203,17 @@ def _has_dict(value: Any) -> bool:
 
 def is_installed_class(value: Any) -> bool:
     """Whether a value is a class that is not the user's own."""
-    if not isinstance(value, type):
+    if not issubclass(type(value), type):
         return False
     file = module_file(value.__module__)
     return value.__module__ != "__main__" and is_installed(file or "<built in>")
 
 
 def _attributes_read(function: types.FunctionType, value: Any) -> list[str]:
-    own, requested = vars(value), _requested(function)
+    try:
+        own, requested = attributes(value), _requested(function)
+    except Exception:  # of a property in their place: it is not looked at
+        return []
     names = dict.fromkeys(n for n in (*function.__code__.co_names, *requested) if n[:2] != "__")
     return [
         n

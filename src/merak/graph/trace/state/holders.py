@@ -91,14 +91,14 @@ def _held_by_function(
     function: Any, root: str, path: str, steps: tuple[str, ...], depth: int
 ) -> Iterator[Holder]:
     """The object of a bound method, and objects in the closure of a function."""
-    if isinstance(function, nn.Module) or is_holder(function):
+    if issubclass(type(function), nn.Module) or is_holder(function):
         yield Holder(function, root, path, steps)
-    elif isinstance(function, types.MethodType):
+    elif issubclass(type(function), types.MethodType):
         if is_holder(function.__self__):
             yield Holder(function.__self__, root, path, (*steps, "__self__"))
-    elif isinstance(function, types.FunctionType) and depth < _MAX_DEPTH:
+    elif issubclass(type(function), types.FunctionType) and depth < _MAX_DEPTH:
         for name, value in closure(function).items():
-            if not isinstance(value, nn.Module):  # of the model, as good as surely
+            if not issubclass(type(value), nn.Module):  # of the model, as good as surely
                 yield from _held_by_function(value, root, path, (*steps, f"({name})"), depth + 1)
 
 
@@ -122,7 +122,7 @@ def is_holder(value: Any) -> bool:
         return False
     try:
         return type(attributes(value)) is dict
-    except AttributeError:
+    except Exception:  # no attributes, or a property of the class's own in their place
         return False
 
 

@@ -162,15 +162,16 @@ def is_equal(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, (*PLAIN, *CONSTANT)):
+    kind = type(one)  # which is asked in place of the object
+    if issubclass(kind, (*PLAIN, *CONSTANT)):
         return bool(one == other or (one != one and other != other))
-    if isinstance(one, np.ndarray):
+    if issubclass(kind, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
-    if isinstance(one, Mapping):
+    if issubclass(kind, Mapping):
         return list(one) == list(other) and all(is_equal(one[k], other[k]) for k in one)
-    if isinstance(one, (tuple, list)):
+    if issubclass(kind, (tuple, list)):
         return len(one) == len(other) and all(map(is_equal, one, other))
-    if isinstance(one, partial):
+    if issubclass(kind, partial):
         parts = ((p.func, p.args, p.keywords) for p in (one, other))
         return is_equal(*parts)
     return False

@@ -7,6 +7,7 @@ import types
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
@@ -71,14 +72,22 @@ class Place:
 
     def changes(self) -> Iterator[StateLeft]:
         """What it holds that it did not, and what it holds no longer."""
-        now = self.now()
-        for key in dict.fromkeys((*self.items, *now)):
+        try:
+            now = self.now()
+            keys = dict.fromkeys((*self.items, *now))
+        except Exception:  # of objects' own code, such as `__hash__`: these are not looked at
+            return
+        for key in keys:
             old, new = self.items.get(key, MISSING), now.get(key, MISSING)
-            if (self.kind is Iterator and new is None) or not is_equal(old, new):
+            if (self.kind is Iterator and new is None) or not _is_equal(old, new):
                 yield StateLeft(self, key, old, new)
 
     def restore(self) -> None:
         """Let it hold what it held; an iterator goes on from where it is."""
+        with suppress(Exception):  # of objects' own code: these are not looked at
+            self._restore()
+
+    def _restore(self) -> None:
         now = self.now() if self.kind is not Iterator else self.items
         if list(now) == list(self.items) and all(now[k] is v for k, v in self.items.items()):
             return
@@ -155,6 +164,13 @@ class StateLeft:
         return f"{own.label}[{self.key!r}]" if is_item else f"{own.label}.{self.key}"
 
 
+def _is_equal(old: Any, new: Any) -> bool:
+    try:
+        return is_equal(old, new)
+    except Exception:  # of objects' own code
+        return True
+
+
 def held_items(owner: Any, kind: Any) -> dict[Any, Any]:
     """What a place holds now, by name, index or key.
 
@@ -206,7 +222,7 @@ def _cells(function: types.FunctionType) -> dict[str, types.CellType]:
 
 def _is_data(value: Any) -> bool:
     """Whether an attribute of a class is a value: a number, a tensor, a list and the like."""
-    return is_plain(value) or isinstance(value, (*CONTAINER_KINDS, tuple, torch.Tensor))
+    return is_plain(value) or issubclass(type(value), (*CONTAINER_KINDS, tuple, torch.Tensor))
 
 
 def _refill(container: Any, items: Any) -> None:

@@ -301,7 +301,7 @@ class StateReads:
             holder = self.holders[key]
             steps = (*holder.steps, name)
             value = attributes(holder.value).get(name)
-            for end in _parts(value) if isinstance(holder.value, OF_STEPS) else _items(value):
+            for end in _parts(value) if issubclass(type(holder.value), OF_STEPS) else _items(value):
                 yield StateRead(holder.root, holder.path, (*steps, *end), source)
         for (key, name), source in self._absent.items():
             holder = self.holders[key]
@@ -341,7 +341,7 @@ def _has(value: Any, name: str) -> bool:
 
 
 def _is_module(holder: Holder) -> bool:
-    return isinstance(holder.value, nn.Module)
+    return issubclass(type(holder.value), nn.Module)
 
 
 def _can_patch(cls: Any) -> bool:

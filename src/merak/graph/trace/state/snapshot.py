@@ -267,13 +267,13 @@ class _Walk:
             if items or kind is object:
                 self.places.append(Place(label, owner, items, kind, GLOBALS, source=line))
             for name, held in items.items():
-                if not isinstance(held, nn.Module):  # of the model, as good as surely
+                if not issubclass(type(held), nn.Module):  # of the model, as good as surely
                     self.value(held, f"{label}.{name}", GLOBALS, None, line)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self.value(defaults, f"defaults of {function.__qualname__}", GLOBALS, None, line)
         for name in function.__code__.co_names:
             held = function.__globals__.get(name)
-            if not isinstance(held, types.FunctionType):  # of which those that are called are met
+            if type(held) is not types.FunctionType:  # of which those that are called are met
                 self.value(held, f"{function.__globals__.get('__name__')}.{name}", GLOBALS, None)
 
     def variable(self, slot: Slot) -> None:
@@ -294,9 +294,24 @@ class _Walk:
         """Add what is in a value."""
         if id(value) in self.seen or type(value) in PLAIN or depth > _MAX_DEPTH:
             return
-        if isinstance(value, types.FunctionType):
+        try:
+            self._look(value, label, root, attribute, source, depth)
+        except Exception:  # of the object's own code: it is not looked at
+            self.seen.add(id(value))
+
+    def _look(
+        self,
+        value: Any,
+        label: str,
+        root: str,
+        attribute: tuple[int, str] | None,
+        source: str,
+        depth: int,
+    ) -> None:
+        cls = type(value)  # which is asked in place of the object
+        if issubclass(cls, types.FunctionType):
             self.function(value, label)
-        elif type(value) is torch.Tensor:
+        elif cls is torch.Tensor:
             self.seen.add(id(value))
             copied = None
             if self.copies and not (value.is_meta or value.is_inference()):
@@ -305,13 +320,13 @@ class _Walk:
             held = HeldTensor(value, version(value), copied, place, root == GLOBALS)
             self.tensors.append(held)
             self.object(value, label, root)
-        elif isinstance(value, partial):
+        elif issubclass(cls, partial):
             self.value((value.func, value.args, value.keywords), label, root, attribute, source)
-        elif isinstance(value, (Iterator, *_GENERATORS)) and root != LOSS:
+        elif issubclass(cls, (Iterator, *_GENERATORS)) and root != LOSS:
             self.place(
                 Place(label, value, held_items(value, Iterator), Iterator, root, None, source)
             )
-        elif isinstance(value, np.ndarray) and value.size <= _MAX_ITEMS:
+        elif issubclass(cls, np.ndarray) and value.size <= _MAX_ITEMS:
             items = held_items(value, np.ndarray)
             self.place(Place(label, value, items, np.ndarray, root, attribute, source))
         else:
@@ -333,14 +348,15 @@ class _Walk:
     ) -> None:
         """Add the items of a container, and the attributes of an object, which may be one."""
         most = _MAX_ITEMS if root == MODEL else _MAX_ITEMS_ELSEWHERE
-        kind = next((kind for kind in (*CONTAINER_KINDS, tuple) if isinstance(value, kind)), None)
+        kinds = (*CONTAINER_KINDS, tuple)
+        kind = next((kind for kind in kinds if issubclass(type(value), kind)), None)
         if kind is not None and (items := _few_items(value, kind, most)) is not None:
             self.seen.add(id(value))
             if kind is not tuple:
                 self.place(Place(label, value, items, kind, root, attribute, source))
             for key, item in items.items():
                 if type(item) not in PLAIN:
-                    inner = f"{label}[{key!r}]"
+                    inner = f"{label}[{key!r}]" if type(key) in PLAIN else f"{label}[…]"
                     self.value(item, inner, root, attribute, source, depth + 1)
         for item in _inside(value) if kind is None else ():
             self.value(item, label, root, attribute, source, depth + 1)
@@ -374,7 +390,7 @@ def _few_items(container: Any, kind: Any, most: int) -> dict[Any, Any] | None:
 
 def _inside(value: Any) -> list[Any]:
     """What a value of a type that no Python code defines holds, such as a view or a method."""
-    is_of_python = type(value).__flags__ & _HEAP_TYPE or isinstance(value, _NOT_INSIDE)
+    is_of_python = type(value).__flags__ & _HEAP_TYPE or issubclass(type(value), _NOT_INSIDE)
     return [] if is_of_python else gc.get_referents(value)
 
 

@@ -50,9 +50,9 @@ class StateChange:
     def has_weights(self) -> bool:
         """Whether it is a parameter, or a module with parameters or buffers, or was one."""
         return any(
-            isinstance(value, nn.Parameter)
-            or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
-            or (isinstance(value, nn.Module) and any(True for _ in value.buffers()))
+            (issubclass(type(value), torch.Tensor) and isinstance(value, nn.Parameter))
+            or (issubclass(type(value), nn.Module) and any(True for _ in value.parameters()))
+            or (issubclass(type(value), nn.Module) and any(True for _ in value.buffers()))
             for value in (self.old, self.new)
         )
 
@@ -110,7 +110,7 @@ class StateWatch:
         for change in changes:
             if change.slot.label in self._known:
                 self._known[change.slot.label] = change.slot, kept(change.new)
-            elif isinstance(change.old, nn.Module):
+            elif issubclass(type(change.old), nn.Module):
                 self._forget(change.slot.read)
 
     def _forget(self, child: StateRead) -> None:
