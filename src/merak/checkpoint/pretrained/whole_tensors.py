@@ -1,15 +1,19 @@
 """Whole tensors of a checkpoint, read by one process without the others.
 
-A tensor that lies in a file as it is becomes a view of the file, mapped into memory: several ranks
-of a host that read a checkpoint take no more memory than one, until they write into a tensor, which
-then has pages of its own. The file on disk is never written.
+Where the host has room, tensors are in memory, so that whoever writes over a file, by
+`safetensors.torch.save_file` or `torch.save`, does it no harm. Those of a large model are views of
+the files, mapped into memory: several ranks of a host that read a checkpoint take no more memory
+than one, until they write into a tensor, which then has pages of its own. The file on disk is never
+written.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +21,13 @@ import torch
 from merak.checkpoint.manifest import StoredBox, StoredTensor, read_manifest
 from merak.checkpoint.pretrained.tensor_file import read_layout
 from merak.checkpoint.values import dtype_of
+from merak.core.doctor.finding import System
+from merak.core.doctor.memory import read_memory
 from merak.core.errors import WeightsError
 from merak.core.tensor_meta import TensorMeta
+
+_SHARE = 0.25
+"""Of the memory that is free, the most that tensors may take which need not be mapped."""
 
 
 class WholeTensors:
@@ -39,7 +48,9 @@ class WholeTensors:
         }
         names = {box.file for one in self._stored.values() for box in one.boxes}
         try:
-            self._files = {name: _MappedFile(folder / name) for name in sorted(names)}
+            sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
+            is_mapped = not _fits(sum(sizes.values()))
+            self._files = {name: _File(folder / name, is_mapped) for name in sizes}
         except OSError as error:
             raise WeightsError(f"{folder} is damaged ({error}).") from error
 
@@ -48,13 +59,26 @@ class WholeTensors:
         return {name: _read(tensor, self._files) for name, tensor in self._stored.items()}
 
 
-class _MappedFile:
-    """A safetensors file in memory, whose pages are copied where they are written."""
+def _fits(num_bytes: int) -> bool:
+    """Whether all ranks of this host have room for so many bytes each, and much to spare."""
+    memory = read_memory(System())
+    free = memory.available_bytes
+    if memory.limit_free_bytes is not None:
+        free = min(free, memory.limit_free_bytes)
+    return memory.num_local_ranks * num_bytes <= _SHARE * free
 
-    def __init__(self, path: Path) -> None:
+
+class _File:
+    """A safetensors file in memory, or mapped; pages of this are copied where they are written."""
+
+    def __init__(self, path: Path, is_mapped: bool) -> None:
         self._metas, self._begins = read_layout(path)
         with open(path, "rb") as file:
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if is_mapped:
+                self._memory: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            else:
+                self._memory = bytearray(os.fstat(file.fileno()).st_size)
+                file.readinto(self._memory)
 
     def tensor(self, key: str) -> torch.Tensor:
         """One of its tensors, a view."""
@@ -67,7 +91,7 @@ class _MappedFile:
         return torch.from_numpy(flat).view(meta.dtype).view(meta.shape)
 
 
-def _read(tensor: StoredTensor, files: Mapping[str, _MappedFile]) -> torch.Tensor:
+def _read(tensor: StoredTensor, files: Mapping[str, _File]) -> torch.Tensor:
     first: StoredBox = tensor.boxes[0]
     if first.shape == tensor.shape:
         return files[first.file].tensor(first.key)
