@@ -19,6 +19,9 @@ from merak.core.health.status import waiting_for_rank0
 
 Decision = TypeVar("Decision")
 
+AT_ONCE = "at_once"
+"""Attribute of a log's record that is of use while a model is traced, not only behind it."""
+
 REHEARSAL = "rehearsal"
 """Backend of a job that has one rank only, which stands for all others (`merak.rehearse`)."""
 

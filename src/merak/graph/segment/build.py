@@ -29,7 +29,7 @@ from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
 from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.calls.further_calls import reads_other_shape
-from merak.graph.trace.modes.quiet_export import quiet_loggers
+from merak.graph.trace.modes.quiet_export import Warned, warned_once
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import Slot
@@ -60,7 +60,7 @@ class GraphSource:
             none for made-up ones.
 
     It remembers which modules a trace runs as opaque modules, whether a forward leaves values that
-    the next one may read, and the full shapes of parameters
+    the next one may read, what traces have warned of, and the full shapes of parameters
     from when it is made: once the model is laid out over the ranks, it holds one rank's shard of
     them.
     """
@@ -78,6 +78,7 @@ class GraphSource:
     parameters: Mapping[str, TensorMeta] = field(init=False)
     opaque: OpaqueSelection = field(init=False, default_factory=OpaqueSelection)
     leaves: bool = field(init=False, default=False)
+    warned: Warned = field(init=False, default_factory=Warned)
 
     def __post_init__(self) -> None:
         """Remember every parameter's full shape, by all of its names.
@@ -376,7 +377,7 @@ def as_traced(source: GraphSource, training: bool) -> Iterator[None]:
     if source.dropped is not None and training:
         drops = keeping_at_random(source.model, source.dropped)
     with (
-        quiet_loggers(),
+        warned_once(source.warned),
         methods_allowed(source.model),
         whole,
         _mode(source.model, training),

@@ -165,8 +165,9 @@ class _Shorter:
                 source.device,
                 None,
                 source.autocast,
+                example=source.example,
             )
-            shorter.opaque = copy.deepcopy(source.opaque)
+            shorter.opaque, shorter.warned = copy.deepcopy(source.opaque), source.warned
             return build_graph(shorter, columns, training=True, copies_blocks=True)
 
 

@@ -65,6 +65,7 @@ def _trace_without(
     """
     stand_ins = {name: _stand_in(name, source.fixed[name], read) for name in names}
     stood_in = replace(source, fixed={**source.fixed, **stand_ins})
+    stood_in.warned = source.warned
     with as_traced(stood_in, training):
         trace_source(stood_in, columns, copies_blocks=True)
     if read:

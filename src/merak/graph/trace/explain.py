@@ -55,7 +55,11 @@ class FailsOnFakes(UntraceableError):
 
 
 def explain(
-    model: nn.Module, loss_fn: Any, error: Exception, call_eagerly: Callable[[], Any]
+    model: nn.Module,
+    loss_fn: Any,
+    error: Exception,
+    call_eagerly: Callable[[], Any],
+    device: torch.device,
 ) -> TraceError:
     """Explain to the user an error of a trace.
 
@@ -64,6 +68,7 @@ def explain(
         loss_fn: its loss function, or None.
         error: what the trace raised.
         call_eagerly: runs the model on the same fake tensors, without recording.
+        device: device that these claim to be on.
 
     Returns:
         An error with the line at which the model fails, by itself or only when traced, and a fix.
@@ -82,15 +87,7 @@ def explain(
                 "parameter or buffer and has no values; register it with register_buffer."
             )
         if own is not None and not isinstance(own, (*_NEEDS_VALUES, UnsupportedOperatorException)):
-            place = _place(model, loss_fn, own)
-            who, fix = f"{name} fails in its own forward", "the model, its config, or the batch"
-            if _is_in_loss(loss_fn, own):
-                who, fix = "the loss function fails", "it, or the batch"
-            return FailsOnFakes(
-                f"{who}, traced or not, at {place}: {_reason(own)}; call it by hand with such a "
-                f"batch and correct {fix}.",
-                f"{place}: {_reason(own)}",
-            )
+            return _failure(model, loss_fn, own, device)
     place = _place(model, loss_fn, error)
     if any(map(_depends_on_values, causes(error))):
         return UntraceableError(
@@ -116,6 +113,30 @@ def _is_in_loss(loss_fn: Any, error: Exception) -> bool:
     return found
 
 
+def _failure(
+    model: nn.Module, loss_fn: Any, error: Exception, device: torch.device
+) -> FailsOnFakes:
+    """The error of a model that fails on fake tensors without being traced."""
+    name, place = type(model).__name__, _place(model, loss_fn, error)
+    by_hand = "call it by hand with such a batch and correct"
+    who, fix = f"{name} fails in its own forward", f"{by_hand} the model, its config, or the batch"
+    if _lacks_operator(error, device):
+        who = f"{name} cannot be trained on {device.type}"
+        fix = (
+            "choose another implementation in the model's config, for example "
+            'attn_implementation="sdpa", or a device that has this one'
+        )
+    elif _is_in_loss(loss_fn, error):
+        who, fix = "the loss function fails", f"{by_hand} it, or the batch"
+    what = f"{place}: {_reason(error)}"
+    return FailsOnFakes(f"{who}, traced or not, at {what}; {fix}.", what)
+
+
+def _lacks_operator(error: Exception, device: torch.device) -> bool:
+    """Whether torch says that it has no such operator on a device."""
+    return isinstance(error, NotImplementedError) and device.type in str(error).lower()
+
+
 def _depends_on_values(error: BaseException) -> bool:
     return isinstance(error, _DEPENDS_ON_VALUES) or _NO_ARRAY in str(error)
 
@@ -124,7 +145,7 @@ def _fake_tensor_of(model: nn.Module) -> str:
     """A tensor of the model that `merak.empty_weights` left empty and nobody will fill, or ""."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if issubclass(type(value), torch.Tensor) and value.is_meta:
                 return f"{path}.{name}".removeprefix(".")
     return ""
 

@@ -255,9 +255,8 @@ def _run_export(
             raise
         except Exception as error:
             session.opaque.asks_batch |= session.conditions.asks_batch
-            explained = explain(
-                model, call.loss_fn, error, lambda: _call_eagerly(runner, values, fake)
-            )
+            eagerly = partial(_call_eagerly, runner, values, fake)
+            explained = explain(model, call.loss_fn, error, eagerly, session.device)
             raise explained from (None if isinstance(error, TraceError) else error)
 
 

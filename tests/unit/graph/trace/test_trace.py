@@ -6,13 +6,14 @@ import copy
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
@@ -257,6 +258,25 @@ def test_a_model_that_fails_by_itself_says_so() -> None:
     assert "RuntimeError: " in said
     assert "[4, 8]" in said
     assert "torch.where" not in said
+
+
+class FlexAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).view(-1, 1, 1, 8)
+        return cast(Tensor, flex_attention(y, y, y)).mean()  # whose gradients are not on the CPU
+
+
+def test_what_torch_lacks_on_a_device_is_not_the_models_fault() -> None:
+    said = message(FlexAttention())
+    assert said.startswith("FlexAttention cannot be trained on cpu, traced or not, at ")
+    assert f"{__file__}:{line_of('whose gradients are not on the CPU')}: `" in said
+    assert "FlexAttention does not support backward on CPU" in said
+    assert 'attn_implementation="sdpa"' in said
+    assert "correct the model" not in said
 
 
 def test_a_missing_argument_is_the_models_own_failure() -> None:

@@ -156,10 +156,11 @@ def _probe(subject: _Probe) -> ProbeResult:
             if len(found) > 1 + is_of_example:
                 break
     if not found:
-        reason = str(errors[0]).strip().partition("\n")[0]
-        raise CannotBeOpaque(
-            path, f"it fails on synthetic values ({type(errors[0]).__name__}: {reason})"
+        reason = f"{type(errors[0]).__name__}: {str(errors[0]).strip().partition(chr(10))[0]}"
+        both = (
+            "the values of the first batch and on synthetic ones" if tries[0][0] is subject else ""
         )
+        raise CannotBeOpaque(path, f"it fails on {both or 'synthetic values'} ({reason})")
     first, *others = found
     for other in others:
         if (other.outputs, other.result) != (first.outputs, first.result):

@@ -46,15 +46,16 @@ def report_opaque(graph: ModelGraph) -> list[OpaqueModule]:
     return list(found.values())
 
 
-def opaque_cause(graph: ModelGraph) -> str:
-    """Clause that names the largest opaque module; "" where most parameters are in others.
+def opaque_cause(graph: ModelGraph, share: float = 0.5) -> str:
+    """Clause that names the largest opaque module; "" where opaque ones have few parameters.
 
     Args:
         graph: the model, of whose stages or shards there are too few.
+        share: of the parameters' elements, from which on opaque modules are the cause.
     """
     found = report_opaque(graph)
     every = sum(math.prod(meta.shape) for meta in graph.parameters.values())
-    if 2 * sum(one.parameters for one in found) < every or not found:
+    if sum(one.parameters for one in found) < share * every or not found:
         return ""
     one = max(found, key=lambda one: one.parameters)
     return (

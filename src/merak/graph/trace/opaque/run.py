@@ -115,17 +115,17 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
         if tensor._version != version and i not in call.written:
             raise TrainingError(
-                f"the module {path}, which is opaque, writes into {_what(call, i)} for these "
-                "values of the batch and did not when the model was traced; let it write there "
-                "always, or make a new tensor."
+                f"the module {path}, which is opaque for {call.why}, writes into {_what(call, i)} "
+                "for these values of the batch and did not when the model was traced; let it write "
+                "there always, or make a new tensor."
             )
     found, _ = flatten(results)
     _refuse_other_outputs(call, found)
     if call.checks_aliases and not sharing(found, tensors) <= call.aliases:
         raise TrainingError(
-            f"the module {path}, which is opaque, returns for these values of the batch what "
-            "shares memory with something that is written into later, and did not when the model "
-            "was traced; let it return a clone."
+            f"the module {path}, which is opaque for {call.why}, returns for these values of the "
+            "batch what shares memory with something that is written into later, and did not when "
+            "the model was traced; let it return a clone."
         )
     taken = {t.untyped_storage()._cdata for t in tensors}
     own = [t.clone() if t.untyped_storage()._cdata in taken else t for t in found]
@@ -160,9 +160,9 @@ def _refuse_other_outputs(call: OpaqueCall, found: Sequence[torch.Tensor]) -> No
     now = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
     if now != known:
         raise TrainingError(
-            f"the module {call.ref.path}, which is opaque, returns {_listed(now)} for these "
-            f"values of the batch and {_listed(known)} when the model was traced; let the sizes of "
-            "what it returns not depend on values."
+            f"the module {call.ref.path}, which is opaque for {call.why}, returns {_listed(now)} "
+            f"for these values of the batch and {_listed(known)} when the model was traced; let "
+            "the sizes of what it returns not depend on values."
         )
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from torch import nn
 
 from merak.core.errors import TraceError
-from merak.core.rank0 import warn_on_rank0
+from merak.core.rank0 import AT_ONCE, is_rank0
 from merak.graph.trace.explain import FailsOnFakes, UntraceableError, causes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
@@ -105,13 +105,17 @@ class OpaqueSelection:
 
     def _enough(self, model: nn.Module, trace: Callable[[], Traced]) -> Traced:
         first: TraceError | None = None
+        innermost: TraceError | None = None
         while True:
             try:
                 return trace()
             except TraceError as error:
                 first = first or error
+                if isinstance(error, CannotBeOpaque):
+                    innermost = innermost or error
                 if not self.widen(model, error):
-                    raise self.explain(first, error) from None
+                    last = innermost if isinstance(error, CannotBeOpaque) else error
+                    raise self.explain(first, last or error) from None
 
     def widen(self, model: nn.Module, error: TraceError) -> bool:
         """Make the innermost module around a failure opaque that can be, and those like it.
@@ -169,14 +173,15 @@ class OpaqueSelection:
         if error.is_too_long:
             return False
         self.unrolled.add(error.place)
-        warn_on_rank0(
-            logger,
-            "The trace unrolls the loop around %s, since nothing around it "
-            "can be one operator; if it takes long, put the loop into the forward of a module "
-            "of its own, or into a function at the top of a file, that takes and returns "
-            "tensors.",
-            error.line,
-        )
+        if is_rank0():
+            logger.warning(
+                "The trace unrolls the loop around %s, since nothing around it "
+                "can be one operator; if it takes long, put the loop into the forward of a module "
+                "of its own, or into a function at the top of a file, that takes and returns "
+                "tensors.",
+                error.line,
+                extra={AT_ONCE: True},
+            )
         return True
 
     def _unroll(self, model: nn.Module, path: str) -> bool:
@@ -204,7 +209,8 @@ class OpaqueSelection:
 
         Args:
             first: the first error.
-            last: the error when no further module could be opaque.
+            last: the error when no further module could be opaque; of modules that cannot be, the
+                innermost's.
         """
         if isinstance(last, LoopFound):
             return TraceError(str(last))
