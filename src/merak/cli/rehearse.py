@@ -124,8 +124,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     from merak.plan.cluster.parse import parse_cluster
     from merak.rehearse.rehearsal import refuse_rank
     from merak.rehearse.rehearsal import rehearse as run
-    from merak.zoo.batches.batch import example_columns
-    from merak.zoo.batches.columns import draw_batch
+    from merak.zoo.workload import example_batch
 
     job, here = recipe_job(request), device_of(request.device)
     draft = None if job is None else job.draft(here)
@@ -153,10 +152,7 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
     workload.tied_gradients = request.tied_gradients
     write_line(f"merak: {precision_of(workload, request, job)}.")
     samples = candidate.microbatch * candidate.num_microbatches
-    columns = example_columns(
-        source.model_class, source.config, batch=samples, sequence=request.sequence
-    )
-    batch = draw_batch(columns, seed=0)
+    batch = example_batch(source, request.sequence, samples)
     found = run(workload, cluster, candidate, request.rank, batch, device=here, steps=request.steps)
     return report_on(source.name, request.cluster, found)
 

@@ -140,26 +140,25 @@ def trace_report(request: TraceRequest) -> TraceReport:
     from merak.arguments import default_trace_cache
     from merak.graph.segment.build import GraphSource, build_timed
     from merak.graph.weights.empty_weights import empty_weights
-    from merak.zoo.batches.batch import example_arguments, example_columns
+    from merak.zoo.batches.batch import example_arguments
+    from merak.zoo.workload import example_batch, example_signature
 
     devices = planned_cluster(request.device, request.cluster, request.tp * request.cp)
     job = recipe_job(request)
     request, source = model_source(request, job)
-    columns = example_columns(
-        source.model_class, source.config, batch=request.batch, sequence=request.sequence
-    )
+    columns = dict(example_signature(source, request.sequence, request.batch))
     started = time.perf_counter()
     with empty_weights():
         module = source.build()
     built = time.perf_counter()
-    metas = {name: column.meta for name, column in columns.items()}
     folder = "" if request.no_cache else default_trace_cache()
     graph_source = GraphSource(
         module,
         fixed=example_arguments(source.model_class),
         cache_dir=Path(folder) if folder else None,
+        example=example_batch(source, request.sequence),
     )
-    timed = build_timed(graph_source, metas, training=True)
+    timed = build_timed(graph_source, columns, training=True)
     return _report(source.name, request, timed, built - started, devices)
 
 

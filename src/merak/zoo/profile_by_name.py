@@ -19,10 +19,8 @@ from merak.launch.ranks import Work, run_ranks, under_torchrun
 from merak.plan.profile.profile import Profile
 from merak.plan.profile.profile_file import profile_from, profile_text
 from merak.plan.profile.saved import save_for_jobs
-from merak.zoo.batches.batch import example_columns
-from merak.zoo.batches.columns import draw_batch
 from merak.zoo.model_source import ModelSource, check_inner_fields, resolve_model
-from merak.zoo.workload import example_workload
+from merak.zoo.workload import example_batch, example_workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,5 +110,4 @@ def _profiled(source: ModelSource, job: ProfileJob, device: torch.device) -> Pro
 
 
 def _batch(source: ModelSource, sequence: int | None, samples: int) -> dict[str, torch.Tensor]:
-    columns = example_columns(source.model_class, source.config, batch=samples, sequence=sequence)
-    return draw_batch(columns, seed=seed_for("profile", samples))
+    return example_batch(source, sequence, samples, seed_for("profile", samples))

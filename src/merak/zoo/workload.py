@@ -17,6 +17,7 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.price.workload import Workload
 from merak.zoo.batches.batch import example_arguments, example_columns
+from merak.zoo.batches.columns import draw_batch
 from merak.zoo.model_source import ModelSource
 
 TEXTS = ("input_ids", "decoder_input_ids")
@@ -63,6 +64,10 @@ def example_workload(
         device=torch.device("cpu") if device is None else device,
         cache_dir=cache_dir,
         autocast=autocast,
+        example={
+            name: value.to(dtype) if value.dtype == torch.float32 else value
+            for name, value in example_batch(source, sequence).items()
+        },
     )
     return Workload(
         graph_source,
@@ -106,6 +111,21 @@ def example_signature(source: ModelSource, sequence: int | None, microbatch: int
         source.model_class, source.config, batch=microbatch, sequence=sequence
     )
     return tuple((name, column.meta) for name, column in columns.items())
+
+
+def example_batch(
+    source: ModelSource, sequence: int | None, samples: int = 2, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Draw an example batch of an architecture, the same for the same seed.
+
+    Args:
+        source: the architecture.
+        sequence: tokens of a sequence; None as of `example_columns`.
+        samples: of the batch.
+        seed: of its values.
+    """
+    columns = example_columns(source.model_class, source.config, batch=samples, sequence=sequence)
+    return draw_batch(columns, seed=seed)
 
 
 def reads_sequence(source: ModelSource) -> bool:

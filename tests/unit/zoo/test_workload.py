@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import WhisperConfig, WhisperForConditionalGeneration
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
+from merak.graph.trace.opaque.report import report_opaque
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
 
@@ -28,3 +35,28 @@ def test_features_have_the_type_of_the_parameters_and_tokens_their_own(dtype):
     assert columns["input_features"].dtype == dtype
     assert columns["labels"].dtype == torch.int64
     assert workload.graph(1).segments  # whose convolution takes no features of another type
+
+
+class Checked(nn.Embedding):
+    """Looks at its tokens, of which made-up ones are all 0 or 1."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if int(ids.max()) < 2:
+            raise ValueError("a text of one word")
+        return super().forward(ids)
+
+
+class CheckedGPT2(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer.wte = Checked(config.vocab_size, config.n_embd)
+
+
+def test_modules_that_check_their_inputs_are_measured_on_an_example_batch():
+    config = GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, tie_word_embeddings=False
+    )
+    workload = example_workload(ModelSource(CheckedGPT2, config, None), global_batch=2)
+    graph = workload.graph(1)
+    assert [one.module for one in report_opaque(graph)] == ["transformer.wte"]
+    assert len(graph.segments) > 2

@@ -55,10 +55,10 @@ def example_of_rank0(example: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     own = {name: value.detach().cpu() for name, value in example.items()}
     if not (own and is_distributed()):
         return own
-    found: dict[str, torch.Tensor] = gather_objects(
+    found: dict[str, torch.Tensor] | None = gather_objects(
         own if dist.get_rank() == 0 else None, "rank 0's example batch on"
     )[0]
-    return found
+    return own if found is None else found  # a rehearsed rank has no rank 0 beside it
 
 
 def broadcast_from_rank0(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
