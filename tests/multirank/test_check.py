@@ -124,7 +124,7 @@ def test_a_model_that_parts_from_one_process(pool: RankPool) -> None:
 
 
 def test_degrees_and_schedules_that_do_not_fit(pool: RankPool) -> None:
-    with pytest.raises(PlanError, match="4 segments of Net cannot fill 5 stages"):
+    with pytest.raises(PlanError, match="4 segments cannot fill 5 stages"):
         run(pool, Layout(pp=5))
     with pytest.raises(ScheduleError, match="There is no schedule '1f2b'"):
         run(pool, Layout(pp=2), "1f2b")

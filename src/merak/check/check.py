@@ -29,7 +29,7 @@ from merak.check.runs import (
     train_in_one_process,
     train_on_ranks,
 )
-from merak.core.errors import MerakError, PlanError, TraceError
+from merak.core.errors import MerakError, TraceError
 from merak.core.files.private_files import read_own_file
 from merak.core.health.quiet import hide_warnings
 from merak.data import signature
@@ -39,6 +39,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.trace.opaque.report import OpaqueModule, report_opaque
+from merak.plan.layout import check_stages
 from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
@@ -252,11 +253,7 @@ def _refuse_misfit(job: Job, graph: ModelGraph, num_stages: int) -> None:
         PlanError, ShardError: they do not.
     """
     layout = job.layout
-    if num_stages > len(graph.segments):
-        raise PlanError(
-            f"{len(graph.segments)} segments of {job.case.name} cannot fill {num_stages} stages "
-            f"(pp={layout.pp}); use pp ≤ {len(graph.segments)}."
-        )
+    check_stages(graph, num_stages, layout.pp)
     tensor = tensor_parallel(graph, None, layout.tp, ep=layout.ep)
     if layout.cp > 1:
         context_parallel(graph, tensor if layout.tp > 1 else None, layout.cp)

@@ -25,7 +25,6 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
-from merak.graph.trace.opaque.report import opaque_cause
 from merak.graph.weights.laid_out import mark_laid_out
 from merak.graph.weights.materialize import materialize, names_of_parameters
 from merak.graph.weights.rank_agreement import example_of_rank0
@@ -230,7 +229,7 @@ def forecast_of(
         details.append(f"{len(graph.segments)} segments")
     if options.segment_times is not None:
         segment_times(graph, options, mesh, None)  # a wrong file is refused where nobody needs it
-    check_stages(len(graph.segments), mesh.pp, mesh.pp, opaque_cause(graph))
+    check_stages(graph, mesh.pp, mesh.pp)
     with announced("planning"):
         return _forecast(source, graph, mesh, options, plans)
 

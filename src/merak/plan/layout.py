@@ -77,7 +77,7 @@ def partition_segments(
         PlanError: more stages than segments, or a partition or times of another model.
     """
     num_segments = len(graph.segments)
-    check_stages(num_segments, num_stages, mesh.pp, opaque_cause(graph))
+    check_stages(graph, num_stages, mesh.pp)
     if options.partition is not None:
         return from_sizes(options.partition, num_segments)
     if num_stages == 1:
@@ -93,19 +93,30 @@ def partition_segments(
     return decide_on_rank0(mesh, "the balance of stages", balanced)
 
 
-def check_stages(num_segments: int, num_stages: int, pp: int, cause: str = "") -> None:
+def few_segments(graph: ModelGraph) -> str:
+    """Clause that says why a model is cut into so few segments; "" where its size says it.
+
+    Args:
+        graph: the model. An embedding may have most of its parameters, so that an opaque module
+            with a tenth of them takes the place of all blocks.
+    """
+    return opaque_cause(graph, 0.1)
+
+
+def check_stages(graph: ModelGraph, num_stages: int, pp: int) -> None:
     """Refuse more stages than there are segments to fill them.
 
     Args:
-        num_segments: of the model.
+        graph: the model.
         num_stages: of all ranks.
         pp: the pipeline degree.
-        cause: why there are so few segments.
 
     Raises:
         PlanError: there are.
     """
+    num_segments = len(graph.segments)
     if num_stages > num_segments:
+        cause = few_segments(graph)
         most = num_segments * pp // num_stages  # of a schedule with several stages a rank
         fix = f"pp ≤ {most}" if most else "a schedule with fewer stages a rank"
         why = f": {cause}" if cause else ""

@@ -196,7 +196,7 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     }
     segments = tuple(priced[id(device)] for device in devices)
     num_stages = plans.base.schedule.num_stages
-    check_stages(len(segments[0]), num_stages, candidate.pp)
+    check_stages(workload.local_graph(candidate.form), num_stages, candidate.pp)
     links = stage_links(cluster, candidate, plans.base.schedule)
     on_stages = [segments[rank] for rank in plans.base.schedule.pipes[0]]
     partition = _partition(workload, candidate, on_stages, links)

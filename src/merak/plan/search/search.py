@@ -15,6 +15,7 @@ from merak.graph.tensor_parallel.report import (
 )
 from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.layout import few_segments
 from merak.plan.price.advice import slow_choices
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
@@ -180,6 +181,7 @@ def job_of(
         compresses=workload.gradient_compression != "off",
         drops_layers=workload.drops_layers(base),
         steps_alone=workload.local_steps > 0,
+        few_segments=few_segments(workload.graph(base)),
     )
 
 

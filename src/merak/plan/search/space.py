@@ -68,6 +68,7 @@ class Job:
         devices_per_node: of the node with the most.
         global_batch: samples of one step of the whole job.
         num_segments: of the model.
+        few_segments: why it is cut into no more; "" where nothing but its size says so.
         problem: why a tp, cp and ep do not fit the model; None where they do.
         cps: context parallel degrees that are searched.
         experts: of every layer, that ranks can have between them; 0 for none.
@@ -90,6 +91,13 @@ class Job:
     compresses: bool = False
     drops_layers: bool = False
     steps_alone: bool = False
+    few_segments: str = ""
+
+    @property
+    def segments(self) -> str:
+        """The number of the model's segments in words, with the reason for so few."""
+        why = f": {self.few_segments}" if self.few_segments else ""
+        return f"{counted(self.num_segments, 'segment')}{why}"
 
 
 @dataclass(slots=True)
@@ -216,7 +224,7 @@ def _pipelines(job: Job, pinned: Pinned, ranks: int, space: Space) -> Iterator[t
 
 def _fitting(job: Job, pp: int, dp: int, space: Space) -> Iterator[tuple[int, int]]:
     if pp > job.num_segments:
-        space.reject(f"pp≥{pp}", f"the model has {counted(job.num_segments, 'segment')}")
+        space.reject(f"pp≥{pp}", f"the model has {job.segments}")
     elif job.global_batch % dp:
         space.reject(f"dp={dp}", f"does not divide the global batch of {job.global_batch}")
     else:
@@ -340,7 +348,7 @@ def _pinned_problem(job: Job, pinned: Pinned, base: Candidate) -> str | None:
     if base.partition is not None and len(base.partition) != stages:
         return f"its {counted(stages, 'stage')} are not the partition's {len(base.partition)}"
     if stages > job.num_segments:
-        return f"{counted(stages, 'stage')} for {counted(job.num_segments, 'segment')}"
+        return f"{counted(stages, 'stage')} for {job.segments}"
     return None
 
 
@@ -356,7 +364,7 @@ def _schedule_problem(
     if stages > job.num_segments:
         return (
             f", pp≥{base.pp}",
-            f"{stages} stages or more for {counted(job.num_segments, 'segment')}",
+            f"{stages} stages or more for {job.segments}",
         )
     if name in _MULTIPLE and count % base.pp:
         return "", "where the microbatches are no multiple of pp"

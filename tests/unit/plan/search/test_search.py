@@ -188,6 +188,9 @@ def test_every_rejected_region_has_its_reason():
     assert reasons["tp=3"] == "3 heads"
     assert reasons["pp≥12"] == "the model has 6 segments"
     assert reasons["zero_bubble_v, pp≥4"] == "8 stages or more for 6 segments"
+    opaque = replace(job_of(12, 24, 6, 12), few_segments="inner (Branch) is opaque, for x.py:3")
+    reasons = {own.what: own.why for own in search_job(opaque, Double(), Pinned()).rejected}
+    assert reasons["pp≥12"] == "the model has 6 segments: inner (Branch) is opaque, for x.py:3"
     reasons = {own.what: own.why for own in search_job(job_of(), Double(), Pinned()).rejected}
     assert "span more than the 4 devices of a node" in reasons["tp≥8"]
 
