@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.codegen import runnable
-from merak.graph.program.compiled import Compilation
+from merak.graph.program.compiled import Compilation, TorchCompiler
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
@@ -50,7 +50,7 @@ def graph_of(draw: Callable[[Tensor], Tensor], x: Tensor) -> fx.Graph:
 
 
 def run(draw: Callable[[Tensor], Tensor], x: Tensor, how: Compilation | None) -> Tensor:
-    function = runnable(graph_of(draw, x), compilation=how)
+    function = runnable(graph_of(draw, x), compiler=how and TorchCompiler(how))
     torch.manual_seed(5)
     return function(x)[-1]
 
