@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from merak.core.elastic import Degrees, check_expert_degree
 from merak.core.errors import ArgumentsError, MeshError
 from merak.core.mesh import AXES, EXPERT_REPLICAS, REPLICAS, Mesh, crosses_hosts
 from merak.core.start import init as start
-from merak.core.start.device import pick_device
+from merak.core.start.device import ALLOCATOR_VARIABLES, pick_device
+from merak.core.start.init import QUEUES, _warn_of_hosts
 
 
 def mesh_of(dp: int, tp: int, pp: int, rank: int = 0) -> Mesh:
@@ -148,7 +150,19 @@ def test_ranks_are_laid_out_with_tp_fastest() -> None:
 
 
 @pytest.fixture
-def three_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device | int]]:
+def allocator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's allocator of GPU memory is set to, where nobody else has."""
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return settings
+
+
+@pytest.fixture
+def three_gpus(
+    monkeypatch: pytest.MonkeyPatch, allocator: list[str]
+) -> Iterator[list[torch.device | int]]:
     """A machine that says that it has three GPUs; which of them were made the current one."""
     chosen: list[torch.device | int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -166,6 +180,50 @@ def test_a_single_process_computes_on_the_gpu_that_it_names(
 ) -> None:
     assert merak.init(device="cuda:2").device == torch.device("cuda", 2)
     assert three_gpus == [torch.device("cuda", 2)]
+
+
+def test_segments_of_a_gpus_memory_grow_unless_the_user_has_chosen(
+    three_gpus: list[torch.device | int],
+    allocator: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is allocated, and without a variable that other processes would inherit."""
+    pick_device("cpu")
+    assert allocator == []
+    pick_device("cuda")
+    assert allocator == ["expandable_segments:True"]
+    assert not {*ALLOCATOR_VARIABLES} & {*os.environ}
+    for name in ALLOCATOR_VARIABLES:
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, "max_split_size_mb:512")
+            pick_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    pick_device("cuda")
+    assert len(allocator) == 1
+
+
+@pytest.mark.parametrize(
+    ("pp", "device", "queues", "warns"),
+    [
+        (2, "cuda", "1", True),
+        (1, "cuda", "1", False),
+        (2, "cpu", "1", False),
+        (2, "cuda", "8", False),
+    ],
+)
+def test_one_hardware_queue_is_warned_of_where_stages_wait_for_one_another(
+    pp: int,
+    device: str,
+    queues: str,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(QUEUES, queues)
+    _warn_of_hosts(mesh.Mesh(1, 1, pp, 0, torch.device(device), None))
+    warned = [line for line in caplog.messages if "CUDA_DEVICE_MAX_CONNECTIONS=1" in line]
+    assert len(warned) == warns
+    assert all("stages of pp=2 may wait for one another for ever" in line for line in warned)
 
 
 def test_a_gpu_that_is_not_there_is_refused(three_gpus: list[torch.device | int]) -> None:

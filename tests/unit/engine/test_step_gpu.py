@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import merak
 from merak.core import mesh
@@ -144,14 +145,31 @@ def test_attention_knows_that_it_is_causal_and_runs_in_a_fused_kernel() -> None:
     assert not [name for name in names if "attention_math" in name]
 
 
-def test_tracing_takes_no_memory_of_the_device() -> None:
-    columns = dict(signature(batch()).columns)
-    model = gpt2()
+def taken_bytes(function: Callable[[], object]) -> tuple[int, int]:
+    """The most bytes of the device that a call takes, and those that it keeps."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    trace(model, columns, device=torch.device(DEVICE), autocast=torch.bfloat16)
-    assert torch.cuda.max_memory_allocated() == before
+    kept = function()
+    most = torch.cuda.max_memory_allocated() - before
+    del kept
+    return most, torch.cuda.memory_allocated() - before
+
+
+def fake_tensor() -> torch.Tensor:
+    """A large fake tensor, for which torch itself allocates one element of the device."""
+    with FakeTensorMode():
+        return torch.empty(2**20, device=DEVICE)
+
+
+def test_tracing_takes_no_memory_of_the_device() -> None:
+    columns = dict(signature(batch()).columns)
+    model = gpt2()
+    of_torch, _ = taken_bytes(fake_tensor)
+    assert of_torch < 2**20
+    traced = partial(trace, model, columns, device=torch.device(DEVICE), autocast=torch.bfloat16)
+    most, kept = taken_bytes(traced)
+    assert most <= of_torch and kept == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from merak.core.errors import MeshError
 BACKENDS = ("gloo", "nccl")
 """Backends of the process groups."""
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""With which a user sets torch's allocator of GPU memory up."""
+
 
 def check_backend(backend: str | None, device: torch.device) -> None:
     """Refuse a backend that cannot carry a device's tensors, also in a single process.
@@ -42,6 +45,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         return torch.device(wanted.type)
     if not torch.cuda.is_available():
         raise MeshError("device='cuda' was asked for, but torch sees no GPU; use device='cpu'.")
+    _expand_segments()
     num_gpus = torch.cuda.device_count()
     if wanted.index is not None and "RANK" not in os.environ:
         if wanted.index >= num_gpus:
@@ -67,6 +71,17 @@ def pick_device(device: str | torch.device | None) -> torch.device:
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def _expand_segments() -> None:
+    """Let torch's allocator grow its segments, which leaves smaller gaps, where nobody chose.
+
+    Not by a variable: processes that this one starts may share tensors of the GPU, which such
+    segments cannot hold.
+    """
+    is_chosen = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    if not (is_chosen or torch.version.hip or torch.cuda.is_initialized()):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _sees_its_own() -> bool:

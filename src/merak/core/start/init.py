@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Environment variable with which torchrun makes a store anew for each attempt."""
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable with the number of a GPU's hardware queues."""
+
 _TIMEOUT_S = 600.0
 
 _LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -142,6 +145,7 @@ def lay_out(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Mesh:
         watchdog.move(describe_place(laid))
     set_mesh(laid)
     _warn_of_tp(laid)
+    _warn_of_one_queue(laid)
     return laid
 
 
@@ -254,6 +258,7 @@ def _smaller(mesh: Mesh, wanted: Degrees) -> Mesh:
 def _warn_of_hosts(mesh: Mesh) -> None:
     """Warn of a tensor parallelism that hosts slow down, and of hosts that could not come back."""
     _warn_of_tp(mesh)
+    _warn_of_one_queue(mesh)
     if mesh.hosts and store.is_agents() and failure.restarts_left():
         warn_on_rank0(
             logger,
@@ -272,6 +277,18 @@ def _warn_of_tp(mesh: Mesh) -> None:
             mesh.tp,
             describe_hosts(mesh.hosts),
             _how_to_place(mesh.hosts, mesh.tp),
+        )
+
+
+def _warn_of_one_queue(mesh: Mesh) -> None:
+    if mesh.pp > 1 and mesh.device.type == "cuda" and os.environ.get(QUEUES) == "1":
+        warn_on_rank0(
+            logger,
+            "%s=1 gives a GPU one hardware queue, in which a receive that is posted ahead holds up "
+            "the computation behind it: stages of pp=%d may wait for one another for ever. Unset "
+            "it; Merak needs no single queue to order communication.",
+            QUEUES,
+            mesh.pp,
         )
 
 

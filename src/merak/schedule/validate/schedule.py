@@ -8,6 +8,7 @@ from itertools import islice
 
 from merak.core.errors import ScheduleError
 from merak.schedule.action_table import tabulate
+from merak.schedule.builders.forward_only import forward_only
 from merak.schedule.ir import FINAL_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.simulator import memory
@@ -184,6 +185,14 @@ def _ranks_do_not_wait_for_one_another(schedule: Schedule) -> Iterator[str]:
     yield from check_steps(schedule, steps)
 
 
+def _evaluations_complete(schedule: Schedule) -> Iterator[str]:
+    """An evaluation through the stages of the first pipe hangs nowhere either."""
+    most = max(2, schedule.num_microbatches)
+    evaluation = forward_only(schedule.pipes[0], schedule.num_ranks, most)
+    for problem in check_steps(evaluation, lower(evaluation)):
+        yield f"in an evaluation of {most} microbatches, {problem}"
+
+
 def _weight_versions_exist(schedule: Schedule) -> Iterator[str]:
     """Weight versions exist when their forward runs, and never get older again."""
     if schedule.is_synchronous:
@@ -244,5 +253,5 @@ RULES: tuple[tuple[Rule, ...], ...] = (
     (_fields_have_a_value_per_stage, _actions_are_on_the_rank_of_their_stage),
     (_every_action_once, _own_order),
     (_asynchronous_stages_have_one_rank, _backwards_come_in_update_order, _weight_versions_exist),
-    (_ranks_do_not_wait_for_one_another,),
+    (_ranks_do_not_wait_for_one_another, _evaluations_complete),
 )

@@ -111,7 +111,7 @@ def _rendezvous_completes(schedule: Schedule, steps: Steps) -> Iterator[str]:
                         break
                 position[rank] += 1
                 moving = True
-    yield from _hangs("every send waits for its receive", steps, position)
+    yield from _hangs(schedule, "every send waits for its receive", steps, position)
 
 
 class _SerialTransfers:
@@ -189,14 +189,19 @@ def serial_channels_complete(
                 position[rank] += 1
                 moving = True
     when = "transfers of a channel run one after another, as over NCCL"
-    yield from _hangs(when, steps, position)
+    fix = "; change the order, or put consecutive stages on neighbouring ranks"
+    yield from _hangs(schedule, when, steps, position, fix)
 
 
-def _hangs(when: str, steps: Steps, position: Sequence[int]) -> Iterator[str]:
+def _hangs(
+    schedule: Schedule, when: str, steps: Steps, position: Sequence[int], fix: str = ""
+) -> Iterator[str]:
     """A sentence for each rank that has not come to the end of its steps."""
     for rank, own in enumerate(steps):
         if position[rank] < len(own):
-            yield f"if {when}, rank {rank} hangs at step {position[rank]}, {own[position[rank]]}."
+            step = own[position[rank]]
+            what = schedule.label(step.action) if isinstance(step, Compute) else str(step)
+            yield f"if {when}, rank {rank} hangs at step {position[rank]}, {what}{fix}."
 
 
 def _gradients_are_reduced_once(schedule: Schedule, steps: Steps) -> Iterator[str]:
