@@ -80,6 +80,7 @@ def _put_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
 
 def _put_environment(name: str, value: Any) -> None:
     os.environ.pop(name, None) if value is MISSING else os.environ.update({name: value})
+    _of_torch.pop(name, None)
 
 
 def torch_settings() -> dict[str, Any]:
@@ -108,10 +109,20 @@ def _put_setting(name: str, value: Any) -> None:
         setattr(attrgetter(holder)(torch), attribute, value)
 
 
+_of_torch: dict[str, str | None] = {}
+"""What environment variables were before torch or Merak set them, which is no state of a model."""
+
+
+def _environment() -> dict[str, str]:
+    """The environment as the model's code has left it."""
+    found = {**os.environ, **_of_torch}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 _opened: dict[str, int] = {}
 _lines: list[Writes] = []
 
-ENVIRONMENT = Outside("os.environ[{!r}]", lambda: dict(os.environ), _put_environment)
+ENVIRONMENT = Outside("os.environ[{!r}]", _environment, _put_environment)
 CONTEXT = Outside(
     "the context variable {}", lambda: dict(contextvars.copy_context().items()), _put_variable
 )
@@ -144,10 +155,14 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _lines:
         return
     if event in ("os.putenv", "os.unsetenv"):
-        key = ENVIRONMENT.form, os.fsdecode(args[0])
-        _lines[-1].setdefault(key, model_line(sys._getframe(1)))
+        name = os.fsdecode(args[0])
+        if not _line_of_model(sys._getframe(1)):  # before it is set
+            _of_torch.setdefault(name, os.environ.get(name))
+            return
+        _of_torch.pop(name, None)
+        _lines[-1].setdefault((ENVIRONMENT.form, name), model_line(sys._getframe(1)))
     elif event == "open" and not isinstance(args[0], int) and _writes(*args[1:]):
-        line = _line_of_file(sys._getframe(1))
+        line = _line_of_model(sys._getframe(1))
         if line:
             path = os.path.abspath(os.fsdecode(args[0]))
             _opened[path] = _opened.get(path, 0) + 1
@@ -158,8 +173,8 @@ def _writes(mode: str | None, flags: int) -> bool:
     return bool(set(mode) & set("wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR))
 
 
-def _line_of_file(frame: FrameType | None) -> str:
-    """The line of the model's code that opens a file; empty for torch, Merak and imports."""
+def _line_of_model(frame: FrameType | None) -> str:
+    """The line of the model's code that calls this; empty for torch, Merak and imports."""
     while frame is not None:
         file = frame.f_code.co_filename
         if "importlib" in file or file.startswith((_TORCH, MERAK)):

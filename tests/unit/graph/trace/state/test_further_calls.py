@@ -489,6 +489,24 @@ def writes_a_log(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def test_an_environment_variable_that_torch_sets_is_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch sets some once, such as its compiler's folder; a trace would not be kept for them."""
+    monkeypatch.delenv("SET_BY_TORCH", raising=False)
+    # Whose name is nowhere in the model's code, which asks for it then.
+    of_torch = "import os; os.environ['_'.join(('SET', 'BY', 'TORCH'))] = 'yes'"
+
+    def use(model: Any, x: Tensor) -> Tensor:
+        exec(compile(of_torch, torch.__file__, "exec"))
+        return x
+
+    source = GraphSource(Leaves(use))
+    build_graph(source, COLUMNS, training=True)
+    assert not source.leaves  # nothing for the next call
+    assert os.environ["SET_BY_TORCH"] == "yes"
+
+
 def test_a_file_that_forward_only_writes_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
