@@ -15,6 +15,10 @@ from merak.check import Case, CheckOptions, Layout, check_model
 from merak.core.shards import ParameterShard, take
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from merak.ops.vocab_parallel_reductions import (
+    vocab_parallel_log_softmax,
+    vocab_parallel_logsumexp,
+)
 from tests.multirank.ranks import RankPool
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
@@ -80,6 +84,38 @@ def loss_is_right(
 @pytest.mark.parametrize("tp", [2, 4])
 def test_cross_entropy(pool: RankPool, tp: int) -> None:
     assert pool.run(losses_off, tp, tp) == [[]] * tp
+
+
+def infinities_off(tp: int) -> list[str]:
+    """Values and gradients that are not torch's, of rows with infinities and NaN."""
+    rank = merak.init(tp=tp, device="cpu").tp_rank
+    inf, nan = math.inf, math.nan
+    rows = [[0.0, -inf, 1.0, 1.0, -inf], [-inf] * 5, [inf, 0.0, 1.0, -inf, inf]]
+    rows += [[1.0, -inf, -inf, -inf, -inf], [-inf] * 4 + [inf], [nan, 0.0, 1.0, 2.0, inf]]
+    shard, layout, off = ParameterShard(1, (6,), tp), (1, 6, "tp"), []
+    padded = torch.tensor([[0.5, *row] for row in rows])
+    padded[1, 0] = padded[4, 0] = -inf
+    for ours, torchs in (
+        (lambda x: vocab_parallel_logsumexp(x, True, layout), lambda x: x.logsumexp(1, True)),
+        (lambda x: vocab_parallel_log_softmax(x, None, layout), lambda x: x.log_softmax(1)),
+    ):
+        whole = padded.clone().requires_grad_()
+        own = take(padded, shard, rank).requires_grad_()
+        expected, found = torchs(whole), ours(own)
+        upstream = torch.arange(1.0, 1.0 + expected.numel()).reshape(expected.shape)
+        split = expected.shape[1] > 1
+        expected.backward(upstream)
+        found.backward(take(upstream, shard, rank) if split else upstream)
+        assert whole.grad is not None and own.grad is not None
+        pairs = [(own.grad, take(whole.grad, shard, rank))]
+        pairs.append((found, take(expected, shard, rank) if split else expected))
+        off += [str(pair) for pair in pairs if not torch.allclose(*pair, equal_nan=True)]
+    return off
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_infinite_logits(pool: RankPool, tp: int) -> None:
+    assert pool.run(infinities_off, tp, tp) == [[]] * tp
 
 
 def outside() -> tuple[str, str]:

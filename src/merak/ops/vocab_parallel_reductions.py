@@ -140,7 +140,8 @@ class _LogSoftmax(torch.autograd.Function):
         dim, size, axis = layout
         start, stop = local_rows(size, axis)
         own = local_classes(logits, dim, stop - start)
-        result = own - _normaliser(own, dim, axis).unsqueeze(dim)
+        top = vocab_parallel_max(own, dim, axis)
+        result = own - _normaliser(own, top, dim, axis).unsqueeze(dim)
         result = padded_with(result.to(logits.dtype), dim, logits.shape[dim])
         ctx.save_for_backward(result)
         ctx.layout = layout
@@ -162,7 +163,10 @@ class _LogSumExp(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:
         dim, size, axis = layout
         start, stop = local_rows(size, axis)
-        normaliser = _normaliser(local_classes(logits, dim, stop - start), dim, axis)
+        own = local_classes(logits, dim, stop - start)
+        top = vocab_parallel_max(own, dim, axis)
+        top = top.masked_fill(top.isinf(), 0.0)  # as torch: inf - inf would be NaN
+        normaliser = _normaliser(own, top, dim, axis)
         ctx.save_for_backward(logits, normaliser)
         ctx.layout = layout
         return normaliser.to(logits.dtype)
@@ -177,7 +181,6 @@ class _LogSumExp(torch.autograd.Function):
         return padded_with(found.to(logits.dtype), dim, logits.shape[dim]), None
 
 
-def _normaliser(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
-    """Logarithm of the summed exponentials of all ranks' classes."""
-    top = vocab_parallel_max(own, dim, axis)
+def _normaliser(own: torch.Tensor, top: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
+    """Logarithm of the summed exponentials of all ranks' classes; `top` keeps exp in range."""
     return top + all_reduce_sum((own - top.unsqueeze(dim)).exp_().sum(dim), axis).log()
