@@ -50,8 +50,9 @@ from merak.engine.rank_state import rank_state
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.loop import LoopFigures
 from merak.engine.recording.recorder import RunRecorder
+from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS, LossScale
-from merak.engine.step.optimizer_step import FiniteCheck, OpenStep
+from merak.engine.step.optimizer_step import FiniteCheck, StepNumbers
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.unread_arguments import unread_arguments
 from merak.graph.trace.calls.call import LossFunction
@@ -112,8 +113,7 @@ class ParallelModel:
         self.scaler = scaler
         self.plain = plain
         self._finite_check = FiniteCheck(scaler)
-        # The last step, until it is known whether it was finite.
-        self._open: OpenStep | None = None
+        self._last_step = LastStep(self._skips)
         self._not_finite = not_finite
         own = list(engine.optimizer_params.named.values())
         with engine.watch.paused():
@@ -157,7 +157,8 @@ class ParallelModel:
 
         ran = self.num_steps, signatures, microbatches, scale, loss_scale
         locate = partial(self.engine.locate_non_finite, *ran)
-        if not self._skips(loss, locate) and not self.engine.updates_inside:
+        is_left_out = self._is_left_out(loss, locate)
+        if not is_left_out and not self.engine.updates_inside:
             self._step_optimizer()
         self.num_steps += 1
         self._loop.end_step(self.num_microbatches * self.engine.mesh.dp)
@@ -176,11 +177,11 @@ class ParallelModel:
             of the fullest rank and of each pp rank, and `mfu` where `run_record` is given and the
             device's peak is known.
         """
-        self._read_last_step()
+        self._last_step.read()
         return self._loop.take(self.num_steps, logged)
 
-    def _skips(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
-        """Clip the gradients, and tell whether the step is left out; the same on every rank."""
+    def _is_left_out(self, loss: torch.Tensor, locate: Callable[[], str]) -> bool:
+        """Clip the gradients, and tell whether the host leaves the step out; equal on all ranks."""
         engine, norm = self.engine, None
         if self.max_grad_norm is not None:
             norm = engine.clip_gradients(self.max_grad_norm)
@@ -188,31 +189,25 @@ class ParallelModel:
             return False
         norm = engine.gradient_norm() if norm is None else norm
         end = self._finite_check.end(norm, loss)
-        self._read_last_step()  # the step before, while the device runs this one
+        self._last_step.read()  # the step before, while the device runs this one
         is_masked = self._update is not None and engine.reads_late
-        self._open = OpenStep(self.num_steps, end, locate, is_masked)
-        if is_masked:
-            engine.mask_step(end)
-            return False
-        return self._read_last_step()
+        return self._last_step.take(engine, OpenStep(self.num_steps, end, locate, is_masked))
 
-    def _read_last_step(self) -> bool:
-        """Tell whether the last step was not finite, where that is not known; equal on all ranks.
+    def _skips(self, step: OpenStep, numbers: StepNumbers) -> bool:
+        """Tell whether a step is left out, as it is not finite; equal on all ranks.
 
         Raises:
-            TrainingError: it was not, and the policy says so; what ran after it is not stepped.
+            TrainingError: the policy says so; what ran after the step is not stepped.
         """
-        (last, self._open), check, policy = (self._open, None), self._finite_check, self._not_finite
-        if last is None or not check.fails(numbers := last.end.read()):
+        check, policy = self._finite_check, self._not_finite
+        if not check.fails(numbers):
             return False
         found = f"loss {numbers.loss} and gradient norm {numbers.norm}"
         if not check.is_overflow:
             if policy is not None and policy.locate:
-                found += f" ({last.locate()})"
-            self._refuse(last.number, found)
-        warn_on_rank0(logger, "step %d skipped: %s", last.number, found)
-        if not last.is_masked:
-            self.engine.discard_step(numbers)
+                found += f" ({step.locate()})"
+            self._refuse(step.number, found)
+        warn_on_rank0(logger, "step %d skipped: %s", step.number, found)
         return True
 
     def _refuse(self, step: int, found: str) -> None:
@@ -239,7 +234,7 @@ class ParallelModel:
         Raises:
             TrainingError: they differ.
         """
-        self._read_last_step()
+        self._last_step.read()
         self.engine.check_replicas(f"after step {self.num_steps}")
 
     def save_checkpoint(
@@ -259,7 +254,7 @@ class ParallelModel:
         Raises:
             SavingError: it cannot be written. A checkpoint that was there is as it was.
         """
-        self._read_last_step()
+        self._last_step.read()
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         own = {"num_steps": self.num_steps, "of_the_loop": dict(values or {}), **scaler}
         with self.engine.whole_model():
@@ -277,7 +272,7 @@ class ParallelModel:
             WeightsError: it is damaged, or of another model.
         """
         check_valid(Path(folder))
-        self._open = None
+        self._last_step.forget()
         with self.engine.whole_model():
             found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
         self._read_from(Path(folder))

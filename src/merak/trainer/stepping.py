@@ -27,7 +27,8 @@ from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
 from merak.engine.rank_arguments import step_options
 from merak.engine.recording.recorder import RunRecorder
-from merak.engine.step.optimizer_step import OpenStep
+from merak.engine.step.last_step import LastStep, OpenStep
+from merak.engine.step.optimizer_step import StepNumbers
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
@@ -58,7 +59,7 @@ class Stepping(Saving):
     _rollbacks: Rollbacks
     _ran: _Ran | None
     # The last step, and the learning rates before it, until it is known whether it was finite.
-    _open: OpenStep | None
+    _last_step: LastStep
     _rates: LearningRates
     _is_alone: bool
     _has_shared_groups: bool = False  # in the optimizers of all ranks
@@ -340,41 +341,35 @@ class Stepping(Saving):
             )
         norm = self.engine.gradient_norm() if grad_norm is None else grad_norm
         end = self._skipped.check.end(norm, self._losses)
-        self._read_last_step()  # the step before, while the device runs this one
+        self._last_step.read()  # the step before, while the device runs this one
         is_masked = self.engine.reads_late and self.args.nan_policy != "rollback"
-        assert self._ran is not None
-        locate = partial(self._locate_non_finite, self._ran)
-        self._open = OpenStep(self.state.global_step + 1, end, locate, is_masked)
         if is_masked:
             self._rates = LearningRates(self.lr_scheduler, self._inner_optimizer())
-            self.engine.mask_step(end)
+        assert self._ran is not None
+        locate = partial(self._locate_non_finite, self._ran)
+        step = OpenStep(self.state.global_step + 1, end, locate, is_masked)
+        is_left_out = self._last_step.take(self.engine, step)
+        skipped = self._skipped
+        if is_left_out and self.args.nan_policy == "rollback" and not skipped.check.is_overflow:
+            self._saver.wait()
+            self._rollbacks.roll_back(
+                self.args, step.number, skipped.found, super()._load_optimizer_and_scheduler
+            )
         # Without an update, the learning rate does not move either.
-        self.optimizer._is_overflow = not is_masked and self._read_last_step()
+        self.optimizer._is_overflow = is_left_out
         return None if self.engine.updates_inside else norm
 
-    def _read_last_step(self) -> bool:
-        """Tell whether the last step was not finite, where that is not known; equal on all ranks.
+    def _skips(self, step: OpenStep, numbers: StepNumbers) -> bool:
+        """Tell whether a step is left out, as it is not finite; equal on all ranks.
 
         Raises:
-            TrainingError: it was not, and the job stops; what ran after it is not stepped.
+            TrainingError: it is not, and the job stops; what ran after it is not stepped.
         """
-        (last, self._open), skipped, engine = (self._open, None), self._skipped, self.engine
-        if last is None:
-            return False
-        assert engine is not None
-        numbers = last.end.read()
-        skips = skipped.skips(self.args, last.number, numbers, last.locate)
+        skips = self._skipped.skips(self.args, step.number, numbers, step.locate)
         if self.args.logging_nan_inf_filter:
-            self._total_loss_scalar = skipped.total(self._total_loss_scalar)
-        if skips and last.is_masked:
+            self._total_loss_scalar = self._skipped.total(self._total_loss_scalar)
+        if skips and step.is_masked:
             self._rates.restore()
-        elif skips:
-            engine.discard_step(numbers)
-            if self.args.nan_policy == "rollback" and not skipped.check.is_overflow:
-                self._saver.wait()
-                self._rollbacks.roll_back(
-                    self.args, last.number, skipped.found, super()._load_optimizer_and_scheduler
-                )
         return skips
 
     def _locate_non_finite(self, ran: _Ran) -> str:
@@ -398,7 +393,7 @@ class Stepping(Saving):
         control = self.control
         looks = control.should_log, control.should_save, control.should_evaluate
         if any(looks) or control.should_training_stop or control.should_epoch_stop:
-            self._read_last_step()
+            self._last_step.read()
         every = self.args.check_replicas_steps
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")

@@ -46,6 +46,7 @@ from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.rank_arguments import refuse_different_optimizers
+from merak.engine.step.last_step import LastStep
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
 from merak.graph.segment.build import GraphSource
@@ -199,7 +200,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
         self._step = None
-        self._ran = self._open = None
+        self._ran = None
+        self._last_step = LastStep(self._skips)
         self._losses = torch.zeros(0)
         self._is_left_over = False
         self._rollbacks = Rollbacks()
@@ -413,7 +415,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         loader = self._train_loader()
         if not self.is_in_train:
             return loader
-        self._open = None
+        self._last_step.forget()
         self._skipped.start()
         self._rollbacks.start()
         evaluated = first_evaluation_batches(self)

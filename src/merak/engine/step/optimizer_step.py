@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -102,23 +101,6 @@ class StepEnd:
             self._arrival.synchronize()
         finite, has_finite_loss, *rest = self._numbers.tolist()
         return StepNumbers(finite == 1, has_finite_loss == 1, *rest)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenStep:
-    """A training step of which the host does not know yet whether it was finite.
-
-    Args:
-        number: of the step.
-        end: of the step.
-        locate: finds where it was first not finite: the end of a sentence; all ranks call it.
-        is_masked: whether the device leaves it out by itself; the next step has then run as well.
-    """
-
-    number: int
-    end: StepEnd
-    locate: Callable[[], str]
-    is_masked: bool
 
 
 @dataclass(slots=True)
