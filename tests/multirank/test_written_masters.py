@@ -12,7 +12,7 @@ import merak
 from tests.multirank.ranks import RankPool, as_script
 
 STEPS, WIDTH = 5, 8
-WRITES = ("in place", "alias", "data", "one row")
+WRITES = ("in place", "alias", "data", "one row", "shards")
 
 
 class Net(nn.Module):
@@ -35,7 +35,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def write(how: str, parameter: torch.Tensor, alias: torch.Tensor) -> None:
-    if how == "in place":
+    if how in ("in place", "shards"):
         parameter.mul_(0.5)
     elif how == "alias":  # which was taken before the first step
         alias.mul_(0.5)
@@ -53,6 +53,8 @@ def losses(degrees: dict[str, int], options: dict[str, int], how: str) -> list[f
         net, batch(), optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=1,
         master_weights=True, **options,
     )  # fmt: skip
+    if how == "shards":  # a script that knows how parameters lie, of which nothing is refused
+        assert all(name in parallel.engine.parameters for name in parallel.engine.shards)
     aliases = {name: parameter.data for name, parameter in net.named_parameters()}
     found = []
     for step in range(STEPS):

@@ -131,17 +131,15 @@ class ShardTensor(torch.Tensor):
     ) -> Any:
         """Call a function of torch; a script's calls are followed operator by operator."""
         with torch._C.DisableTorchFunctionSubclass():
-            if not _is_called_by_script():
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
+            if not _is_followed(*tensors):
                 return func(*args, **(kwargs or {}))
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, ShardTensor):
-                    tensor.sharding.readers[:] = [None]
             with _Following():  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
 
     def numel(self) -> int:
         """The number of elements: for a script of the whole, for torch and Merak of the shard."""
-        if is_library(sys._getframe(1).f_code.co_filename) or not _is_called_by_script():
+        if is_library(sys._getframe(1).f_code.co_filename) or not _is_followed():
             return math.prod(self.shape)
         return math.prod(self.sharding.whole_shape(self.shape))
 
@@ -150,19 +148,18 @@ class ShardTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its history."""
-        if _is_called_by_script():
-            self.sharding.readers[:] = [None]
+        _note_script(self)
         found: torch.Tensor = _TENSOR.data.__get__(self)
         return found
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         is_equally_sharded = isinstance(value, ShardTensor) and value.sharding == self.sharding
-        if self.sharding.dims and not is_equally_sharded and _is_called_by_script():
+        is_of_script = _note_script(self)
+        if self.sharding.dims and not is_equally_sharded and _is_followed():
             raise _refused("writes into", self.sharding)
-        self.sharding.readers[:] = [None]
         is_same_kind = value.shape == self.shape and value.dtype == self.dtype
-        if is_same_kind and value.device == self.device and _is_called_by_script():
+        if is_same_kind and value.device == self.device and is_of_script:
             # Into its own memory, which what the optimizer steps may share.
             with torch._C.DisableTorchFunctionSubclass():
                 self.detach().copy_(value.detach())
@@ -177,7 +174,7 @@ class ShardTensor(torch.Tensor):
             TrainingError: a norm of all gradients is computed of shards.
         """
         found: torch.Tensor | None = _TENSOR.grad.__get__(self)
-        if not _is_called_by_script():
+        if not _is_followed():
             return found
         caller = sys._getframe(1)
         is_missing = not self.sharding.is_stepped and self.requires_grad and found is None
@@ -215,10 +212,8 @@ class ShardTensor(torch.Tensor):
 
     def _plain(self, verb: str) -> torch.Tensor:
         """An alias that is not followed, for Merak's own code."""
-        if _is_called_by_script():
-            if self.sharding.dims:
-                raise _refused(verb, self.sharding)
-            self.sharding.readers[:] = [None]
+        if _is_followed(self) and self.sharding.dims:
+            raise _refused(verb, self.sharding)
         with torch._C.DisableTorchFunctionSubclass():
             found = self.detach()
             return (
@@ -229,7 +224,7 @@ class ShardTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.copied(is_followed=_is_called_by_script())
+            memo[id(self)] = self.copied(is_followed=_is_followed())
         found: torch.Tensor = memo[id(self)]
         return found
 
@@ -502,12 +497,24 @@ def note_who_asks_for_layout() -> None:
         _is_layout_known[:] = [True]
 
 
-def _is_called_by_script() -> bool:
+def _is_followed(*given: ShardTensor) -> bool:
     """Whether a script, or a package that it uses, computes with a shard, and not Merak itself.
 
     A script that has asked for the layout gathers and joins shards itself.
+
+    Args:
+        given: the tensors that the caller gets hold of.
     """
-    return not (_is_layout_known or is_called_by_merak(sys._getframe(1), __file__))
+    return _note_script(*given) and not _is_layout_known
+
+
+def _note_script(*given: ShardTensor) -> bool:
+    """Note that a script gets hold of tensors, into which it may write; False if Merak does."""
+    if is_called_by_merak(sys._getframe(1), __file__):
+        return False
+    for tensor in given:
+        tensor.sharding.readers[:] = [None]
+    return True
 
 
 def _refused(verb: str, sharding: ShardLayout) -> TrainingError:
