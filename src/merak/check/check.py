@@ -190,23 +190,25 @@ def _wrong(
     try:
         graph = trace_job(exact, workspace.folder)
         if sum(partition) != len(graph.segments):
-            batched = replace(job, has_batched_experts=True)
-            segments = trace_job(batched, workspace.folder)
-            ranks = _train(batched, workspace)
-            known = judge(batched, segments, ranks, train_in_one_process(batched)).most
-            if not found.most <= OF_KERNELS * max(known, TOLERANCE):
+            known, partition = _compare(replace(job, has_batched_experts=True), workspace)
+            if not found.most <= OF_KERNELS * max(known.most, TOLERANCE):
                 return job
-            partition = _partition(ranks)
         if sum(partition) == len(graph.segments):
             exact = replace(exact, partition=partition)
-        tolerance = exact_tolerance(found.most)
-        found = judge(
-            exact, graph, _train(exact, workspace), train_in_one_process(exact), tolerance
-        )
+        found, _ = _compare(exact, workspace, exact_tolerance(found.most))
     except Exception as error:  # a model that knows no float64: then there is no excuse
         logger.info("%s cannot be checked in float64: %s", job.case.name, error)
         return job
     return None if found.reason is None else exact
+
+
+def _compare(
+    job: Job, workspace: Workspace, tolerance: float = TOLERANCE
+) -> tuple[Comparison, tuple[int, ...]]:
+    """Train a job on ranks and in one process, and compare; with the partition of the ranks."""
+    graph, ranks = trace_job(job, workspace.folder), _train(job, workspace)
+    found = judge(job, graph, ranks, train_in_one_process(job), tolerance)
+    return found, _partition(ranks)
 
 
 def _where(job: Job, workspace: Workspace) -> str:

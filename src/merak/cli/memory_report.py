@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from merak.core.units import counted, size
-from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory
+from merak.plan.memory.non_tensor import NonTensorMemory
 
 if TYPE_CHECKING:
     from merak.plan.activations.forecast import Forecast
@@ -121,10 +121,12 @@ def report_on(
         usable: bytes that each pp rank's tensors may fill; None where they are not known.
     """
     from merak.plan.activations.fit import simulated
+    from merak.plan.cluster.fit import non_tensor_on
     from merak.plan.layout import segment_times, speeds
 
     layout, policy = forecast.layout, forecast.policy
     sheet = forecast.options.device_profile
+    others = None if sheet is None else non_tensor_on(sheet, forecast.mesh)
     times = segment_times(layout.graph, forecast.options, forecast.mesh, cache)
     speed = forecast.options.host_bytes_per_s
     if speed is None:
@@ -151,9 +153,7 @@ def report_on(
         fits=None
         if usable is None
         else all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
-        non_tensor_bytes=None
-        if sheet is None or sheet.memory_bytes is None
-        else asdict(non_tensor_memory(sheet.memory_bytes, forecast.mesh, sheet.communicator_bytes)),
+        non_tensor_bytes=None if others is None else asdict(others),
     )
 
 

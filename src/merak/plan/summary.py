@@ -13,11 +13,11 @@ from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature, largest_shape
 from merak.core.units import count, ranges, size, step_time
 from merak.plan.activations.forecast import Forecast
+from merak.plan.cluster.fit import non_tensor_on
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float32_products import float32_products
 from merak.plan.cost.gpu_kernels import attention_sentence
 from merak.plan.expected.times import expected_times
-from merak.plan.memory.non_tensor import non_tensor_memory
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
@@ -110,10 +110,8 @@ def _expected(forecast: Forecast, profile: DeviceProfile | None) -> str:
     """What a rank is expected to hold, and to compute where the device's speeds are known."""
     times = expected_times(forecast, profile)
     seconds = "" if times is None else f", {step_time(times.pipeline_s)} of computation a step"
-    others = ""
-    if profile is not None and profile.memory_bytes is not None:
-        own = non_tensor_memory(profile.memory_bytes, forecast.mesh, profile.communicator_bytes)
-        others = f", beside it {own}"
+    own = None if profile is None else non_tensor_on(profile, forecast.mesh)
+    others = "" if own is None else f", beside it {own}"
     return f"  forecast of a rank: peak memory below{others}{seconds}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from merak.core import units
 from merak.core.units import counted, size
-from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory
+from merak.plan.memory.non_tensor import NonTensorMemory
 from merak.plan.search.explain import degrees
 
 if TYPE_CHECKING:
@@ -228,11 +228,11 @@ def _non_tensor_bytes(candidate: Candidate, cluster: Cluster) -> dict[str, int] 
     """Bytes of the smallest device that hold no tensor of a job."""
     import torch
 
+    from merak.plan.cluster.fit import non_tensor_on
+
     smallest = min(cluster.devices, key=lambda device: device.memory_bytes or math.inf)
-    if smallest.memory_bytes is None:
-        return None
-    mesh = candidate.mesh(0, torch.device("cpu"))
-    return asdict(non_tensor_memory(smallest.memory_bytes, mesh, smallest.communicator_bytes))
+    found = non_tensor_on(smallest, candidate.mesh(0, torch.device("cpu")))
+    return None if found is None else asdict(found)
 
 
 def rejected_rows(ranking: Ranking) -> list[RejectedRow]:

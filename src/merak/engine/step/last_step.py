@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from merak.engine.step.optimizer_step import StepEnd, StepNumbers
 
-if TYPE_CHECKING:
-    from merak.engine.engine import Engine
+
+class Discards(Protocol):
+    """An engine, as far as it leaves steps out."""
+
+    def mask_step(self, end: StepEnd) -> None:
+        """Let the device leave a step out where it is not finite."""
+
+    def discard_step(self, found: StepNumbers) -> None:
+        """Leave a step out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class LastStep:
         if last is not None:
             self._skips(last, last.end.read())
 
-    def take(self, engine: Engine, step: OpenStep) -> bool:
+    def take(self, engine: Discards, step: OpenStep) -> bool:
         """Take a step whose gradients are there, and tell whether the host leaves it out.
 
         Args:

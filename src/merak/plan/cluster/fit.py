@@ -8,7 +8,7 @@ from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.plan.cluster.cluster import Cluster, Nodes
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.memory.non_tensor import usable_bytes
+from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory, usable_bytes
 
 
 def usable_by_pp_rank(cluster: Cluster, mesh: Mesh) -> tuple[float, ...]:
@@ -58,3 +58,15 @@ def usable_on(device: DeviceProfile, mesh: Mesh | None = None) -> float:
     if device.memory_bytes is None:
         return math.inf
     return usable_bytes(device.memory_bytes, mesh, device.communicator_bytes)
+
+
+def non_tensor_on(device: DeviceProfile, mesh: Mesh) -> NonTensorMemory | None:
+    """Memory of a device that holds no tensor of a job; None where its memory is not known.
+
+    Args:
+        device: of a rank.
+        mesh: of the job.
+    """
+    if device.memory_bytes is None:
+        return None
+    return non_tensor_memory(device.memory_bytes, mesh, device.communicator_bytes)
