@@ -28,6 +28,7 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
@@ -80,7 +81,7 @@ def gpt(layers: int, hidden: int, heads: int, batch: int) -> Workload:
         attn_implementation="eager",
     )  # fmt: skip
     workload = _workload(ModelSource(GPT2LMHeadModel, config, None), batch, 1024, adam)
-    workload.tied_gradients = "step"
+    workload.common = ParallelOptions(tied_gradients="step")
     return workload
 
 

@@ -68,6 +68,7 @@ def run(name: str, microbatches: list[int]) -> None:
     with phase("import"):
         import torch
 
+        from merak.plan.options import ParallelOptions
         from merak.plan.partition import from_sizes
         from merak.plan.price.candidate import Candidate
         from merak.zoo.model_source import resolve_model
@@ -82,7 +83,7 @@ def run(name: str, microbatches: list[int]) -> None:
             sequence=sequence,
             dtype=torch.bfloat16,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-            master_weights=True,
+            common=ParallelOptions(master_weights=True),
         )
     for microbatch in microbatches:
         with phase(f"graph of microbatches of {microbatch}"):
@@ -110,6 +111,7 @@ def search_plans(name: str, devices: int, layers: int | None) -> None:
 
     from merak.core.garbage import paused_collector
     from merak.plan.cluster.parse import parse_cluster
+    from merak.plan.options import ParallelOptions
     from merak.plan.search.explain import describe
     from merak.plan.search.search import search
     from merak.zoo.model_source import resolve_model
@@ -123,7 +125,7 @@ def search_plans(name: str, devices: int, layers: int | None) -> None:
         sequence=sequence,
         dtype=torch.bfloat16,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        master_weights=True,
+        common=ParallelOptions(master_weights=True),
     )
     with paused_collector(process_ends=True):
         found = search(workload, parse_cluster(f"h100:8x{devices // 8}"))

@@ -42,6 +42,7 @@ from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.memory.ledger import Category
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
@@ -175,10 +176,9 @@ def workload_of(row: Row, recompute: str) -> Workload:
         sequence=row.seq,
         dtype=torch.bfloat16,
         optimizer=adam,
-        master_weights=True,
+        common=ParallelOptions(master_weights=True, tied_gradients="step"),
     )
     workload.features = {"transformer.wte.weight": Vocabulary()}
-    workload.tied_gradients = "step"
     workload.kernels = KernelChoice(
         fused=True,
         fused_sums=row.has_fused_sums,

@@ -14,7 +14,7 @@ from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.explain import degrees
-from merak.plan.search.pinned import Pinned, pinned_options, planned_options
+from merak.plan.search.pinned import Pinned, pinned_options
 from merak.plan.search.plan_file import PlanFile, read_plan
 
 _CHOSEN = "_is_plan_chosen"
@@ -76,11 +76,7 @@ def planned_arguments(plan: PlanFile) -> dict[str, Any]:
     return {
         "bf16": plan.autocast == "bfloat16",
         "fp16": plan.autocast == "float16",
-        "master_weights": plan.master_weights,
-        "gradient_sums": plan.gradient_sums,
-        "gradient_compression": plan.gradient_compression,
-        "hierarchical_reductions": plan.hierarchical_reductions,
-        "tied_gradients": plan.tied_gradients,
+        **plan.common,
         **layout_arguments(plan.candidate),
     }
 
@@ -94,7 +90,7 @@ def layout_arguments(candidate: Candidate) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": candidate.microbatch,
         "gradient_accumulation_steps": candidate.num_microbatches,
-        **planned_options(candidate),
+        **candidate.options(),
     }
 
 
@@ -244,7 +240,7 @@ def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
         schedule=arguments.schedule,
         schedule_options=pinned.schedule_options,
         recompute=pinned.recompute,
-        offload=pinned.offload,
+        offload_activations=pinned.offload_activations,
         zero=arguments.zero,
         sequence_parallel=arguments.sequence_parallel,
         sub_pipelining=pinned.sub_pipelining or "off",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from merak.cli.options import JobRequest, backend, option, takes
+from merak.cli.options import JobRequest, backend, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import counted
 from merak.launch.forkserver import ranks_prepared
@@ -32,6 +32,8 @@ class CheckRequest(JobRequest):
     batch: int = option(4, "--batch", "B", "Samples of a microbatch.")
     sequence: int | None = option(None, "--seq", "S", "Tokens of a sequence; 32 at most.")
     microbatches: int = option(4, "--microbatches", "M", "Microbatches of a step.")
+    schedule: str = shared("schedule")
+    sequence_parallel: bool = shared("sequence_parallel")
     steps: int = option(3, "--steps", "N", "Optimizer steps.")
     evaluate: bool = option(
         False, "--evaluate", "", "Compare evaluations before, between and after, too."

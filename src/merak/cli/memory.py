@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from merak.cli.memory_report import MemoryReport, page, report_on
 from merak.cli.model import (
@@ -17,13 +18,13 @@ from merak.cli.model import (
     request_optimizer,
     types_of,
 )
-from merak.cli.options import JobRequest, autocast, option, parameter_dtype, shared, takes
+from merak.cli.options import JobRequest, autocast, job_options, option, parameter_dtype, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.health.stderr import write_line
 from merak.launch.devices import planned_device, planning_device
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
-from merak.plan.options import PARALLEL_OPTIONS, RANGES, range_problem
+from merak.plan.options import LAYOUT, PRICED
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +42,8 @@ _NO_LIMIT = sys.maxsize
 class MemoryRequest(JobRequest):
     """Request for the memory of a job."""
 
-    recompute: str | None = shared("recompute")
-    offload_activations: str | None = shared("offload_activations", "--offload")
-    host_bytes_per_s: float | None = shared("host_bytes_per_s")
-    memory_budget: int | None = shared("memory_budget", "--budget")
+    options: Mapping[str, Any] = job_options(*LAYOUT, *PRICED, "host_bytes_per_s", "memory_budget")
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
-    zero: int = shared("zero")
-    master_weights: bool = shared("master_weights")
     dtype: str | None = parameter_dtype()
     device: str | None = option(
         None,
@@ -146,17 +142,13 @@ def _engine_options(
 
     if request.microbatches < 1:
         raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
-    budget = request.memory_budget
-    if "auto" not in (request.recompute, request.offload_activations):
+    own = request.options
+    budget = own["memory_budget"]
+    if "auto" not in (own["recompute"], own["offload_activations"]):
         budget = _NO_LIMIT if budget is None else budget
     chosen = {} if draft is None else draft.options()
-    if "schedule" in request.given:
-        chosen.pop("schedule_options", None)  # of another schedule
-    for name in PARALLEL_OPTIONS:
-        if name in {one.name for one in fields(request)}:
-            chosen[name] = getattr(request, name)
     return EngineOptions(
-        **chosen | {"memory_budget": budget},
+        **chosen | dict(own) | {"memory_budget": budget},
         num_microbatches=request.microbatches,
         optimizer=request_optimizer(request, draft),
         device_profile=sheet,
@@ -170,9 +162,6 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     for axis in ("dp", "tp", "pp", "cp"):
         if getattr(request, axis) < 1:
             raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
-    for name, flag in (("memory_budget", "--budget"), ("host_bytes_per_s", "--host-bytes-per-s")):
-        for problem in range_problem(f"{flag} ", getattr(request, name), RANGES[name]):
-            raise CommandError(problem)
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
     ep = check_expert_degree(request.ep, degrees)
     return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from merak.cli.recipe.planned_job import JobDraft, PlannedJob
     from merak.plan.cost.optimizer_memory import OptimizerFactory
+    from merak.plan.options import ParallelOptions
     from merak.plan.price.workload import Workload
     from merak.zoo.model_source import ModelSource
 
@@ -92,14 +93,19 @@ def filled(request: Request, values: Mapping[str, Any]) -> Request:
 
     Args:
         request: whose options these are.
-        values: by the names of its fields; others are left out.
+        values: by the names of its fields, or of the options in them; others are left out.
     """
-    own = {one.name for one in fields(request)} - request.given
-    if "schedule" in request.given:
-        own -= {"options", "schedule_options"}  # of another schedule
-    return replace(
-        request, **{name: own_value for name, own_value in values.items() if name in own}
-    )
+    is_other = "schedule" in request.given
+    left = {name: value for name, value in values.items() if name not in request.given}
+    left = {n: value for n, value in left.items() if not (is_other and n == "schedule_options")}
+    changed = {}
+    for one in fields(request):
+        own = getattr(request, one.name)
+        if isinstance(own, dict):  # several options
+            changed[one.name] = own | {name: left[name] for name in own.keys() & left.keys()}
+        elif one.name in left:
+            changed[one.name] = left[one.name]
+    return replace(request, **changed)
 
 
 def named_model(request: NamedModel, job: PlannedJob | None) -> tuple[str, Mapping[str, Any], bool]:
@@ -183,7 +189,7 @@ def model_workload(
     global_batch: int,
     device: torch.device | None = None,
     optimizer: OptimizerFactory | None = None,
-    master_weights: bool = False,
+    common: ParallelOptions | None = None,
     draft: JobDraft | None = None,
 ) -> Workload:
     """Make the workload of a request: its model on example batches, with its trace in the cache.
@@ -194,7 +200,7 @@ def model_workload(
         global_batch: samples of a step of the whole job.
         device: type of the devices; the CPU where it is None.
         optimizer: makes the optimizer; None forecasts no state.
-        master_weights: whether parameters of a lower precision have float32 masters.
+        common: the options that all of its layouts have; None for the defaults.
         draft: of the recipe's job, which has further options, and adapters; None without a recipe.
 
     Raises:
@@ -216,7 +222,7 @@ def model_workload(
         device=device,
         cache_dir=Path(folder) if folder else None,
         optimizer=optimizer,
-        master_weights=master_weights,
+        common=common,
     )
     if draft is not None:
         draft.give_options(workload)

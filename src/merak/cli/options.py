@@ -1,30 +1,31 @@
 """Requests of commands: frozen dataclasses whose fields become the options of the command line.
 
-A field says its flag, its placeholder and its help (`option`), or takes the default and the help of
-an option of `merak.plan.options` (`shared`). `takes` makes a typer command of a function of one
-request.
+A field says its flag, its placeholder and its help (`option`), or takes those of an option of
+`merak.plan.options` (`shared`), or is several of these (`job_options`). `takes` makes a typer
+command of a function of one request.
 """
 
 from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import typer
 
+from merak.core.files.json_file import parse_value
 from merak.launch.errors import CommandError
 from merak.plan import options
-from merak.plan.cluster.hierarchy import HIERARCHIES
-from merak.plan.gradient_compression import COMPRESSIONS
 from merak.schedule.registry import names as schedules
 
 Request = TypeVar("Request")
 
 _TYPER = "typer"
+_JOB = "job options"
 _GIVEN, _CONTEXT = "given", "context"
 
 
@@ -52,19 +53,120 @@ def option(default: Any, flag: str, placeholder: str, help: str, **settings: Any
     return field(default=default, metadata={_TYPER: made})
 
 
-def shared(name: str, flag: str = "") -> Any:
+def shared(name: str) -> Any:
     """Field of a request that is an option of `merak.plan.options.ParallelOptions`.
 
     Args:
         name: of the option.
-        flag: its flag; by default the name with dashes.
     """
-    own = options.taken(name)
-    flag = flag or "--" + name.replace("_", "-")
-    settings = words(schedules() if name == "schedule" else own.metadata.get("choices", ()))
+    own = options.declared(name)
+    return field(default=own.default, metadata={_TYPER: _typer_option(name)})
+
+
+def _pairs(flag: str, typed: list[str] | None) -> dict[str, Any]:
+    return dict(read_pair(flag, own) for own in typed or ())
+
+
+def _sizes(flag: str, typed: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if typed is None else tuple(map(int, typed.replace(",", " ").split()))
+    except ValueError:
+        raise CommandError(
+            f"{flag} {typed} is no list of whole numbers; use such as 5,7,7,7."
+        ) from None
+
+
+_WRITTEN: Mapping[str, tuple[Any, str, str, Callable[[str, Any], Any]]] = MappingProxyType(
+    {
+        "schedule_options": (
+            list[str] | None,
+            "KEY=VALUE",
+            "Option of the schedule, such as chunks=2; may be repeated.",
+            _pairs,
+        ),
+        "partition": (
+            str | None,
+            "N,…",
+            "Segments of every stage, such as 5,7,7,7; balanced if unset.",
+            _sizes,
+        ),
+    }
+)
+"""Options that are typed in another form: type, placeholder, help, and how it is read."""
+
+
+def job_options(*names: str, is_open: bool = False) -> Any:
+    """Field of a request that is several options of `ParallelOptions`: their values, by name.
+
+    Args:
+        names: of the options.
+        is_open: whether one that the command line leaves out is None, for a search to choose.
+    """
+    defaults = {name: None if is_open else options.declared(name).default for name in names}
+    typed = {name: _typer_option(name, is_open) for name in names}
+    return field(default_factory=lambda: dict(defaults), metadata={_JOB: typed})
+
+
+def _typer_option(name: str, is_open: bool = False) -> Any:
+    """The flag of an option of `ParallelOptions`."""
+    own, flag = options.declared(name), flag_of(name)
+    help, placeholder = own.metadata["help"], own.metadata["placeholder"]
+    if name in _WRITTEN:
+        _, placeholder, help, _ = _WRITTEN[name]
+    if is_open and options.is_searched(name):
+        help = f"{help.partition(' If unset')[0]} Pinned; else it is searched."
+    settings = words(schedules() if name == "schedule" else own.metadata["choices"])
     if name in options.READS:
         settings = {"parser": partial(_read, flag, options.READS[name])}
-    return option(own.default, flag, options.placeholder(name), own.metadata["help"], **settings)
+    if isinstance(own.default, bool):
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    return typer.Option(flag, help=help, metavar=placeholder or None, **settings)
+
+
+def flag_of(name: str) -> str:
+    """The flag of an option of `ParallelOptions`.
+
+    Args:
+        name: of the option.
+    """
+    return str(options.declared(name).metadata["flag"]) or "--" + name.replace("_", "-")
+
+
+def _hint(name: str) -> Any:
+    """The type of what is typed for an option of `ParallelOptions`."""
+    hint = typing.get_type_hints(options.ParallelOptions)[name]
+    if name in _WRITTEN:
+        return _WRITTEN[name][0]
+    return (hint if hint in (bool, int, float) or name in options.READS else str) | None
+
+
+def _value(name: str, typed: Any) -> Any:
+    """The value of an option of `ParallelOptions`, checked; None for none.
+
+    Raises:
+        CommandError: it is none.
+    """
+    flag = flag_of(name)
+    value = _WRITTEN[name][-1](flag, typed) if name in _WRITTEN else typed
+    for problem in () if value is None else options.option_problems(name, value, f"{flag} "):
+        raise CommandError(problem)
+    return value
+
+
+def read_pair(flag: str, typed: str) -> tuple[str, Any]:
+    """Name and value of a setting that is typed as KEY=VALUE.
+
+    Args:
+        flag: before it.
+        typed: the setting.
+
+    Raises:
+        CommandError: it is none.
+    """
+    key, equals, value = typed.partition("=")
+    if not key or not equals:
+        raise CommandError(f"{flag} {typed} is not of the form KEY=VALUE.")
+    return key, parse_value(value)
 
 
 def _read(flag: str, read: Callable[[object], object], text: str) -> Any:
@@ -72,32 +174,6 @@ def _read(flag: str, read: Callable[[object], object], text: str) -> Any:
     if isinstance(value, str):
         raise CommandError(f"{flag} {text} is no number of bytes; use such as 80GB or 80GiB.")
     return value
-
-
-def check_reductions(kind: str, hierarchy: str, tied: str) -> None:
-    """Refuse words that say nothing about how gradients are reduced.
-
-    Args:
-        kind: of compression, as it was typed.
-        hierarchy: of reductions, as it was typed.
-        tied: when gradients of tied parameters are exchanged, as it was typed.
-
-    Raises:
-        CommandError: one is none.
-    """
-    if hierarchy not in HIERARCHIES:
-        raise CommandError(
-            f"--hierarchical-reductions {hierarchy} is no choice; use "
-            f"{', '.join(HIERARCHIES[:-1])} or {HIERARCHIES[-1]}."
-        )
-    times = options.taken("tied_gradients").metadata["choices"]
-    if tied not in times:
-        raise CommandError(f"--tied-gradients {tied} is no time; use {' or '.join(times)}.")
-    if kind not in COMPRESSIONS:
-        raise CommandError(
-            f"--gradient-compression {kind} is no compression; use {', '.join(COMPRESSIONS[:-1])} "
-            f"or {COMPRESSIONS[-1]}."
-        )
 
 
 def given() -> Any:
@@ -129,7 +205,7 @@ def takes(kind: type[Request]) -> Callable[[Callable[[Request], None]], Callable
     """Decorator of a command: its options are the fields of the request that it takes.
 
     Args:
-        kind: a dataclass of fields that `option`, `shared` and `argument` have made.
+        kind: a dataclass of fields that the functions here have made.
     """
     hints = typing.get_type_hints(kind)
 
@@ -138,10 +214,21 @@ def takes(kind: type[Request]) -> Callable[[Callable[[Request], None]], Callable
             context = values.pop(_CONTEXT, None)
             if context is not None:
                 values[_GIVEN] = _given_names(context, values)
+            for one in job:
+                names = one.metadata[_JOB]
+                values[one.name] = {name: _value(name, values.pop(name)) for name in names}
             command(kind(**values))
 
-        own = [one for one in fields(kind) if _TYPER in one.metadata]  # type: ignore[arg-type]
-        parameters = [_parameter(one, hints[one.name]) for one in own]
+        job = [one for one in fields(kind) if _JOB in one.metadata]  # type: ignore[arg-type]
+        parameters = []
+        for one in fields(kind):  # type: ignore[arg-type]
+            if _TYPER in one.metadata:
+                typed = one.metadata[_TYPER]
+                parameters.append(_parameter(one.name, one.default, hints[one.name], typed))
+            elif _JOB in one.metadata:
+                given = one.default_factory()  # type: ignore[operator]
+                for name, typed in one.metadata[_JOB].items():
+                    parameters.append(_parameter(name, given[name], _hint(name), typed))
         if _GIVEN in hints:
             parameters.append(_context_parameter())
         called.__doc__, called.__name__ = command.__doc__, command.__name__
@@ -166,12 +253,12 @@ def _context_parameter() -> inspect.Parameter:
     return inspect.Parameter(_CONTEXT, kind, annotation=typer.Context)
 
 
-def _parameter(own: Field[Any], hint: Any) -> inspect.Parameter:
+def _parameter(name: str, default: Any, hint: Any, typed: Any) -> inspect.Parameter:
     return inspect.Parameter(
-        own.name,
+        name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if own.default is MISSING else own.default,
-        annotation=Annotated[hint, own.metadata[_TYPER]],
+        default=inspect.Parameter.empty if default is MISSING else default,
+        annotation=Annotated[hint, typed],
     )
 
 
@@ -220,7 +307,6 @@ class ModelRequest:
     sequence: int | None = option(
         None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
     )
-    sequence_parallel: bool = shared("sequence_parallel")
     trust_remote_code: bool = option(
         False, "--trust-remote-code", "", "Run code that is in the model's folder."
     )
@@ -237,6 +323,5 @@ class JobRequest(ModelRequest):
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
     ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
-    schedule: str = shared("schedule")
     microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
     device: str | None = device()

@@ -17,22 +17,21 @@ from merak.cli.model import (
 )
 from merak.cli.options import (
     autocast,
-    check_reductions,
     device,
     given,
+    job_options,
     json_output,
     option,
     parameter_dtype,
     recipe_settings,
-    shared,
     takes,
 )
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
-from merak.core.files.json_file import parse_value
 from merak.core.health.stderr import write_line
 from merak.launch.devices import device_of
 from merak.launch.errors import CommandError
+from merak.plan.options import LAYOUT, PRICED, ParallelOptions
 
 if TYPE_CHECKING:
     from merak.plan.price.candidate import Candidate
@@ -71,25 +70,9 @@ class RehearseRequest:
     sequence: int | None = option(
         None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
     )
-    schedule: str = shared("schedule")
-    schedule_options: list[str] = option(
-        (), "--option", "K=V", "Option of the schedule, such as chunks=2; may be repeated."
-    )
-    recompute: str | None = shared("recompute")
-    zero: int = shared("zero")
-    gradient_compression: str = shared("gradient_compression")
-    hierarchical_reductions: str = shared("hierarchical_reductions")
-    tied_gradients: str = shared("tied_gradients")
-    sequence_parallel: bool = shared("sequence_parallel")
-    sub_pipelining: str = option(
-        "off", "--sub-pipelining", "on|off", "Whether microbatches run as two sub-microbatches."
-    )
-    offload: str | None = shared("offload_activations", "--offload")
-    partition: str | None = option(
-        None, "--partition", "N,…", "Segments of every stage, such as 5,7,7,7; balanced if unset."
-    )
+    layout: Mapping[str, Any] = job_options(*LAYOUT)
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
-    master_weights: bool = shared("master_weights")
+    common: Mapping[str, Any] = job_options(*PRICED)
     dtype: str | None = parameter_dtype()
     autocast: str | None = autocast()
     steps: int = option(3, "--steps", "N", "Steps that are timed.")
@@ -144,12 +127,9 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
         global_batch=candidate.dp * candidate.microbatch * candidate.num_microbatches,
         device=here,
         optimizer=request_optimizer(request, draft),
-        master_weights=request.master_weights,
+        common=ParallelOptions(**request.common),
         draft=draft,
     )
-    workload.gradient_compression = request.gradient_compression
-    workload.hierarchical_reductions = request.hierarchical_reductions
-    workload.tied_gradients = request.tied_gradients
     write_line(f"merak: {precision_of(workload, request, job)}.")
     samples = candidate.microbatch * candidate.num_microbatches
     batch = example_batch(source, request.sequence, samples)
@@ -164,11 +144,11 @@ def _candidate(request: RehearseRequest) -> Candidate:
     for name in ("dp", "tp", "pp", "cp", "microbatch"):
         if getattr(request, name) < 1:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
-    check_reductions(
-        request.gradient_compression, request.hierarchical_reductions, request.tied_gradients
-    )
-    if request.sub_pipelining not in ("on", "off"):
-        raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
+    layout = dict(request.layout)
+    if layout["sub_pipelining"] == "auto":
+        if "sub_pipelining" in request.given:
+            raise CommandError("--sub-pipelining auto waits for all ranks; use on or off.")
+        layout["sub_pipelining"] = "off"
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
     return Candidate(
         dp=request.dp,
@@ -178,14 +158,7 @@ def _candidate(request: RehearseRequest) -> Candidate:
         ep=check_expert_degree(request.ep, degrees),
         microbatch=request.microbatch,
         num_microbatches=_num_microbatches(request),
-        schedule=request.schedule,
-        schedule_options=_schedule_options(request.schedule_options),
-        recompute=request.recompute,
-        offload=request.offload,
-        zero=request.zero,
-        sequence_parallel=request.sequence_parallel,
-        sub_pipelining=request.sub_pipelining,
-        partition=_partition(request.partition),
+        **layout | {"schedule_options": layout["schedule_options"] or {}},
     )
 
 
@@ -200,24 +173,3 @@ def _num_microbatches(request: RehearseRequest) -> int:
             f"use {max(1, request.global_batch // each) * each}."
         )
     return request.global_batch // each
-
-
-def _schedule_options(given: list[str]) -> Mapping[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not name or not equals:
-            raise CommandError(f"--option {pair} is none; write it as NAME=VALUE.")
-        found[name] = parse_value(value)
-    return found
-
-
-def _partition(given: str | None) -> tuple[int, ...] | None:
-    if given is None:
-        return None
-    try:
-        return tuple(int(part) for part in given.replace(" ", ",").split(",") if part)
-    except ValueError as error:
-        raise CommandError(
-            f"--partition {given} is none; give whole numbers such as 5,7,7,7."
-        ) from error

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
-from merak.cli.options import argument, json_output, option, takes, words
+from merak.cli.options import argument, json_output, option, read_pair, takes, words
 from merak.cli.output import show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
-from merak.core.files.json_file import parse_value
 from merak.core.units import counted, seconds
 from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
@@ -169,7 +167,7 @@ def _simulated_model(request: ScheduleRequest) -> tuple[Simulation, tuple[int, .
     if name is None or stages is None or microbatches is None:
         raise ScheduleError("--model needs a schedule's NAME, --stages P and --microbatches M.")
     _refuse_times(request)
-    options = dict(map(_parse_option, request.options or ()))
+    options = dict(read_pair("--option", own) for own in request.options or ())
     _announce_duration(stages, microbatches)
     simulation, partition = simulate_model(request, name, stages, microbatches, options)
     if request.memory_limit is not None:
@@ -199,7 +197,7 @@ def simulated(request: ScheduleRequest) -> Simulation:
     name, stages, microbatches = request.name, request.stages, request.microbatches
     if name is None:
         raise ScheduleError(f"Give a schedule's NAME: one of {', '.join(registry.names())}.")
-    values = dict(map(_parse_option, request.options or ()))
+    values = dict(read_pair("--option", own) for own in request.options or ())
     if registry.is_file(name):
         read = load(Path(name))
         stages = read.num_ranks if stages is None else stages
@@ -274,13 +272,6 @@ def _costs(num_stages: int, request: ScheduleRequest) -> Costs:
         links=costs.links,
         checkpoint_bytes=costs.checkpoint_bytes,
     )
-
-
-def _parse_option(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ScheduleError(f"--option {text} is not of the form KEY=VALUE.")
-    return key, parse_value(value)
 
 
 def _write(simulation: Simulation, path: Path) -> None:

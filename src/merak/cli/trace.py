@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.model import model_source, recipe_job
-from merak.cli.options import ModelRequest, option, takes
+from merak.cli.options import ModelRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.units import count, counted, seconds, size
 from merak.launch.errors import CommandError
@@ -111,6 +111,7 @@ class TraceRequest(ModelRequest):
     tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
     ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.", min=1)
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.", min=1)
+    sequence_parallel: bool = shared("sequence_parallel")
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
     )

@@ -48,18 +48,3 @@ class EngineOptions(ParallelOptions):
             ShardError: an attribute of `feature_dict` is none.
         """
         return None if self.feature_dict is None else parse_features(self.feature_dict)
-
-    @property
-    def outer_copies(self) -> int:
-        """Copies of the trained parameters that Local SGD holds: its anchor and momentum."""
-        return 2 if self.local_steps and self.outer_optimizer == "nesterov" else 0
-
-    @property
-    def exact_tied_gradients(self) -> bool:
-        """Whether gradients of tied parameters are all-reduced after every microbatch."""
-        return self.tied_gradients == "microbatch"
-
-    @property
-    def float32_gradients(self) -> bool:
-        """Whether gradients of a lower precision are accumulated and reduced in float32."""
-        return self.gradient_sums == "float32"

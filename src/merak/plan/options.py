@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from merak.core.errors import ArgumentsError
@@ -44,6 +44,8 @@ class Range:
         return not isinstance(value, str) and self.least <= float(value) <= self.most
 
 
+_SEARCHED, _GIVEN, _PRICED = "searched", "given", "priced"
+
 LARGEST = sys.float_info.max
 SMALLEST = math.nextafter(0, 1)
 
@@ -69,6 +71,8 @@ def option(
     choices: Sequence[Any] = (),
     within: Range | None = None,
     reads: Callable[[object], object] | None = None,
+    planned: str = "",
+    flag: str = "",
 ) -> Any:
     """Field of an options dataclass.
 
@@ -79,9 +83,16 @@ def option(
         choices: the values that it may have; empty for any.
         within: the range of a number.
         reads: reads a value that people write as text, such as "80GB", and leaves others.
+        planned: how a plan takes it: "searched" for layouts that differ in it, "given" for layouts
+            that have it as it is given, "priced" for what is the job's and changes the time or
+            memory of a layout, or "" for not at all.
+        flag: of the command line, where that is not the name with dashes.
     """
-    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices)}
-    return field(default=default, metadata={**metadata, "range": within, "reads": reads})
+    metadata = {"help": help, "placeholder": placeholder, "choices": list(choices), "flag": flag}
+    return field(
+        default=default,
+        metadata={**metadata, "range": within, "reads": reads, "planned": planned},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +104,22 @@ class ParallelOptions:
         "NAME",
         "The pipeline schedule: a name that `merak schedule --list` shows, or a file that holds "
         "one.",
+        planned=_SEARCHED,
     )
     schedule_options: Mapping[str, Any] | None = option(
         None,
         "JSON",
         'Options of the schedule, as a dictionary, such as {"chunks": 4} for the stages of '
         "each pp rank of 'interleaved_1f1b'.",
+        planned=_GIVEN,
+        flag="--option",
     )
     partition: Sequence[int] | None = option(
         None,
         "N …",
         "Number of segments of every stage, in order, such as 5 7 7 7. If unset, segments are "
         "balanced over the stages by time.",
+        planned=_GIVEN,
     )
     segment_times: str | os.PathLike[str] | None = option(
         None,
@@ -131,6 +146,7 @@ class ParallelOptions:
         False,
         "",
         "Keep a float32 master of every parameter of a lower precision, which the optimizer steps.",
+        planned=_PRICED,
     )
     gradient_sums: str = option(
         "float32",
@@ -139,6 +155,7 @@ class ParallelOptions:
         "microbatches and reduced over replicas: 'float32', or their 'own' type in half the "
         "memory.",
         choices=("float32", "own"),
+        planned=_PRICED,
     )
     zero: int = option(
         0,
@@ -146,6 +163,7 @@ class ParallelOptions:
         "The stage of ZeRO, what replicas shard instead of each holding all of it: 1 the "
         "optimizer's state and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
         choices=(0, 1, 2, 3),
+        planned=_SEARCHED,
     )
     local_steps: int = option(
         0,
@@ -154,6 +172,7 @@ class ParallelOptions:
         "replicas average their parameters, as outer_optimizer says. If 0, replicas reduce "
         "gradients in every step. Not with zero, nor asynchronous schedules.",
         within=_LOCAL_STEPS,
+        planned=_PRICED,
     )
     outer_optimizer: str = option(
         "average",
@@ -162,6 +181,7 @@ class ParallelOptions:
         "where an outer SGD with Nesterov momentum steps the parameters they last had in common "
         "by the mean of what the replicas have changed.",
         choices=("average", "nesterov"),
+        planned=_PRICED,
     )
     outer_learning_rate: float = option(
         0.7,
@@ -181,6 +201,7 @@ class ParallelOptions:
         "When gradients of parameters tied across stages are all-reduced: after every "
         "'microbatch', which is bit-identical to one process, or once a 'step', which sends less.",
         choices=("microbatch", "step"),
+        planned=_PRICED,
     )
     gradient_compression: str = option(
         "off",
@@ -189,6 +210,7 @@ class ParallelOptions:
         "send 16-bit numbers, 'powersgd' two factors of rank 4 of every matrix, '1bit' signs, the "
         "last two with error feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
         choices=COMPRESSIONS,
+        planned=_PRICED,
     )
     hierarchical_reductions: str = option(
         "off",
@@ -197,6 +219,7 @@ class ParallelOptions:
         "every node, then between nodes, then inside again; with zero also what they gather. 'on', "
         "'off', or 'auto' for where the cost model finds it faster.",
         choices=HIERARCHIES,
+        planned=_PRICED,
     )
     layer_keep: float = option(
         1.0,
@@ -235,6 +258,7 @@ class ParallelOptions:
         "all-reduces of one run beside the computation of the other: 'on', 'off', or 'auto' for "
         "where it pays, with all-reduces measured on GPUs or between machines.",
         choices=("auto", "on", "off"),
+        planned=_SEARCHED,
     )
     sequence_parallel: bool = option(
         False,
@@ -242,6 +266,7 @@ class ParallelOptions:
         "Shard the sequence over tensor parallel ranks between the matrix products that they "
         "split, which takes less memory: reduce-scatters and all-gathers replace all-reduces. Not "
         "together with sub_pipelining='on'.",
+        planned=_SEARCHED,
     )
     recompute: Recompute = option(
         None,
@@ -251,6 +276,7 @@ class ParallelOptions:
         "'3,4,7', 'selective' for all but operators that are slow to compute and small to save, or "
         "'auto' for as few as the memory allows. If unset, as the schedule says, which saves all "
         "unless its name says otherwise.",
+        planned=_SEARCHED,
     )
     offload_activations: Recompute = option(
         None,
@@ -260,6 +286,8 @@ class ParallelOptions:
         "segments by number or name such as '3,4,7', or 'auto' for those that the memory makes "
         "needed; with recompute='auto' the alternative is to recompute, and the shorter iteration "
         "decides. If unset, none. Not together with sub_pipelining='on'.",
+        planned=_GIVEN,
+        flag="--offload",
     )
     host_bytes_per_s: float | None = option(
         None,
@@ -276,6 +304,7 @@ class ParallelOptions:
         "before it starts. If unset, the memory of the GPU, and on the CPU no limit.",
         within=_BYTES,
         reads=read_bytes,
+        flag="--budget",
     )
 
     def __post_init__(self) -> None:
@@ -284,23 +313,44 @@ class ParallelOptions:
         Raises:
             ArgumentsError: one is.
         """
-        for own in fields(ParallelOptions):
-            value, choices = getattr(self, own.name), own.metadata["choices"]
-            if own.name in READS:
-                value = READS[own.name](value)
-                object.__setattr__(self, own.name, value)
-            if own.metadata["range"] is not None:
-                for problem in range_problem(f"{own.name}=", value, own.metadata["range"]):
-                    raise ArgumentsError(problem)
-            if choices and value not in choices:
-                named = " or ".join(map(repr, choices))
-                raise ArgumentsError(f"{own.name}={value!r} is not a choice; use {named}.")
+        for name in PARALLEL_OPTIONS:
+            value = getattr(self, name)
+            if name in READS:
+                value = READS[name](value)
+                object.__setattr__(self, name, value)
+            for problem in option_problems(name, value, f"{name}="):
+                raise ArgumentsError(problem)
+
+    def priced(self) -> dict[str, Any]:
+        """Those that all layouts of a job have and that change their time or memory, by name."""
+        return {name: getattr(self, name) for name in PRICED}
+
+    @property
+    def outer_copies(self) -> int:
+        """Copies of the trained parameters that Local SGD holds: its anchor and momentum."""
+        return 2 if self.local_steps and self.outer_optimizer == "nesterov" else 0
+
+    @property
+    def exact_tied_gradients(self) -> bool:
+        """Whether gradients of tied parameters are all-reduced after every microbatch."""
+        return self.tied_gradients == "microbatch"
+
+    @property
+    def float32_gradients(self) -> bool:
+        """Whether gradients of a lower precision are accumulated and reduced in float32."""
+        return self.gradient_sums == "float32"
 
 
 _FIELDS = {own.name: own for own in fields(ParallelOptions)}
 
 PARALLEL_OPTIONS = tuple(_FIELDS)
 """Names of the options, which `MerakArguments` has as well."""
+
+LAYOUT = tuple(n for n, f in _FIELDS.items() if f.metadata["planned"] in (_SEARCHED, _GIVEN))
+"""Names of the options that are part of a layout."""
+
+PRICED = tuple(n for n, f in _FIELDS.items() if f.metadata["planned"] == _PRICED)
+"""Names of the options that are the job's, and that change time or memory of its layouts."""
 
 RANGES: Mapping[str, Range] = {
     name: own.metadata["range"] for name, own in _FIELDS.items() if own.metadata["range"]
@@ -325,9 +375,40 @@ def taken(name: str, default: Any = MISSING) -> Any:
     return field(default=own.default if default is MISSING else default, metadata=shown)
 
 
-def placeholder(name: str) -> str:
-    """The word that a usage line shows for an option's value; empty for a flag."""
-    return str(_FIELDS[name].metadata["placeholder"])
+def common_options(arguments: Any) -> ParallelOptions:
+    """The options that all layouts of a job have, others at their defaults.
+
+    Args:
+        arguments: with the job's options as attributes.
+    """
+    return ParallelOptions(**{name: getattr(arguments, name) for name in PRICED})
+
+
+def declared(name: str) -> Field[Any]:
+    """The field of an option, with its default and all that `option` was given."""
+    return _FIELDS[name]
+
+
+def is_searched(name: str) -> bool:
+    """Whether a search gives an option several values."""
+    return str(_FIELDS[name].metadata["planned"]) == _SEARCHED
+
+
+def option_problems(name: str, value: Any, typed: str) -> Iterator[str]:
+    """Yield the sentence that refuses a value which is out of range or no choice, if it is.
+
+    Args:
+        name: of the option.
+        value: the option's.
+        typed: the option before its value, as the user has typed it: `zero=` or `--zero `.
+    """
+    own = _FIELDS[name].metadata
+    if own["range"] is not None:
+        yield from range_problem(typed, value, own["range"])
+    if own["choices"] and value not in own["choices"]:
+        shown = str if typed.startswith("-") else repr
+        *others, last = map(shown, own["choices"])
+        yield f"{typed}{shown(value)} is not a choice; use {', '.join(others)} or {last}."
 
 
 def range_problem(name: str, value: float | None, allowed: Range) -> Iterator[str]:

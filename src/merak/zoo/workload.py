@@ -15,6 +15,7 @@ from merak.core.tensor_meta import Signature
 from merak.graph.segment.build import GraphSource
 from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.options import ParallelOptions
 from merak.plan.price.workload import Workload
 from merak.zoo.batches.batch import example_arguments, example_columns
 from merak.zoo.batches.columns import draw_batch
@@ -34,7 +35,7 @@ def example_workload(
     device: torch.device | None = None,
     cache_dir: Path | None = None,
     optimizer: OptimizerFactory | None = None,
-    master_weights: bool = False,
+    common: ParallelOptions | None = None,
 ) -> Workload:
     """Make the workload of an architecture, which trains on example batches.
 
@@ -47,7 +48,7 @@ def example_workload(
         device: type of the devices it is planned for; the CPU where it is None.
         cache_dir: where traces are stored; None for no cache.
         optimizer: makes the optimizer; None forecasts no state.
-        master_weights: whether parameters of a lower precision have float32 masters.
+        common: the options that all of its layouts have; None for the defaults.
 
     Raises:
         CommandError: sizes that do not fit the model, or a model of another kind of input.
@@ -76,7 +77,7 @@ def example_workload(
         tokens_per_sample=1 if text is None else math.prod(text),
         sequence=text[-1] if text else None,
         optimizer=optimizer,
-        master_weights=master_weights,
+        common=common or ParallelOptions(),
     )
 
 

@@ -149,7 +149,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--optimizer", "Optimise"), "--optimizer Optimise is no class of torch.optim"),
         (("--device", "abacus"), "--device abacus is not known"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
-        (("--zero", "4"), "zero=4 is not a choice"),
+        (("--zero", "4"), "--zero 4 is not a choice"),
         (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),
         (("--dtype", "int4"), "--dtype int4 is no type of parameters; use one of float32, bf"),
         (("--autocast", "float32"), "--autocast float32 is none; use bf16, fp16 or off"),

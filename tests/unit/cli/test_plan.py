@@ -112,7 +112,7 @@ def test_sums_in_the_own_type_take_half_the_memory_and_are_in_the_plan(capsys, t
         assert main([*SMALL, *words]) == 0
         (row,) = json.loads(capsys.readouterr().out)["plans"]
         (peaks[sums],) = row["peak_memory_bytes"]
-        assert read_plan(plan).gradient_sums == sums
+        assert read_plan(plan).common["gradient_sums"] == sums
         assert planned_arguments(read_plan(plan))["gradient_sums"] == sums
     assert peaks["own"] < peaks["float32"]
 
@@ -183,7 +183,7 @@ def test_pinned_choices_are_named_also_where_they_switch_something_off():
         (["--dp", "4"], "dp=4 takes 4 devices, but the cluster has 2; use smaller degrees"),
         (["--ep", "2"], "ep=2 finds no experts to split: no stack of weights is read by grouped"),
         (["--option", "chunks=4"], "--option chunks=4 is of a schedule; name --schedule too."),
-        (["--zero", "4"], "--zero 4 is no stage of ZeRO; use 0, 1, 2 or 3."),
+        (["--zero", "4"], "--zero 4 is not a choice; use 0, 1, 2 or 3."),
         (["--partition", "a"], "--partition a is no list of whole numbers"),
         (["--top", "0"], "--top 0 is too few; use 1 or more."),
         (["--dp", "0"], "--dp 0 is too few; use 1 or more."),
@@ -191,10 +191,10 @@ def test_pinned_choices_are_named_also_where_they_switch_something_off():
         (["--schedule", "1f1b", "--option", "chunk=4"], "--option chunk is unknown to 1f1b"),
         (["--recompute", "foo"], "recompute='foo' is no choice of what to recompute"),
         (["--dtype", "int8"], "--dtype int8 is no type of parameters"),
-        (["--sub-pipelining", "yes"], "--sub-pipelining yes is none; use on or off."),
+        (["--sub-pipelining", "yes"], "--sub-pipelining yes is not a choice; use auto, on or off."),
         (
             ["--gradient-sums", "half"],
-            "--gradient-sums half is no type of sums; use float32 or own.",
+            "--gradient-sums half is not a choice; use float32 or own.",
         ),
         (["--price-per-device-hour", "nan"], "nan is no price; use 0 or more."),
     ],
@@ -325,7 +325,7 @@ def test_a_recipe_is_started_with_its_changes_and_the_plan():
     same = PlanFile({}, Candidate(
         microbatch=own["per_device_train_batch_size"],
         num_microbatches=own["gradient_accumulation_steps"],
-    ), {}, autocast="bfloat16", master_weights=True)  # fmt: skip
+    ), {}, autocast="bfloat16", common={"master_weights": True})  # fmt: skip
     started = started_by(request, job, same)
     (one,) = commands(parse_cluster("h100:8"), 8, started)
     begin = "merak train sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"

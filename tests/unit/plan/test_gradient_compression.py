@@ -17,6 +17,7 @@ from merak.plan.gradient_compression import (
     powersgd_rank,
 )
 from merak.plan.memory.ledger import Category
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
@@ -29,7 +30,7 @@ REPLICAS = Candidate(dp=8, microbatch=1, num_microbatches=4)
 
 def workload(kind: str) -> Workload:
     made = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
-    made.gradient_compression = kind
+    made.common = ParallelOptions(gradient_compression=kind)
     return made
 
 

@@ -35,7 +35,7 @@ def test_training_arguments_have_types_that_options_take() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"zero": 4}, "zero=4 is not a choice; use 0 or 1 or 2 or 3."),
+        ({"zero": 4}, "zero=4 is not a choice; use 0, 1, 2 or 3."),
         ({"gradient_sums": "half"}, "gradient_sums='half' is not a choice; use 'float32' or 'own'"),
         ({"memory_budget": 0}, "memory_budget=0 is not a size; use a number of bytes above 0."),
         ({"host_bytes_per_s": float("inf")}, "host_bytes_per_s=inf is no rate"),

@@ -27,6 +27,7 @@ from merak.cli.plan.request import PlanRequest, pinned_of
 from merak.core.errors import PlanError
 from merak.core.garbage import paused_collector
 from merak.launch.errors import CommandError
+from merak.plan.options import ParallelOptions
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +175,6 @@ def find_plans(
 
 
 def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | None) -> Workload:
-    from merak.plan.price.kernels import KernelChoice
     from merak.zoo.batches.batch import DEFAULT_SEQUENCE
     from merak.zoo.configs.fields import most_positions
     from merak.zoo.workload import reads_sequence
@@ -194,13 +194,9 @@ def _workload(request: PlanRequest, job: PlannedJob | None, draft: JobDraft | No
         source,
         global_batch=request.global_batch,
         optimizer=request_optimizer(request, draft),
-        master_weights=request.master_weights,
+        common=ParallelOptions(**request.common),
         draft=draft,
     )
-    workload.gradient_compression = request.gradient_compression
-    workload.hierarchical_reductions = request.hierarchical_reductions
-    workload.tied_gradients = request.tied_gradients
-    workload.kernels = KernelChoice(float32_gradients=request.gradient_sums == "float32")
     return workload
 
 

@@ -201,7 +201,7 @@ def row_of(
         zero=own.zero,
         sequence_parallel=own.sequence_parallel,
         sub_pipelining=own.sub_pipelining,
-        offload=own.offload,
+        offload=own.offload_activations,
         partition=None if own.partition is None else list(own.partition),
         step_seconds=price.step_s,
         uncertainty=price.uncertainty,

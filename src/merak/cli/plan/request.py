@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.options import (
     autocast,
-    check_reductions,
     given,
+    job_options,
     json_output,
     option,
     parameter_dtype,
     recipe_settings,
-    shared,
     words,
 )
-from merak.core.files.json_file import parse_value
 from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
-from merak.schedule.registry import names as schedules
+from merak.plan.options import LAYOUT, PRICED
 
 if TYPE_CHECKING:
     from merak.plan.search.pinned import Pinned
@@ -72,38 +71,11 @@ class PlanRequest:
     microbatch: int | None = option(
         None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"
     )
-    schedule: str | None = option(
-        None, "--schedule", "NAME", f"Pipeline schedule.{_PINNED}", **words(schedules())
-    )
-    options: list[str] | None = option(
-        None, "--option", "KEY=VALUE", "Of the pinned schedule; repeatable."
-    )
-    recompute: str | None = option(
-        None, "--recompute", "WHAT", f"off, selective, full, auto or a fraction.{_PINNED}"
-    )
-    zero: int | None = option(None, "--zero", "0|1|2|3", f"Stage of ZeRO.{_PINNED}")
-    sequence_parallel: bool | None = option(
-        None, "--sequence-parallel/--no-sequence-parallel", "", f"Shard the sequence.{_PINNED}"
-    )
-    sub_pipelining: str | None = option(
-        None, "--sub-pipelining", "on|off", f"Hide all-reduces of tp.{_PINNED}"
-    )
-    offload: str | None = option(
-        None, "--offload", "WHAT", "Activations that are offloaded: full, a fraction. None else."
-    )
-    partition: str | None = option(
-        None, "--partition", "N,…", "Segments of every stage, such as 5,7,7,7; else balanced."
-    )
+    pins: Mapping[str, Any] = job_options(*LAYOUT, is_open=True)
     dtype: str | None = parameter_dtype()
     autocast: str | None = autocast()
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
-    master_weights: bool = option(
-        False, "--master-weights", "", "Float32 masters of parameters of a lower precision."
-    )
-    gradient_sums: str = shared("gradient_sums")
-    gradient_compression: str = shared("gradient_compression")
-    hierarchical_reductions: str = shared("hierarchical_reductions")
-    tied_gradients: str = shared("tied_gradients")
+    common: Mapping[str, Any] = job_options(*PRICED)
     top: int = option(5, "--top", "K", "Plans to show.")
     explain: bool = option(False, "--explain", "", "Say what was left out, and why.")
     what_if: bool = option(
@@ -136,41 +108,20 @@ def pinned_of(request: PlanRequest) -> Pinned:
 
     _check_counts(request)
     _check_folders(request)
-    _check_words(request)
-    if request.options and request.schedule is None:
-        raise CommandError(f"--option {request.options[0]} is of a schedule; name --schedule too.")
-    if request.zero not in (None, 0, 1, 2, 3):
-        raise CommandError(f"--zero {request.zero} is no stage of ZeRO; use 0, 1, 2 or 3.")
-    if request.gradient_sums not in ("float32", "own"):
-        raise CommandError(
-            f"--gradient-sums {request.gradient_sums} is no type of sums; use float32 or own."
-        )
-    check_reductions(
-        request.gradient_compression, request.hierarchical_reductions, request.tied_gradients
-    )
-    if request.sub_pipelining not in (None, "on", "off"):
-        raise CommandError(f"--sub-pipelining {request.sub_pipelining} is none; use on or off.")
-    if request.sub_pipelining == "on" and request.sequence_parallel:
+    pins = dict(request.pins)
+    _check_words(pins)
+    if pins["schedule_options"] and pins["schedule"] is None:
+        name, value = next(iter(pins["schedule_options"].items()))
+        raise CommandError(f"--option {name}={value} is of a schedule; name --schedule too.")
+    if pins["sub_pipelining"] == "on" and pins["sequence_parallel"]:
         raise CommandError(
             "--sub-pipelining on hides all-reduces, of which --sequence-parallel leaves none; use "
             "one of the two."
         )
-    return Pinned(
-        dp=request.dp,
-        tp=request.tp,
-        pp=request.pp,
-        cp=request.cp,
-        ep=request.ep,
-        microbatch=request.microbatch,
-        schedule=request.schedule,
-        schedule_options=dict(map(_key_value, request.options or ())),
-        recompute=request.recompute,
-        offload=None if request.offload == "off" else request.offload,
-        zero=request.zero,
-        sequence_parallel=request.sequence_parallel,
-        sub_pipelining=request.sub_pipelining,
-        partition=_sizes(request.partition),
-    )
+    left = {"sub_pipelining": "auto", "offload_activations": "off"}  # as if they were left out
+    pins |= {name: None for name, word in left.items() if pins[name] == word}
+    degrees = {name: getattr(request, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    return Pinned(**degrees, microbatch=request.microbatch, **pins)
 
 
 def _check_counts(request: PlanRequest) -> None:
@@ -192,7 +143,7 @@ def _check_counts(request: PlanRequest) -> None:
         raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")
 
 
-def _check_words(request: PlanRequest) -> None:
+def _check_words(pins: Mapping[str, Any]) -> None:
     """Refuse words that no option knows.
 
     Raises:
@@ -203,16 +154,17 @@ def _check_words(request: PlanRequest) -> None:
     from merak.plan.recompute_spec import parse_recompute
     from merak.schedule import registry
 
-    parse_recompute(request.recompute)
-    parse_offload(request.offload)
-    if request.schedule is None or registry.is_file(request.schedule):
+    parse_recompute(pins["recompute"])
+    parse_offload(pins["offload_activations"])
+    schedule = pins["schedule"]
+    if schedule is None or registry.is_file(schedule):
         return
-    known = registry.options(request.schedule)
-    for name, _ in map(_key_value, request.options or ()):
+    known = registry.options(schedule)
+    for name in pins["schedule_options"]:
         if name not in known:
             meant = did_you_mean(name, known)
             fix = f"; it takes {', '.join(known) or 'none'}." if meant == "." else meant
-            raise ScheduleError(f"--option {name} is unknown to {request.schedule}{fix}")
+            raise ScheduleError(f"--option {name} is unknown to {schedule}{fix}")
 
 
 def _check_folders(request: PlanRequest) -> None:
@@ -220,21 +172,3 @@ def _check_folders(request: PlanRequest) -> None:
     for flag, file in (("--output", request.output), ("--page", request.page)):
         if file is not None and not file.absolute().parent.is_dir():
             raise CommandError(f"{flag} {file}: there is no folder {file.parent}; make it first.")
-
-
-def _key_value(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise CommandError(f"--option {text} is not of the form KEY=VALUE.")
-    return key, parse_value(value)
-
-
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.replace(",", " ").split())
-    except ValueError:
-        raise CommandError(
-            f"--partition {text} is no list of whole numbers; use such as 5,7,7,7."
-        ) from None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from merak.launch.errors import CommandError
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.engine_options import EngineOptions
-from merak.plan.options import BUCKET_BYTES, PARALLEL_OPTIONS
+from merak.plan.options import BUCKET_BYTES, LAYOUT, PARALLEL_OPTIONS, common_options
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource, resolve_model
 from merak.zoo.workload import reads_sequence
@@ -194,9 +193,6 @@ class JobDraft:
             workload.source = replace(workload.source, model=model)
         drop_layers(workload.source, options)
         workload.features = options.features
-        workload.tied_gradients = options.tied_gradients
-        workload.local_steps = options.local_steps
-        workload.outer_optimizer = options.outer_optimizer
         if options.layer_keep < 1:
             write_line(
                 f"merak: {self.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
@@ -212,17 +208,8 @@ class JobDraft:
         found = pinned_arguments(self.args, self.mesh)
         degrees = {axis: getattr(found, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
         layout = degrees | {"microbatch": found.microbatch}
-        kept = {
-            "schedule": found.schedule,
-            "options": _pairs(found.schedule_options),
-            "recompute": found.recompute,
-            "offload": found.offload,
-            "zero": found.zero,
-            "sequence_parallel": found.sequence_parallel,
-            "sub_pipelining": found.sub_pipelining,
-            "partition": _sizes(found.partition),
-            "global_batch": step_samples(self.args, self.mesh),
-        }
+        kept = {name: getattr(found, name) for name in LAYOUT}
+        kept["global_batch"] = step_samples(self.args, self.mesh)
         return self._shared() | kept | (layout if self.is_planned else {})
 
     def laid_out(self) -> dict[str, Any]:
@@ -235,33 +222,15 @@ class JobDraft:
         if not self.is_planned:
             count = args.gradient_accumulation_steps
             sizes |= {"microbatches": count, "global_batch": step_samples(args, self.mesh)}
-        kept = {
-            "schedule": args.schedule,
-            "schedule_options": _pairs(found.schedule_options),
-            "recompute": found.recompute,
-            "offload": found.offload,
-            "offload_activations": found.offload,
-            "zero": args.zero,
-            "sequence_parallel": args.sequence_parallel,
-            "partition": _sizes(found.partition),
-            "host_bytes_per_s": args.host_bytes_per_s,
-            "memory_budget": args.memory_budget,
-        }
-        if found.sub_pipelining is not None:
-            kept["sub_pipelining"] = found.sub_pipelining
+        kept = {name: getattr(args, name) for name in PARALLEL_OPTIONS}
+        words = {name: getattr(found, name) for name in ("recompute", "offload_activations")}
+        kept |= words | {"partition": found.partition}
         return self._shared() | kept | sizes | own.axes() | {"ep": own.ep or 1}
 
     def _shared(self) -> dict[str, Any]:
-        args = self.args
-        casts = args.autocast
-        return {
-            "autocast": None if casts is None else str(casts).removeprefix("torch."),
-            "master_weights": args.master_weights,
-            "gradient_sums": args.gradient_sums,
-            "gradient_compression": args.gradient_compression,
-            "hierarchical_reductions": args.hierarchical_reductions,
-            "tied_gradients": args.tied_gradients,
-        }
+        casts = self.args.autocast
+        common = common_options(self.args).priced()
+        return common | {"autocast": None if casts is None else str(casts).removeprefix("torch.")}
 
     def refuse_unpriced(self, command: str) -> None:
         """Refuse options that a command which prices devices cannot take.
@@ -279,11 +248,3 @@ class JobDraft:
                     f"{command} cannot price {name}={value!r} of {self.job.name}, {what}; leave it "
                     f"out with --set arguments.{name}=null."
                 )
-
-
-def _pairs(options: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={json.dumps(value)}" for name, value in options.items()]
-
-
-def _sizes(partition: tuple[int, ...] | None) -> str | None:
-    return None if partition is None else ",".join(map(str, partition))

@@ -14,9 +14,9 @@ from merak.engine.planning.devices import devices_here
 from merak.engine.planning.shapes import Samples
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
-from merak.plan.price.kernels import KernelChoice
+from merak.plan.options import common_options
 from merak.plan.price.workload import Workload
-from merak.plan.search.pinned import pinned_options, planned_options
+from merak.plan.search.pinned import pinned_options
 
 
 def plan_loop(
@@ -52,18 +52,12 @@ def plan_loop(
         batch.of,
         batch.count * replicas,
         optimizer=options.optimizer,
-        master_weights=options.master_weights,
+        common=common_options(options),
         features=options.features,
-        tied_gradients=options.tied_gradients,
-        gradient_compression=options.gradient_compression,
-        hierarchical_reductions=options.hierarchical_reductions,
-        local_steps=options.local_steps,
-        outer_optimizer=options.outer_optimizer,
-        kernels=KernelChoice(float32_gradients=options.float32_gradients),
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)
     chosen = choose_plan(mesh, job, pinned_options(options, given, None, named))
-    planned = replace(options, num_microbatches=chosen.num_microbatches, **planned_options(chosen))
+    planned = replace(options, num_microbatches=chosen.num_microbatches, **chosen.options())
     laid = lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
     return laid, planned, batch.of(chosen.microbatch)

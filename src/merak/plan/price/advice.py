@@ -32,7 +32,7 @@ def slow_choices(price: Price, workload: Workload) -> Iterator[str]:
 
 def _tied_weights(price: Price, workload: Workload) -> Iterator[str]:
     """What exchanges of their gradients cost; a plan without pipelines has none."""
-    if workload.exact_tied_gradients and price.tied_s > _WORTH_SAYING * price.step_s:
+    if workload.common.exact_tied_gradients and price.tied_s > _WORTH_SAYING * price.step_s:
         yield (
             f"{units.seconds(price.tied_s)} of the first plan's step are gradients of tied "
             "weights, which pp ranks exchange after every microbatch; tied_gradients='step' "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from merak.core.mesh import Mesh
+from merak.plan.options import LAYOUT, taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,9 @@ class Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way to lay a job out. Names and meanings are those of `MerakArguments`.
+    """One way to lay a job out: degrees, and the options in which layouts differ.
+
+    These have the names and meanings of `ParallelOptions`, and no choice that is left to a search.
 
     Args:
         dp: data parallel degree.
@@ -46,13 +49,6 @@ class Candidate:
         pp: pipeline parallel degree, pp ranks.
         microbatch: samples of one microbatch on one replica.
         num_microbatches: microbatches of a step on one replica.
-        schedule: name of the schedule.
-        schedule_options: further options of the schedule's builder, such as `chunks`.
-        recompute: as the option `recompute`; "off", "full", "selective", "auto" or a fraction.
-        offload: as the option `offload_activations`.
-        zero: ZeRO stage, 0 to 3.
-        sequence_parallel: whether activations between blocks are sharded over tp.
-        sub_pipelining: "on" or "off".
         partition: segments of every stage; None for the balanced one.
         cp: context parallel degree, ranks that share the tokens of the same samples.
         ep: expert parallel degree: 1, or tp where each of its ranks has whole experts; where tp is
@@ -64,16 +60,25 @@ class Candidate:
     pp: int = 1
     microbatch: int = 1
     num_microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = taken("schedule")
     schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    recompute: str | None = "off"
-    offload: str | None = None
-    zero: int = 0
-    sequence_parallel: bool = False
-    sub_pipelining: str = "off"
+    recompute: str | None = taken("recompute", "off")
+    offload_activations: str | None = taken("offload_activations")
+    zero: int = taken("zero")
+    sequence_parallel: bool = taken("sequence_parallel")
+    sub_pipelining: str = taken("sub_pipelining", "off")
     partition: tuple[int, ...] | None = None
     cp: int = 1
     ep: int = 1
+
+    def options(self) -> dict[str, Any]:
+        """Its options, by name, as plain values."""
+        found = {name: getattr(self, name) for name in LAYOUT}
+        partition = None if self.partition is None else list(self.partition)
+        return found | {
+            "schedule_options": dict(self.schedule_options) or None,
+            "partition": partition,
+        }
 
     @property
     def world_size(self) -> int:

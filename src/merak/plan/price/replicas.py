@@ -65,7 +65,7 @@ def zero_sharding(candidate: Candidate, workload: Workload, float32: bool) -> Ze
         expert_replicas=candidate.replicas // candidate.ep if spreads else 1,
         degree=candidate.replicas if candidate.zero else 1,
         gradients=candidate.zero >= 2 and candidate.replicas > 1,
-        master_weights=workload.master_weights,
+        master_weights=workload.common.master_weights,
         float32_gradients=float32,
         parameters=candidate.zero == 3 and candidate.replicas > 1,
     )
@@ -93,7 +93,7 @@ def stage_exchange(
     """
     exchanges = _Exchanges(stage, cluster, candidate, zero, workload)
     trained = exchanges.trained
-    kind, sent = _reduction(trained, candidate, zero, workload.gradient_compression)
+    kind, sent = _reduction(trained, candidate, zero, workload.common.gradient_compression)
     reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
@@ -102,12 +102,12 @@ def stage_exchange(
         distance = (copies[1] - copies[0]) * candidate.stage_ranks
         # A pair farther apart than half of the cluster is on two nodes just as that one is.
         pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
-        levels = workload.hierarchical_reductions
+        levels = workload.common.hierarchical_reductions
         reduce_s += math.log2(len(copies)) * _one_by_one(kind, reduced, pair, levels)
     num_buckets = max(1, len(reduced))
     times = stage.whole
     beside = times.backward_s * (1 - 1 / num_buckets)
-    if workload.gradient_compression in WITH_ERROR_FEEDBACK:
+    if workload.common.gradient_compression in WITH_ERROR_FEEDBACK:
         beside = 0.0  # which reduces after the backward pass
     gather_s = 0.0
     if zero.is_sharded:
@@ -173,10 +173,10 @@ class _Exchanges:
         zero: ZeroSharding,
         workload: Workload,
     ) -> None:
-        self._hierarchy = workload.hierarchical_reductions
+        self._hierarchy = workload.common.hierarchical_reductions
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
         # Under Local SGD, context parallel ranks alone reduce gradients.
-        size = candidate.cp if workload.local_steps else candidate.replicas
+        size = candidate.cp if workload.common.local_steps else candidate.replicas
         self.everyone = group_of(cluster, size, candidate.tp)
         self._experts = zero.experts
         self._same_experts = None

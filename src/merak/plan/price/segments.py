@@ -102,12 +102,13 @@ def price_segments(
     """
     form = candidate.form
     groups = groups_of(cluster, form.tp, form.cp, form.ep)
-    key = ("segments", form, workload.kernels, device.name, id(device), groups)
+    choice = replace(workload.kernels, float32_gradients=workload.common.float32_gradients)
+    key = ("segments", form, choice, device.name, id(device), groups)
     if key not in workload.memo:
         segments = workload.local_graph(form).segments
         first = workload.unique(form)
         known = {
-            index: price_graph(segments[index].graph, workload.kernels, device, groups)
+            index: price_graph(segments[index].graph, choice, device, groups)
             for index in set(first)
         }
         workload.memo[key] = (tuple(known[index] for index in first), device)

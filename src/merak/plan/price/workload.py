@@ -29,6 +29,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel
 from merak.plan.memory.model import fake_device
+from merak.plan.options import ParallelOptions
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.kernels import KernelChoice
@@ -48,13 +49,8 @@ class Workload:
         tokens_per_sample: tokens of a sample; 1 where samples have none.
         sequence: tokens of a sequence; None where there are none.
         optimizer: makes the optimizer; None forecasts no state.
-        master_weights: whether parameters of a lower precision have float32 masters.
+        common: the options that all of its layouts have.
         features: tensor parallel attributes that override those derived from the model.
-        tied_gradients: as the option of this name, "microbatch" or "step".
-        gradient_compression: as the option of this name, of reductions over replicas.
-        hierarchical_reductions: as the option of this name; "auto" prices the faster.
-        local_steps: as the option of this name.
-        outer_optimizer: as the option of this name.
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
     """
 
@@ -64,13 +60,8 @@ class Workload:
     tokens_per_sample: int = 1
     sequence: int | None = None
     optimizer: OptimizerFactory | None = None
-    master_weights: bool = False
+    common: ParallelOptions = field(default_factory=ParallelOptions)
     features: Features | None = None
-    tied_gradients: str = "microbatch"
-    gradient_compression: str = "off"
-    hierarchical_reductions: str = "off"
-    local_steps: int = 0
-    outer_optimizer: str = "average"
     kernels: KernelChoice = field(default_factory=KernelChoice)
     memo: dict[Any, Any] = field(init=False, default_factory=dict)
     """What others derive from the workload and want to have once."""
@@ -105,24 +96,14 @@ class Workload:
         return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
     @property
-    def exact_tied_gradients(self) -> bool:
-        """Whether gradients of tied parameters are exchanged after every microbatch."""
-        return self.tied_gradients == "microbatch"
-
-    @property
     def low_sums(self) -> bool:
         """Whether gradients are reduced in a lower precision, or no master is stepped with them.
 
         ZeRO 3 reduces gradients in the type that the optimizer steps.
         """
-        exact = self.master_weights and self.kernels.float32_gradients
+        exact = self.common.master_weights and self.common.float32_gradients
         parameters = (p for p in self.model.parameters() if p.requires_grad)
         return not exact and any(p.dtype in LOW_PRECISION for p in parameters)
-
-    @property
-    def gradient_sums(self) -> str:
-        """Type in which gradients of a lower precision are summed, as the option of that name."""
-        return "float32" if self.kernels.float32_gradients else "own"
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -274,22 +255,9 @@ class Workload:
     ) -> EngineOptions:
         """The engine's options of a candidate."""
         return EngineOptions(
-            schedule=candidate.schedule,
-            schedule_options=candidate.schedule_options or None,
+            **self.common.priced(),
+            **candidate.options(),
             num_microbatches=candidate.num_microbatches,
-            partition=candidate.partition,
-            recompute=candidate.recompute,
-            offload_activations=candidate.offload,
-            zero=candidate.zero,
-            sequence_parallel=candidate.sequence_parallel,
-            sub_pipelining=candidate.sub_pipelining,
-            master_weights=self.master_weights,
-            tied_gradients=self.tied_gradients,
-            gradient_compression=self.gradient_compression,
-            hierarchical_reductions=self.hierarchical_reductions,
-            local_steps=self.local_steps,
-            outer_optimizer=self.outer_optimizer,
-            gradient_sums=self.gradient_sums,
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,

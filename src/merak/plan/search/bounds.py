@@ -257,7 +257,7 @@ class JobPricing:
         link = send_link(self.cluster, 0, (candidate.pp - 1) * candidate.stage_ranks)
         hop_s = link.latency_s + sent / link.bytes_per_s
         waits_s = max(0.0, hop_s - stage_s) * candidate.num_microbatches
-        return 2 * hop_s + self.workload.exact_tied_gradients * waits_s
+        return 2 * hop_s + self.workload.common.exact_tied_gradients * waits_s
 
     def _rough_replicas_s(self, candidate: Candidate, pipeline_s: float) -> float:
         """What the exchanges of replicas add, as far as the pipeline does not hide them."""
@@ -265,9 +265,9 @@ class JobPricing:
             return 0.0
         replicas = group_of(self.cluster, candidate.replicas, candidate.tp)
         whole, _ = self._state(candidate)
-        if self.workload.local_steps and candidate.cp == 1:
+        if self.workload.common.local_steps and candidate.cp == 1:
             sent_s = collective_seconds("all_reduce", whole.gradients / candidate.pp, replicas)
-            return sent_s / self.workload.local_steps
+            return sent_s / self.workload.common.local_steps
         zero, count = candidate.zero, candidate.num_microbatches
         kind = "reduce_scatter" if zero else "all_reduce"
         parts = [(whole.shared, replicas)]
@@ -333,8 +333,8 @@ class JobPricing:
             device = torch.device("cpu")
             sizes = optimizer_memory(self.workload.optimizer, kinds, device).state_bytes
             states = dict(zip(kinds, sizes, strict=True))
-            master_bytes = 4 if self.workload.master_weights else 0
-            gradient_bytes = 4 if self.workload.kernels.float32_gradients else 0
+            master_bytes = 4 if self.workload.common.master_weights else 0
+            gradient_bytes = 4 if self.workload.common.float32_gradients else 0
             spread = frozenset[str]()
             if form.spreads_experts:
                 spread = spread_weights(self.workload.graph(self.base))
@@ -361,7 +361,7 @@ class JobPricing:
                     readers.setdefault(name, []).append(number)
                     metas[name] = meta
             ends = {0, len(segments) - 1}
-            of_low = 4 if self.workload.kernels.float32_gradients else 0
+            of_low = 4 if self.workload.common.float32_gradients else 0
             tied = [(n, own) for n, own in readers.items() if metas[n].requires_grad and own[1:]]
             sizes = [(_gradient_bytes(metas[n], of_low), ends.issuperset(own)) for n, own in tied]
             self._tied[form] = _Tied(

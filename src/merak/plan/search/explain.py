@@ -98,7 +98,7 @@ def describe(candidate: Candidate) -> str:
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
         f"zero={candidate.zero}" if candidate.zero else "",
         f"recompute={_recomputed(candidate)}" if candidate.recompute not in (None, "off") else "",
-        f"offload={candidate.offload}" if candidate.offload else "",
+        f"offload={candidate.offload_activations}" if candidate.offload_activations else "",
         "sequence parallel" if candidate.sequence_parallel else "",
         "sub-pipelined" if candidate.sub_pipelining == "on" else "",
     ]

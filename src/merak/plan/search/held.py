@@ -87,7 +87,7 @@ class HeldEstimates:
 
     def _run(self, form: Form, graph: ModelGraph, segment: Segment) -> _HeldSegment:
         device, local = self._device, self._workload.local_model(form)
-        float32 = self._workload.options(Candidate()).float32_gradients
+        float32 = self._workload.common.float32_gradients
         saved, outputs = saved_and_outputs(segment, local.device, device.device_type)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
         measured = local.measured(float32, device.device_type)

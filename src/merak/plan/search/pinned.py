@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.core.elastic import GivenDegrees
-from merak.plan.price.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class Pinned:
         schedule: name of the schedule.
         schedule_options: options of that schedule's builder.
         recompute: as the option `recompute`.
-        offload: as the option `offload_activations`.
+        offload_activations: as the option of this name.
         zero: ZeRO stage.
         sequence_parallel: whether activations between blocks are sharded over tp.
         sub_pipelining: "on" or "off".
@@ -41,7 +40,7 @@ class Pinned:
     schedule: str | None = None
     schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     recompute: str | None = None
-    offload: str | None = None
+    offload_activations: str | None = None
     zero: int | None = None
     sequence_parallel: bool | None = None
     sub_pipelining: str | None = None
@@ -86,30 +85,12 @@ def pinned_options(
         schedule=None if is_usual else options.schedule,
         schedule_options=dict(own) if isinstance(own, Mapping) else {},
         recompute=_spec(options.recompute),
-        offload=_spec(options.offload_activations),
+        offload_activations=_spec(options.offload_activations),
         zero=options.zero if options.zero or "zero" in given else None,
         sequence_parallel=bool(options.sequence_parallel) if shards else None,
         sub_pipelining=None if options.sub_pipelining == "auto" else options.sub_pipelining,
         partition=None if options.partition is None else tuple(options.partition),
     )
-
-
-def planned_options(candidate: Candidate) -> dict[str, Any]:
-    """Options of a layout that a search has found, by name: what `pinned_options` reads.
-
-    Args:
-        candidate: the layout.
-    """
-    return {
-        "schedule": candidate.schedule,
-        "schedule_options": dict(candidate.schedule_options) or None,
-        "partition": None if candidate.partition is None else list(candidate.partition),
-        "recompute": candidate.recompute,
-        "offload_activations": candidate.offload,
-        "zero": candidate.zero,
-        "sequence_parallel": candidate.sequence_parallel,
-        "sub_pipelining": candidate.sub_pipelining,
-    }
 
 
 def _spec(given: Any) -> str | None:

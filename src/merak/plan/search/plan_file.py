@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,9 +15,10 @@ from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
 from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, plan_checksum, read_plan_content
-from merak.core.errors import PlanError
+from merak.core.errors import ArgumentsError, PlanError
 from merak.core.kinds import from_fields
 from merak.plan.cost.optimizer_memory import OptimizerFactory
+from merak.plan.options import PRICED, ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
@@ -33,13 +34,10 @@ class PlanFile:
         price: the figures of its price, by name.
         cluster: the devices, as they were named.
         autocast: type of mixed precision that it was priced with, such as "bfloat16".
-        master_weights: whether parameters of a lower precision have float32 masters.
         sequence: tokens of a sequence; None where there are none.
         optimizer: name of its class; None where no state was forecast.
-        gradient_sums: type in which gradients of a lower precision are summed.
-        gradient_compression: how replicas compress the gradients that they reduce.
-        hierarchical_reductions: whether replicas reduce by hierarchy.
-        tied_gradients: when gradients of tied parameters are exchanged.
+        common: the options that all layouts of the job have, by name; files that are older than
+            an option do not have it.
     """
 
     model: Mapping[str, Any]
@@ -47,13 +45,9 @@ class PlanFile:
     price: Mapping[str, Any]
     cluster: str = ""
     autocast: str | None = None
-    master_weights: bool = False
     sequence: int | None = None
     optimizer: str | None = None
-    gradient_sums: str = "float32"
-    gradient_compression: str = "off"
-    hierarchical_reductions: str = "off"
-    tied_gradients: str = "microbatch"
+    common: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def global_batch(self) -> int:
@@ -83,13 +77,9 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         figures,
         cluster,
         casts,
-        workload.master_weights,
         workload.sequence,
         optimizer_name(workload.optimizer),
-        workload.gradient_sums,
-        workload.gradient_compression,
-        workload.hierarchical_reductions,
-        workload.tied_gradients,
+        workload.common.priced(),
     )
 
 
@@ -106,10 +96,7 @@ def optimizer_name(factory: OptimizerFactory | None) -> str | None:
     return None
 
 
-_OF_THE_JOB = (
-    "cluster", "autocast", "master_weights", "sequence", "optimizer", "gradient_sums",
-    "gradient_compression", "hierarchical_reductions", "tied_gradients",
-)  # fmt: skip
+_OF_THE_JOB = ("cluster", "autocast", "sequence", "optimizer")
 
 
 def write_plan(path: Path, plan: PlanFile) -> None:
@@ -128,6 +115,7 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         "world_size": plan.world_size,
         "global_batch": plan.global_batch,
         **{name: getattr(plan, name) for name in _OF_THE_JOB},
+        **plan.common,
         "candidate": candidate_fields(plan.candidate),
         "price": dict(plan.price),
         "model": dict(plan.model),
@@ -154,12 +142,11 @@ def read_plan(path: Path) -> PlanFile:
         if candidate.world_size != content["world_size"]:
             raise ValueError(f"its degrees are not for world_size={content['world_size']}")
         names = ("model", "price", *_OF_THE_JOB)
-        before = {"gradient_sums": "float32", "tied_gradients": "microbatch"}
-        before |= dict.fromkeys(("gradient_compression", "hierarchical_reductions"), "off")
-        named = before | content  # files before it was an option
-        given = {"candidate": candidate} | {name: named[name] for name in names}
+        given = {"candidate": candidate} | {name: content[name] for name in names}
+        given["common"] = {name: content[name] for name in PRICED if name in content}
+        from_fields(ParallelOptions, given["common"])  # refuses values that no option has
         return from_fields(PlanFile, given)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, ArgumentsError) as error:
         raise PlanError(
             f"the plan {path} has an error ({error}); plan again with `merak plan`."
         ) from error
@@ -178,6 +165,9 @@ def candidate_fields(candidate: Candidate) -> dict[str, Any]:
 _NEEDED = {"dp", "tp", "pp", "microbatch", "num_microbatches", "schedule_options", "partition"}
 """Fields that every plan file has; others were no options when the oldest ones were written."""
 
+_FORMER = {"offload": "offload_activations"}
+"""Names of fields in files that were written before they had the names of the options."""
+
 
 def candidate_from(given: Mapping[str, Any]) -> Candidate:
     """The candidate of `candidate_fields`.
@@ -188,6 +178,7 @@ def candidate_from(given: Mapping[str, Any]) -> Candidate:
     Raises:
         ValueError: a field is unknown, missing, or of another type, or a number is below 1.
     """
+    given = {_FORMER.get(name, name): value for name, value in given.items()}
     for name in given.keys() - {part.name for part in fields(Candidate)}:
         raise ValueError(f"{name} is unknown")
     for name in _NEEDED - given.keys():

@@ -88,7 +88,7 @@ def _memory_levels(candidate: Candidate) -> tuple[Any, tuple[int, ...]]:
         candidate.ep,
         candidate.schedule,
         tuple(sorted(candidate.schedule_options.items())),
-        candidate.offload,
+        candidate.offload_activations,
         candidate.sub_pipelining,
         candidate.partition,
         candidate.zero == 3,

@@ -178,9 +178,9 @@ def job_of(
         cps=cps,
         experts=num_experts(workload.graph(base)),
         low_sums=workload.low_sums,
-        compresses=workload.gradient_compression != "off",
+        compresses=workload.common.gradient_compression != "off",
         drops_layers=workload.drops_layers(base),
-        steps_alone=workload.local_steps > 0,
+        steps_alone=workload.common.local_steps > 0,
         few_segments=few_segments(workload.graph(base)),
     )
 

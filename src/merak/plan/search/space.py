@@ -146,7 +146,7 @@ def space_of(job: Job, pinned: Pinned) -> Space:
                     ep=ep,
                     microbatch=microbatch,
                     num_microbatches=whole,
-                    offload=pinned.offload,
+                    offload_activations=pinned.offload_activations,
                     partition=pinned.partition,
                 )
                 space.candidates += _variants(job, pinned, base, space)
@@ -280,7 +280,7 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
                 ep=base.ep,
                 microbatch=base.microbatch,
                 num_microbatches=base.num_microbatches,
-                offload=base.offload,
+                offload_activations=base.offload_activations,
                 partition=base.partition,
                 schedule=name,
                 schedule_options=options,

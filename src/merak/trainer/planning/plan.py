@@ -35,8 +35,8 @@ from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
 from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.plan.options import common_options
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.workload import Workload
 from merak.plan.search.plan_file import (
     job_differences,
@@ -121,14 +121,8 @@ def _workload(trainer: Any, samples: int) -> Workload:
         tokens_per_sample=per_sample,
         sequence=sequence,
         optimizer=partial(similar_optimizer, trainer),
-        master_weights=args.master_weights,
+        common=common_options(args),
         features=parse_features(args.feature_dict) if args.feature_dict else None,
-        tied_gradients=args.tied_gradients,
-        gradient_compression=args.gradient_compression,
-        hierarchical_reductions=args.hierarchical_reductions,
-        local_steps=args.local_steps,
-        outer_optimizer=args.outer_optimizer,
-        kernels=KernelChoice(float32_gradients=args.gradient_sums == "float32"),
     )
 
 

@@ -104,8 +104,9 @@ def test_a_plan_prices_the_recipes_options_and_keeps_those_of_its_arguments(
     assert main(["plan", "--model", recipe, *words, *PLAN]) == 2
     ((workload, pinned),) = jobs
     assert workload.global_batch == 8 and workload.sequence == 8
-    assert workload.local_steps == 5 and workload.outer_optimizer == "nesterov"
-    assert workload.tied_gradients == "step" and str(workload.autocast) == "torch.bfloat16"
+    common = workload.common
+    assert common.local_steps == 5 and common.outer_optimizer == "nesterov"
+    assert common.tied_gradients == "step" and str(workload.autocast) == "torch.bfloat16"
     assert workload.source.dropped is not None  # blocks that layer_keep drops
     assert type(workload.optimizer(workload.model.parameters())).__name__ == "SGD"
     assert pinned.schedule == "interleaved_1f1b" and pinned.schedule_options == {"chunks": 2}
@@ -122,7 +123,8 @@ def test_the_command_line_counts_more_than_the_recipe(
     assert main(["plan", "--model", recipe, *compressed, *PLAN]) == 2
     assert main(["plan", "--model", recipe, *zero, *words, *PLAN]) == 2
     (first, _), (second, pinned) = jobs
-    assert (first.gradient_compression, second.gradient_compression) == ("powersgd", "off")
+    assert first.common.gradient_compression == "powersgd"
+    assert second.common.gradient_compression == "off"
     assert pinned.zero == 0 and (second.global_batch, second.sequence) == (4, 4)
 
 
@@ -177,7 +179,7 @@ def test_a_rehearsal_has_the_layout_of_the_recipe(
     assert main(["rehearse", "--model", recipe, *local, *words]) == 2
     ((workload, candidate),) = found
     assert (candidate.dp, candidate.pp, candidate.microbatch) == (2, 2, 2)
-    assert candidate.num_microbatches == 4 and workload.local_steps == 3
+    assert candidate.num_microbatches == 4 and workload.common.local_steps == 3
 
 
 def test_a_plan_without_a_batch_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

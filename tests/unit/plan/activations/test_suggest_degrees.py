@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from merak.graph.trace.branches.residual_blocks import add_buffers, find_stacks
@@ -34,7 +36,7 @@ def test_a_zero_stage_that_is_refused_is_not_suggested(
             job.source.dropped = find_stacks(job.model)
             add_buffers(job.model, job.source.dropped, job.source.device)
         else:
-            setattr(job, name, value)
+            job.common = replace(job.common, **{name: value})
     candidate = Candidate(dp=2, microbatch=1, num_microbatches=4, zero=zero)
     forecast = job.forecast(candidate, Partition(len(job.graph(1).segments), ()))
     assert find_fitting_degrees(forecast, ENOUGH) == suggested

@@ -22,6 +22,7 @@ from merak.plan.cluster.hierarchy import (
 )
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.communication_limits import level_bytes
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
@@ -98,7 +99,7 @@ def test_auto_takes_the_hierarchy_where_the_network_is_slow(zero: int) -> None:
 
 def workload(value: str) -> Workload:
     made = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
-    made.hierarchical_reductions = value
+    made.common = ParallelOptions(hierarchical_reductions=value)
     return made
 
 

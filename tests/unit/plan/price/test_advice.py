@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.options import ParallelOptions
 from merak.plan.price.advice import slow_choices
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import price
@@ -27,7 +28,7 @@ def test_tied_weights_on_a_slow_network_are_said_unless_they_are_exchanged_once(
     often = price(found, cluster, plan)
     (said,) = slow_choices(often, found)
     assert "tied_gradients='step'" in said
-    found.tied_gradients = "step"
+    found.common = ParallelOptions(tied_gradients="step")
     once = price(found, cluster, plan)
     assert once.tied_s < often.tied_s / 4 and once.step_s < often.step_s
     assert not list(slow_choices(once, found))

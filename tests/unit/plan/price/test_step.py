@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from merak.core.errors import PlanError, ScheduleError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.device import preset
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.step import memory_of, price
@@ -64,7 +65,7 @@ CANDIDATES = [
     Candidate(pp=2, microbatch=4, num_microbatches=8, schedule="interleaved_1f1b",
               recompute="selective"),
     Candidate(pp=2, microbatch=4, num_microbatches=8, recompute="auto"),
-    Candidate(pp=2, microbatch=4, num_microbatches=8, offload="full"),
+    Candidate(pp=2, microbatch=4, num_microbatches=8, offload_activations="full"),
 ]  # fmt: skip
 
 
@@ -136,9 +137,9 @@ def test_sums_in_the_gradients_own_type_take_half_the_bytes() -> None:
     candidate = Candidate(dp=2, microbatch=4, num_microbatches=4)
     for float32 in (True, False):
         workload = example_workload(
-            LLAMA, global_batch=32, sequence=16, dtype=torch.bfloat16, optimizer=adam
-        )
-        workload.kernels = KernelChoice(float32_gradients=float32)
+            LLAMA, global_batch=32, sequence=16, dtype=torch.bfloat16, optimizer=adam,
+            common=ParallelOptions(gradient_sums="float32" if float32 else "own"),
+        )  # fmt: skip
         prices.append(price(workload, cluster(), candidate))
         (memory,) = memory_of(workload, cluster(), candidate)
         gradients.append(sum(own.gradients for own in memory.stages))
@@ -151,10 +152,11 @@ def test_sums_in_the_gradients_own_type_take_half_the_bytes() -> None:
     ("masters", "float32", "low"), [(True, True, False), (True, False, True), (False, True, True)]
 )
 def test_which_sums_of_gradients_zero_3_refuses(masters: bool, float32: bool, low: bool) -> None:
+    sums = "float32" if float32 else "own"
+    common = ParallelOptions(master_weights=masters, gradient_sums=sums)
     workload = example_workload(
-        LLAMA, global_batch=8, sequence=16, dtype=torch.bfloat16, master_weights=masters
+        LLAMA, global_batch=8, sequence=16, dtype=torch.bfloat16, common=common
     )
-    workload.kernels = KernelChoice(float32_gradients=float32)
     assert workload.low_sums is low
 
 
@@ -176,7 +178,7 @@ def test_averages_of_local_steps_are_priced_once_in_so_many_steps() -> None:
     communication_s = {}
     for steps in (0, 1, 2, 20, 10**9):
         job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
-        job.local_steps = steps
+        job.common = ParallelOptions(local_steps=steps)
         communication_s[steps] = price(job, cluster(), candidate).exposed_communication_s
     none_s = communication_s[10**9]
     assert communication_s[1] - none_s == pytest.approx(2 * (communication_s[2] - none_s), rel=1e-3)
@@ -191,7 +193,7 @@ def test_the_anchor_and_the_momentum_of_diloco_are_forecast() -> None:
     bytes_of = {}
     for outer in ("average", "nesterov"):
         job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
-        job.local_steps, job.outer_optimizer = 20, outer
+        job.common = ParallelOptions(local_steps=20, outer_optimizer=outer)
         (own,) = memory_of(job, cluster(), candidate)
         bytes_of[outer] = sum(stage.optimizer for stage in own.stages)
     parameters = sum(p.numel() * p.element_size() for p in job.model.parameters())
@@ -207,7 +209,7 @@ def test_the_anchor_and_the_momentum_of_diloco_are_forecast() -> None:
 )
 def test_local_steps_are_refused_with_what_to_use(changes: dict[str, Any], sentence: str) -> None:
     job = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
-    job.local_steps = 20
+    job.common = ParallelOptions(local_steps=20)
     candidate = replace(Candidate(dp=4, microbatch=2, num_microbatches=4), **changes)
     with pytest.raises(ScheduleError, match=sentence):
         price(job, cluster(), candidate)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import PlanError
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
@@ -22,9 +23,8 @@ BUBBLES = {"1f1b": 1.0, "zero_bubble_h1": 0.4, "zero_bubble_v": 0.1}
 def workload_of(model: nn.Module, autocast: torch.dtype | None = None) -> Workload:
     """What a plan file takes of a workload."""
     own = SimpleNamespace(
-        model=model, autocast=autocast, master_weights=False, sequence=12,
-        optimizer=torch.optim.SGD, gradient_sums="float32", gradient_compression="off",
-        hierarchical_reductions="off", tied_gradients="microbatch",
+        model=model, autocast=autocast, sequence=12, optimizer=torch.optim.SGD,
+        common=ParallelOptions(),
     )  # fmt: skip
     return cast(Workload, own)
 
