@@ -213,7 +213,8 @@ def _expert_degrees(
 def _pipelines(job: Job, pinned: Pinned, ranks: int, space: Space) -> Iterator[tuple[int, int]]:
     """The pp and dp of so many ranks of tp and cp."""
     if pinned.dp and pinned.pp:
-        yield from _fitting(job, pinned.pp, pinned.dp, space)
+        if ranks * pinned.pp * pinned.dp <= job.num_devices:
+            yield from _fitting(job, pinned.pp, pinned.dp, space)
         return
     rest = job.num_devices // ranks
     for pp in divisors(rest) if pinned.pp is None else [pinned.pp]:

@@ -54,6 +54,13 @@ def test_the_ranking_is_that_of_brute_force(seed):
     assert [price.step_s for price in found.plans] == brute_force(job, double, Pinned(), top)
 
 
+@pytest.mark.parametrize("names", [("dp", "pp"), ("dp",), ("pp",), ("dp", "cp")])
+def test_degrees_that_are_left_out_take_no_more_devices_than_there_are(names):
+    job = job_of(4, per_node=4)
+    found = space_of(job, Pinned(**dict.fromkeys(names, 2))).candidates
+    assert found and max(own.world_size for own in found) <= 4
+
+
 def test_most_candidates_are_never_priced():
     double = Double()
     found = search_job(job_of(), double, Pinned(), 1, MANY)
