@@ -1,7 +1,7 @@
 """Checkpoints of every layout, as they were written once: `python -m tests.golden.formats`.
 
-They are written when the format gains something that none of them has, each once: what is here has
-to load for ever.
+The files beside them are in tests/golden/files.py; the command writes both. They are written when
+the format gains something that none of them has, each once: what is here has to load for ever.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def num_ranks(writing: Writing) -> int:
 
 
 def main() -> None:
-    """Write the checkpoints that are not there, and the losses that follow them."""
+    """Write the checkpoints that are not there, and the losses that follow them; and the files."""
+    import tests.conftest  # noqa: F401, the settings of processes that compute
+    from tests.golden.files import write_missing
     from tests.multirank.ranks import RankPool
 
     pool = RankPool()
@@ -126,6 +128,7 @@ def main() -> None:
         known[name] = then
         LOSSES.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     pool.close()
+    write_missing()
 
 
 if __name__ == "__main__":

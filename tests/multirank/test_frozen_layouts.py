@@ -1,4 +1,4 @@
-"""Checkpoints that layouts have written once go on, in the same layout and on one rank."""
+"""Checkpoints that were written once go on, in the same layout and on one rank; and a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.golden import files
 from tests.golden.formats import LOSSES, STEPS, STORED, WRITINGS, Writing, losses, num_ranks
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
@@ -27,3 +28,9 @@ def test_a_checkpoint_goes_on(pool: RankPool, name: str) -> None:
     alone = Writing({}, masters, writing.optimizer, writing.dtype)
     (found,) = pool.run(losses, 1, alone, AFTER, folder, None)
     assert found == expected
+
+
+def test_a_plan_is_followed(pool: RankPool) -> None:
+    expected = pytest.approx(files.known()["training by plan"], rel=1e-5)
+    for found in pool.run(files.losses_of_plan, 2, str(files.STORED)):
+        assert found == expected
