@@ -12,7 +12,7 @@ import xxhash
 
 from merak.checkpoint.manifest import MANIFEST, Manifest, StoredFile
 from merak.core.errors import WeightsError
-from merak.core.files.private_files import give_usual_modes
+from merak.core.files.private_files import give_usual_modes, sync
 
 _CHUNK_BYTES = 2**16
 """Bytes read at once: a larger buffer would stay in the memory of every thread that saves."""
@@ -64,17 +64,6 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def record_file(path: Path) -> StoredFile:
     """Sync a file to disk, and read back its size and checksum."""
     sync(path)
@@ -109,11 +98,8 @@ def commit(target: Path, manifest: Manifest) -> None:
                 "it; all hosts must share output_dir, on one file system."
             )
     give_usual_modes(folder)
-    with open(folder / MANIFEST, "w", encoding="utf-8") as file:
-        file.write(manifest.text())
-        file.flush()
-        os.fsync(file.fileno())
-    for place in {folder, *((folder / name).parent for name in manifest.files)}:
+    (folder / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+    for place in (folder / MANIFEST, *{folder, *((folder / n).parent for n in manifest.files)}):
         sync(place)
     replaced = _replaced_folder(target)
     _remove(replaced)

@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from merak.core.doctor.finding import System
 from merak.core.doctor.memory import read_memory
 from merak.core.errors import MerakError, TrainingError
+from merak.core.files.private_files import write_aside
 from merak.core.health.failure import (
     BAD_INPUT,
     FAILED,
@@ -228,9 +229,8 @@ def _notes(folder: Path, attempt: int) -> list[Failure]:
 def _note(folder: Path, sentence: str, *, is_bad_input: bool) -> None:
     rank = int(os.environ["RANK"])
     failure = Failure(rank, time.time(), sentence, is_bad_input)
-    partial = folder / f"partial-{rank}"
-    partial.write_text(json.dumps(asdict(failure)), encoding="utf-8")
-    partial.rename(folder / f"failure-{_attempt()}-{rank}.json")
+    path = folder / f"failure-{_attempt()}-{rank}.json"
+    write_aside(path, json.dumps(asdict(failure)).encode())
 
 
 def _first_cause(folder: Path, error: ChildFailedError) -> Exception:

@@ -17,6 +17,7 @@ from typing import Any
 
 from merak.core.errors import RecordError
 from merak.core.files.json_file import UnreadableFile, parse_json, read_json, read_text
+from merak.core.files.private_files import write_aside
 from merak.core.kinds import from_fields
 from merak.record.consistency import job_problems, log_problems, step_problems
 from merak.record.run import JobRecord, LogRecord, MeasuredStep, Record, RunRecord
@@ -118,10 +119,7 @@ def _without_record(folder: Path) -> str:
 
 
 def _replace(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file so that a reader sees the earlier one or all of the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_aside(path, (json.dumps(content) + "\n").encode())
 
 
 def _job_fields(job: JobRecord) -> dict[str, Any]:

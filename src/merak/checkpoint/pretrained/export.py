@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -228,8 +227,6 @@ def _copy(source: Path, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(source, "rb") as read, open(place, "xb") as written:
         shutil.copyfileobj(read, written, _CHUNK_BYTES)
-        written.flush()
-        os.fsync(written.fileno())
     if place.stat().st_size != source.stat().st_size:
         raise DamagedFile(f"{source.name} has changed while it was copied")
 

@@ -11,9 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
-from merak.checkpoint.files import sync
 from merak.checkpoint.pretrained.splitting import INDEX, is_weights
-from merak.core.files.private_files import give_usual_modes
+from merak.core.files.private_files import give_usual_modes, sync
 
 
 def unfinished_folder(target: Path) -> Path:

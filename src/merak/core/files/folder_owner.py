@@ -21,6 +21,7 @@ from pathlib import Path
 
 from merak.core.errors import SavingError
 from merak.core.files.json_file import UnreadableFile, read_json
+from merak.core.files.private_files import write_aside
 from merak.core.health.status import phase
 from merak.core.kinds import from_fields
 
@@ -121,13 +122,12 @@ def _take(path: Path, owner: Owner, pace: Pace, wait: Callable[[float], None]) -
             path.unlink()
         while (other := _read(path)) != owner:
             if other is None:
-                with suppress(FileExistsError):  # another has come first: look who
-                    _write(path, owner, os.O_EXCL)
+                # Where another has come first: look who.
+                with suppress(FileExistsError), open(path, "xb") as file:
+                    file.write(_content(owner))
                 continue
             _wait_for_end(path, other, pace, wait)
-            draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-            _write(draft, owner, os.O_EXCL)
-            draft.replace(path)
+            write_aside(path, _content(owner))
             wait(pace.poll_s)  # of two that take it at once, the last one has it
         os.utime(path)
     except OSError as error:
@@ -183,10 +183,8 @@ def _read(path: Path) -> Owner | None:
         return Owner("unknown")
 
 
-def _write(path: Path, owner: Owner, flags: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o644)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(owner)) + "\n")
+def _content(owner: Owner) -> bytes:
+    return (json.dumps(asdict(owner)) + "\n").encode()
 
 
 def _touched_s(path: Path) -> float:

@@ -1,10 +1,10 @@
-"""File modes: folders and files of one user alone, and files that the umask decides on."""
+"""Files that appear whole or not at all, and their modes: for one user alone, or by the umask."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -113,14 +113,45 @@ def write_own_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    descriptor, draft = tempfile.mkstemp(dir=private_folder(path.parent), prefix=path.name)
+    private_folder(path.parent)
+    write_aside(path, content, mode=0o600)
+
+
+def write_aside(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Write a file so that a reader finds the earlier one or all of this one; the last writer wins.
+
+    Args:
+        path: of the file.
+        content: of it.
+        mode: of the file, less what the umask takes.
+
+    Raises:
+        OSError: it cannot be written; the earlier one stays.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(descriptor, "wb") as file:
             file.write(content)
         os.replace(draft, path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Args:
+        path: of the file or folder.
+    """
+    if path.is_dir() and os.name == "nt":
+        return  # Windows opens no folders
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def give_usual_modes(folder: Path) -> None:
