@@ -17,7 +17,6 @@ from merak.plan.cost.overlap import Layers, layer_costs
 from merak.schedule import registry
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule
-from merak.schedule.render.png import render_png
 from merak.schedule.render.svg import render_html, render_svg
 from merak.schedule.render.text import render_text
 from merak.schedule.serialize import load, to_json, to_text
@@ -122,7 +121,7 @@ class ScheduleRequest(StagesRequest):
         None, "--option", "KEY=VALUE", "Of the schedule itself; repeatable."
     )
     output: Path | None = option(
-        None, "--output", "", "Also write it: .txt or .json to run, .svg, .html or .png to look at."
+        None, "--output", "", "Also write it: .txt or .json to run, .svg or .html to look at."
     )
     as_json: bool = json_output()
 
@@ -281,24 +280,16 @@ def _write(simulation: Simulation, path: Path) -> None:
             f"{path} has no suffix that can be written; use {', '.join(sorted(_WRITERS))}."
         )
     try:
-        writer(simulation, path)
+        path.write_text(writer(simulation), encoding="utf-8")
     except OSError as error:
         raise ScheduleError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def _write_text(text: Callable[[Simulation], str]) -> Callable[[Simulation, Path], None]:
-    def write(simulation: Simulation, path: Path) -> None:
-        path.write_text(text(simulation), encoding="utf-8")
-
-    return write
-
-
-_WRITERS: dict[str, Callable[[Simulation, Path], None]] = {
-    ".txt": _write_text(lambda simulation: to_text(simulation.schedule)),
-    ".json": _write_text(lambda simulation: to_json(simulation.schedule)),
-    ".svg": _write_text(lambda simulation: render_svg([simulated_timeline(simulation)])),
-    ".html": _write_text(lambda simulation: render_html([simulated_timeline(simulation)])),
-    ".png": lambda simulation, path: render_png([simulated_timeline(simulation)], path),
+_WRITERS: dict[str, Callable[[Simulation], str]] = {
+    ".txt": lambda simulation: to_text(simulation.schedule),
+    ".json": lambda simulation: to_json(simulation.schedule),
+    ".svg": lambda simulation: render_svg([simulated_timeline(simulation)]),
+    ".html": lambda simulation: render_html([simulated_timeline(simulation)]),
 }
 
 

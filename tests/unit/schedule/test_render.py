@@ -6,20 +6,13 @@ import itertools
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from PIL import Image, ImageColor
 
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import uniform
-from merak.schedule.ir import Kind
 from merak.schedule.registry import build
-from merak.schedule.render.png import render_png
 from merak.schedule.render.svg import (
-    CRITICAL_STROKE,
-    FILLS,
-    REDUCTION_FILL,
     render_html,
     render_svg,
 )
@@ -189,17 +182,3 @@ def test_names_are_escaped() -> None:
     drawn = replace(timeline("1f1b"), title="<mine> & yours")
     assert ET.fromstring(render_svg([drawn])) is not None
     assert "&lt;mine&gt; &amp; yours" in render_html([drawn])
-
-
-@pytest.mark.parametrize("num_microbatches", [8, 40])
-def test_png(tmp_path: Path, num_microbatches: int) -> None:
-    path = tmp_path / "a.png"
-    costs = replace(uniform(4), reduction_s=(2.0,) * 4)
-    chimera = simulate(build("chimera", 4, num_microbatches), costs)
-    render_png([timeline("1f1b", 4, num_microbatches), simulated_timeline(chimera)], path)
-    with Image.open(path) as picture:
-        width, height = picture.size
-        colours = {colour for _, colour in picture.getcolors(2**20) or ()}
-    assert width >= 2800 and height > 800
-    for fill in (FILLS[Kind.FORWARD][0], FILLS[Kind.BACKWARD][1], CRITICAL_STROKE, REDUCTION_FILL):
-        assert ImageColor.getrgb(fill) in colours

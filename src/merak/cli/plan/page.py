@@ -40,7 +40,7 @@ def write_page(path: Path, planned: Planned, request: PlanRequest) -> None:
 def _page(planned: Planned, request: PlanRequest) -> str:
     from merak.plan.price.step import simulated_pipeline
     from merak.plan.search.explain import describe
-    from merak.schedule.render.svg import fitting_width, label_width, render_svg
+    from merak.schedule.render.svg import fitting_width, render_svg
     from merak.schedule.simulator.timeline import simulated_timeline
 
     plans = planned.ranking.plans
@@ -53,7 +53,7 @@ def _page(planned: Planned, request: PlanRequest) -> str:
         subtitle=f"{seconds(simulation.makespan)}, bubble {simulation.bubble_fraction:.1%}",
         unit=" s",
     )
-    width = fitting_width([timeline], label_width, PAGE_WIDTH)
+    width = fitting_width([timeline], PAGE_WIDTH)
     pipeline = render_svg([timeline], width, themed=True)
     parts = [
         f"<h1>{escape(title)}: {escape(describe(best.candidate))}</h1>",

@@ -10,7 +10,7 @@ from merak.cli.report.advice import milliseconds, percent
 from merak.cli.report.picture import legend_of
 from merak.cli.report.study import StepStudy
 from merak.record.idle import MEANINGS, Cause, Idle
-from merak.schedule.render.svg import fitting_width, label_width, render_svg
+from merak.schedule.render.svg import fitting_width, render_svg
 from merak.schedule.simulator.timeline import (
     Span,
     Timeline,
@@ -65,7 +65,7 @@ def timelines(study: StepStudy) -> str:
         until = measured.end_s * _MOST_SPANS / number
         measured, simulated = _until(measured, until), _until(simulated, until)
         note = f'<p class="quiet">The first {milliseconds(until)} of the step.</p>'
-    width = fitting_width([measured, simulated], label_width, PAGE_WIDTH)
+    width = fitting_width([measured, simulated], PAGE_WIDTH)
     picture = render_svg([measured, simulated], width, themed=True)
     entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
     return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)

@@ -1,1 +1,1 @@
-"""Pictures of a simulated schedule: text, SVG and PNG."""
+"""Pictures of a simulated schedule: text, SVG and HTML."""

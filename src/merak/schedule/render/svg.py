@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from merak.schedule.ir import Kind
@@ -68,7 +68,7 @@ def render_svg(
     """
     end_s = max(timeline.end_s for timeline in timelines) or 1.0
     if width is None:
-        width = fitting_width(timelines, label_width)
+        width = fitting_width(timelines)
     scale = (width - LEFT - RIGHT) / end_s
     parts, top = [], 0
     for timeline in timelines:
@@ -88,25 +88,17 @@ def render_svg(
     return "\n".join((head, f"<style>{style}</style>", background, *parts, "</svg>")) + "\n"
 
 
-def label_width(label: str) -> float:
-    """Pixels that a label takes."""
-    return _LABEL_WIDTH * len(label)
-
-
-def fitting_width(
-    timelines: Sequence[Timeline], label_width: Callable[[str], float], least: int = WIDTH
-) -> int:
+def fitting_width(timelines: Sequence[Timeline], least: int = WIDTH) -> int:
     """Pixels of a picture in which every action has room for its label, within reason.
 
     Args:
         timelines: what is drawn.
-        label_width: of a label, in pixels.
         least: pixels that it has where labels need fewer.
     """
     end_s, action_s = max(timeline.end_s for timeline in timelines), short_action_s(timelines)
     if action_s is None:
         return least
-    needed = (label_width(longest_label(timelines)) + 2) / action_s * end_s
+    needed = (_LABEL_WIDTH * len(longest_label(timelines)) + 2) / action_s * end_s
     return min(max(least, math.ceil(needed) + LEFT + RIGHT), MOST_WIDTH)
 
 
@@ -168,7 +160,7 @@ def _box(span: Span, y: int, scale: float, height: int | None = None) -> list[st
         f'<rect class="{kind}" x="{x:.2f}" y="{y}" width="{max(width, 0.5):.2f}" '
         f'height="{height}" rx="2" fill="{fills[shade]}"><title>{escape(hover)}</title></rect>'
     ]
-    if span.kind is not None and width >= label_width(span.label) + 2:
+    if span.kind is not None and width >= _LABEL_WIDTH * len(span.label) + 2:
         dark = " dark" if shade > 0 and span.kind is not Kind.RECOMPUTE else ""
         parts.append(
             f'<text class="label{dark}" x="{x + width / 2:.2f}" y="{y + 15}">{span.label}</text>'
