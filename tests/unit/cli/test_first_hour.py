@@ -220,6 +220,6 @@ def test_all_that_is_wrong_with_a_cluster_file_is_said_at_once(tmp_path: Path) -
         parse_cluster(str(file))
     lines = str(caught.value).splitlines()
     assert len(lines) == 4, lines
-    assert "line 2: nodes[0] has no field 'devize'; did you mean device" in lines[0]
+    assert ":2:5: nodes[0] has no field 'devize'; did you mean device" in lines[0]
     assert any("nodes[1].device is 'h100x'" in line for line in lines)
     assert any("nodes[2] has no field 'devices_per_node'" in line for line in lines)

@@ -15,7 +15,7 @@ from merak.arguments.former import ARGUMENTS, accepted_arguments
 from merak.cli.recipe.draft import AUTO_BF16
 from merak.cli.recipe.ready import READY, ready_text
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
-from merak.cli.recipe.source import Origins, Written, parse_yaml, with_overrides
+from merak.cli.recipe.source import Origins, Written, parse_source, with_overrides
 from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
 from merak.core.errors import (
     MerakError,
@@ -78,7 +78,7 @@ def read_recipe(
         text = ready_text(str(file))
     else:
         text = _text(Path(file))
-    written = parse_yaml(text, str(file))
+    written = parse_source(text, str(file))
     if is_ready:
         written = dataclasses.replace(
             written, origins=dataclasses.replace(written.origins, is_ready=True)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from merak.core.errors import MerakError, TrainingError
+from merak.core.files.yaml_file import UnreadableYaml, parse_yaml, place_of
 from merak.launch.errors import CommandError
 
 Keys = tuple[str, ...]
@@ -19,26 +20,6 @@ Keys = tuple[str, ...]
 
 _NAMED_ALONE = ("arguments", "parallel", "lora", "plan")
 """Sections whose fields messages call by their own name, such as `max_steps=0`."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Loader of YAML 1.2: `1e-4` is a number, and `off`, `on`, `yes` and `no` are words."""
-
-
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in known if tag not in (_BOOL, _FLOAT)]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
-_Loader.add_implicit_resolver(
-    _FLOAT,
-    re.compile(
-        r"^[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
-        r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$"
-    ),
-    "-+0123456789.",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +121,7 @@ class Written:
     origins: Origins
 
 
-def parse_yaml(text: str, file: str, *, is_word: bool = False) -> Written:
+def parse_source(text: str, file: str, *, is_word: bool = False) -> Written:
     """Parse the text of a recipe.
 
     Args:
@@ -151,32 +132,11 @@ def parse_yaml(text: str, file: str, *, is_word: bool = False) -> Written:
     Raises:
         CommandError: it is not YAML, or a field is given twice.
     """
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        places = _places(node, file)
-        fields = None if node is None else loader.construct_document(node)
-    except (yaml.YAMLError, ValueError, RecursionError) as cause:
-        if isinstance(cause, CommandError):
-            raise
-        raise CommandError(_syntax_problem(cause, file, is_word)) from cause
-    finally:
-        loader.dispose()
-    return Written(fields, Origins(places, file))
-
-
-def _syntax_problem(cause: Exception, file: str, is_word: bool) -> str:
-    """Say what is no YAML, behind its place where that is known."""
-    mark = getattr(cause, "problem_mark", None)
-    if not isinstance(cause, yaml.MarkedYAMLError) or mark is None or is_word:
-        problem = getattr(cause, "problem", None) or " ".join(str(cause).split())
-        return f"{'' if is_word else 'the recipe '}{file} is not YAML: {problem}."
-    begun, context = cause.context_mark, ""
-    if cause.context is not None:
-        where = f" that began at line {begun.line + 1}, column {begun.column + 1}" if begun else ""
-        context = f", {cause.context}{where}"
-    place = f"{file}:{mark.line + 1}:{mark.column + 1}"
-    return f"{place}: this is not YAML: {cause.problem}{context}; mend it there or before."
+        node, fields = parse_yaml(text, file, is_word=is_word)
+    except UnreadableYaml as cause:
+        raise CommandError(str(cause)) from cause
+    return Written(fields, Origins(_places(node, file), file))
 
 
 def _places(root: yaml.Node | None, file: str) -> dict[Keys, str]:
@@ -192,8 +152,7 @@ def _places(root: yaml.Node | None, file: str) -> dict[Keys, str]:
             if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
                 continue
             own = (*keys, str(key.value))
-            mark = key.start_mark
-            place = f"{file}:{mark.line + 1}:{mark.column + 1}"
+            place = place_of(key.start_mark, file)
             if own in places:
                 raise CommandError(
                     f"{place}: {'.'.join(own)} is given twice, first at {places[own]}; leave one."
@@ -241,4 +200,4 @@ def _override(word: str) -> tuple[Keys, Any]:
             f"{word!r} changes no field of the recipe; write FIELD=VALUE, such as "
             "arguments.learning_rate=1e-4."
         )
-    return keys, parse_yaml(text, word, is_word=True).fields
+    return keys, parse_source(text, word, is_word=True).fields

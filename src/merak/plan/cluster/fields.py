@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from merak.core.errors import MerakError, PlanError, did_you_mean, raise_all
+from merak.core.files.yaml_file import UnreadableYaml, parse_yaml, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class Field:
     node: yaml.Node
 
     def error(self, what: str) -> PlanError:
-        """An error with the file, the line and the field."""
+        """An error with the file, the line and column, and the field."""
         end = "" if what.endswith((".", "?")) else "."
-        line = self.node.start_mark.line + 1
-        return PlanError(f"{self.file}, line {line}: {self.name} {what}{end}")
+        place = place_of(self.node.start_mark, str(self.file))
+        return PlanError(f"{place}: {self.name} {what}{end}")
 
     @property
     def is_mapping(self) -> bool:
@@ -141,15 +142,13 @@ def read_fields(path: Path) -> Field:
         PlanError: it cannot be read, is no YAML, or is empty.
     """
     try:
-        node = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        node, _ = parse_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as cause:
         raise PlanError(f"{path} cannot be read: {cause.strerror}; name another file.") from cause
-    except yaml.MarkedYAMLError as cause:
-        mark = cause.problem_mark or cause.context_mark
-        line = f", line {mark.line + 1}" if mark is not None else ""
-        raise PlanError(f"{path}{line}: {cause.problem}; write YAML or JSON.") from cause
-    except (yaml.YAMLError, UnicodeDecodeError) as cause:
-        raise PlanError(f"{path} is no YAML ({' '.join(str(cause).split())}).") from cause
+    except UnreadableYaml as cause:
+        raise PlanError(str(cause)) from cause
+    except UnicodeDecodeError as cause:
+        raise PlanError(f"{path} is not YAML ({' '.join(str(cause).split())}).") from cause
     if node is None:
         raise PlanError(f"{path} is empty; begin with 'nodes:'.")
     return Field(path, "the file", node)
