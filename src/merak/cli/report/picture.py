@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from typing import Any
 
+from markupsafe import Markup
+
+from merak.cli.page.html import part
 from merak.core.units import count, ranges, size
 from merak.plan.summary import first_to_last
 from merak.record.run import JobRecord
@@ -26,77 +29,52 @@ _HOST_SHADES = 6
 _MOST_STAGES = 4
 """Stages of a card whose names are written."""
 
-STYLE = """
-.mesh{display:flex;flex-wrap:wrap;gap:12px;align-items:stretch}
-.mesh .card{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:10px 12px;
-flex:1 1 210px;max-width:340px;min-width:0}
-.mesh h3{font-size:14px;margin:0 0 2px}.mesh p{font-size:12.5px;margin:2px 0;overflow-wrap:anywhere}
-.layers{display:flex;flex-wrap:wrap;gap:2px;margin:8px 0}
-.layers i{height:16px;flex:1 1 7px;min-width:4px;max-width:34px;border-radius:2px}
-.grid{display:grid;gap:3px;margin:8px 0 0;width:max-content;max-width:100%}
-.grid b{font-weight:500;font-size:11px;text-align:center;border-radius:3px;padding:1px 4px;
-border:1px solid var(--line);background:var(--paper);min-width:24px}
-.legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:12.5px;margin:8px 0;color:var(--quiet)}
-.legend i{display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:5px;
-vertical-align:-1px}
-"""
 
-
-def picture(job: JobRecord) -> str:
+def picture(job: JobRecord) -> Markup:
     """Draw the mesh: which segments where, and on which ranks.
 
     Args:
         job: as it was laid out.
     """
-    cards = [_card(job, rank) for rank in range(job.degrees["pp"])]
     seen = {_group(job, index)[0] for index in range(len(job.segments))}
-    legend = [(colour, name) for name, colour, _ in _GROUPS if name in seen]
-    hosts = len(set(job.hosts))
-    note = f'<p class="quiet">Borders of ranks: their {hosts} hosts.</p>' if hosts > 1 else ""
-    return legend_of(legend) + note + f'<div class="mesh">{"".join(cards)}</div>'
-
-
-def legend_of(entries: Sequence[tuple[str, str]]) -> str:
-    """A line of colours and what they mean.
-
-    Args:
-        entries: colour and text of each.
-    """
-    parts = (
-        f'<span><i style="background:{colour}"></i>{escape(text)}</span>'
-        for colour, text in entries
+    return part(
+        "mesh",
+        entries=[(colour, name) for name, colour, _ in _GROUPS if name in seen],
+        hosts=len(set(job.hosts)),
+        cards=[_card(job, rank) for rank in range(job.degrees["pp"])],
     )
-    return f'<div class="legend">{"".join(parts)}</div>'
 
 
-def _card(job: JobRecord, rank: int) -> str:
+def _card(job: JobRecord, rank: int) -> dict[str, Any]:
+    """What the card of a pp rank shows: its segments, and its ranks in a grid of dp and tp."""
     stages = job.schedule.stages_of(rank)
     indices = sorted(index for stage in stages for index in job.stages[stage])
     parameters = sum(job.segments[index].parameters for index in indices)
-    layers = "".join(
-        f'<i style="background:{_group(job, index)[1]}" '
-        f'title="{escape(_described(job, index))}"></i>'
-        for index in indices
-    )
     memory = f", forecast {size(job.memory[rank].peak_bytes)} a rank" if job.memory else ""
-    stage = f"stage{'s' * (len(stages) > 1)} {ranges(list(stages))}"
-    return (
-        f'<div class="card"><h3>pp rank {rank} · {stage}</h3>'
-        f"{_names(job, stages)}"
-        f'<div class="layers">{layers}</div>'
-        f'<p class="quiet">segments {ranges(indices)}, {count(parameters)} parameters{memory}</p>'
-        f"{_grid(job, rank)}</div>"
-    )
+    own, tp = job.ranks_of(rank), job.degrees["tp"]
+    axes = f"rows: dp{' and cp' if job.degrees.get('cp', 1) > 1 else ''}, columns: tp"
+    ranks, squares = "rank" if len(own) == 1 else f"ranks ({axes})", [_host(job, n) for n in own]
+    if len(own) > _MOST_SQUARES:
+        ranks, squares = f"ranks {ranges(own)} ({len(own) // tp} × {tp}; {axes})", []
+    return {
+        "stages": f"stage{'s' * (len(stages) > 1)} {ranges(list(stages))}",
+        "names": _names(job, stages),
+        "layers": [(_group(job, index)[1], _described(job, index)) for index in indices],
+        "size": f"segments {ranges(indices)}, {count(parameters)} parameters{memory}",
+        "ranks": ranks,
+        "squares": squares,
+        "tp": tp,
+    }
 
 
-def _names(job: JobRecord, stages: Sequence[int]) -> str:
+def _names(job: JobRecord, stages: Sequence[int]) -> list[str]:
     """Names of the first and last segment of each stage; of many stages the first ones."""
     parts = []
     for stage in stages[:_MOST_STAGES]:
         names = [job.segments[index].name for index in job.stages[stage]]
         start = f"stage {stage}: " if len(stages) > 1 else ""
-        parts.append(f"<p>{escape(start + (first_to_last(names) if names else ''))}</p>")
-    return "".join(parts) + ("<p>…</p>" if len(stages) > _MOST_STAGES else "")
+        parts.append(start + (first_to_last(names) if names else ""))
+    return [*parts, "…"] if len(stages) > _MOST_STAGES else parts
 
 
 def _described(job: JobRecord, index: int) -> str:
@@ -116,26 +94,9 @@ def _group(job: JobRecord, index: int) -> tuple[str, str]:
     return _GROUPS[-1][0], _GROUPS[-1][1]
 
 
-def _grid(job: JobRecord, rank: int) -> str:
-    """The ranks with a pp rank: a row for each replica, a column for each tensor parallel rank."""
-    own = job.ranks_of(rank)
-    tp = job.degrees["tp"]
-    rows = len(own) // tp
-    cp = job.degrees.get("cp", 1)
-    axes = f"rows: dp{' and cp' if cp > 1 else ''}, columns: tp"
-    if len(own) > _MOST_SQUARES:
-        return f'<p class="quiet">ranks {ranges(own)} ({rows} × {tp}; {axes})</p>'
-    squares = "".join(f"<b{_host(job, number)}>{number}</b>" for number in own)
-    style = f"grid-template-columns:repeat({tp},minmax(0,1fr))"
-    label = "rank" if len(own) == 1 else f"ranks ({axes})"
-    return f'<p class="quiet">{label}</p><div class="grid" style="{style}">{squares}</div>'
-
-
-def _host(job: JobRecord, rank: int) -> str:
-    """The host of a rank: its name to point at, and a border of its own colour."""
+def _host(job: JobRecord, rank: int) -> tuple[int, str | None, int]:
+    """A rank, its host where it is known, and the hue of its border."""
     if rank >= len(job.hosts):
-        return ""
-    host = job.hosts[rank]
-    number = list(dict.fromkeys(job.hosts)).index(host) % _HOST_SHADES
-    hue = 360 * number // _HOST_SHADES
-    return f' title="{escape(host)}" style="border-color:hsl({hue} 55% 50%)"'
+        return rank, None, 0
+    number = list(dict.fromkeys(job.hosts)).index(job.hosts[rank]) % _HOST_SHADES
+    return rank, job.hosts[rank], 360 * number // _HOST_SHADES

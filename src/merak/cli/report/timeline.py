@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from markupsafe import Markup
+
 from merak.cli.page.axis import PAGE_WIDTH
-from merak.cli.page.html import table
+from merak.cli.page.html import part
 from merak.cli.report.advice import milliseconds, percent
-from merak.cli.report.picture import legend_of
 from merak.cli.report.study import StepStudy
 from merak.record.idle import MEANINGS, Cause, Idle
 from merak.schedule.render.svg import fitting_width, render_svg
@@ -28,27 +29,28 @@ _COLOURS = {
 """Colours of idle times by their cause: on paper, and in dark mode."""
 
 
-def _variables(mode: int) -> str:
-    return ";".join(f"--idle-{cause.name}:{both[mode]}" for cause, both in _COLOURS.items())
+def variables() -> tuple[str, str]:
+    """CSS variables of the colours: on paper, and in dark mode."""
+    on_paper, dark = (
+        ";".join(f"--idle-{cause.name}:{both[mode]}" for cause, both in _COLOURS.items())
+        for mode in (0, 1)
+    )
+    return on_paper, dark
 
-
-STYLE = f"""
-:root{{{_variables(0)}}}
-@media (prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}
-"""
 
 FILLS = {cause: f"var(--idle-{cause.name})" for cause in _COLOURS}
-"""Fills of idle times by their cause, in a page with `STYLE`."""
+"""Fills of idle times by their cause, in a page with `variables`."""
 
 _MOST_SPANS = 6000
 """Boxes of a picture that browsers draw at once; a longer step is shown from its beginning."""
 
 
-def timelines(study: StepStudy) -> str:
-    """Draw the measured step over the simulated one, on one scale.
+def drawn_step(study: StepStudy, text: str) -> Markup:
+    """Draw the measured step over the simulated one, on one scale, with a table of idle times.
 
     Args:
         study: of the step.
+        text: on the step.
     """
     measured = replace(_measured(study), unit=" s")
     simulated = replace(
@@ -64,32 +66,25 @@ def timelines(study: StepStudy) -> str:
     if number > _MOST_SPANS:
         until = measured.end_s * _MOST_SPANS / number
         measured, simulated = _until(measured, until), _until(simulated, until)
-        note = f'<p class="quiet">The first {milliseconds(until)} of the step.</p>'
+        note = f"The first {milliseconds(until)} of the step."
     width = fitting_width([measured, simulated], PAGE_WIDTH)
-    picture = render_svg([measured, simulated], width, themed=True)
-    entries = [(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()]
-    return note + f'<div class="scroll">{picture}</div>' + legend_of(entries)
+    return part(
+        "step",
+        text=text,
+        note=note,
+        picture=render_svg([measured, simulated], width, themed=True),
+        idle=[(fill, f"idle, {cause.value}") for cause, fill in FILLS.items()],
+        head=("", "computes", *(cause.value for cause in Cause), "longest wait"),
+        rows=[_row(study, rank) for rank in range(study.num_ranks)],
+        meanings=[(cause.value, meaning) for cause, meaning in MEANINGS.items()],
+    )
 
 
-def idle_table(study: StepStudy) -> str:
-    """A row for each pp rank: how much of the step it computes, and why it is idle.
-
-    Args:
-        study: of the step.
-    """
-    rows = []
-    for rank in range(study.num_ranks):
-        shares = study.shares(rank)
-        cells = [percent(shares[cause]) for cause in Cause]
-        rows.append((f"pp rank {rank}", percent(study.busy(rank)), *cells, _longest(study, rank)))
-    head = ("", "computes", *(cause.value for cause in Cause), "longest wait")
-    return table(head, rows)
-
-
-def meanings() -> str:
-    """Sentences that say what the causes of idle time mean."""
-    parts = [f"<b>{cause.value}</b>: {text}" for cause, text in MEANINGS.items()]
-    return f'<p class="quiet">{"; ".join(parts)}.</p>'
+def _row(study: StepStudy, rank: int) -> tuple[str, ...]:
+    """How much of the step a pp rank computes, and why it is idle."""
+    shares = study.shares(rank)
+    cells = [percent(shares[cause]) for cause in Cause]
+    return (f"pp rank {rank}", percent(study.busy(rank)), *cells, _longest(study, rank))
 
 
 def _longest(study: StepStudy, rank: int) -> str:
