@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from merak.core.doctor.finding import Judgement, System, fine, problem, warning
 from merak.core.health.heartbeat import GLOO, INTERFACES
-from merak.core.health.hosts import addresses_of
+from merak.core.health.hosts import interface_addresses
 from merak.core.units import counted
 
 CONNECT_S = 2.0
@@ -88,7 +88,7 @@ def read_interfaces(system: System) -> Interfaces:
     Args:
         system: whose environment is read.
     """
-    found = {name: tuple(map(str, addresses_of(name))) for _, name in socket.if_nameindex()}
+    found = {name: tuple(map(str, own)) for name, own in interface_addresses().items()}
     named = {v: system.environment[v] for v in INTERFACES if system.environment.get(v)}
     return Interfaces(found, named, system.number("GROUP_WORLD_SIZE", 1))
 

@@ -13,12 +13,11 @@ import json
 import logging
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 KEY = "merak/hosts"
 """Store key of all ranks' hosts; keys below it hold those of single ranks."""
-
-_SIOCGIFADDR = 0x8915  # of netdevice(7): the address of an interface
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,29 +139,18 @@ def _route(host: str) -> tuple[str, str]:
 def interface_of(address: str) -> str | None:
     """Return the name of this host's network interface with an address; None if unknown."""
     wanted = ipaddress.ip_address(address)
-    for _, name in socket.if_nameindex():
-        if wanted in addresses_of(name):
-            return name
-    return None
+    return next((name for name, own in interface_addresses().items() if wanted in own), None)
 
 
-def addresses_of(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the addresses of a network interface of this host.
-
-    Args:
-        interface: its name.
-    """
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
-    with suppress(OSError, ImportError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        found.append(ipaddress.IPv4Address(answer[20:24]))
+def interface_addresses() -> dict[str, list[ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Return the addresses of this host's network interfaces, by their names."""
     with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, *_, name = line.split()
-            if name == interface:
-                found.append(ipaddress.IPv6Address(bytes.fromhex(digits)))
-    return found
+        return {
+            name: [
+                ipaddress.ip_address(own.address.partition("%")[0])
+                for own in found
+                if own.family in (socket.AF_INET, socket.AF_INET6)
+            ]
+            for name, found in psutil.net_if_addrs().items()
+        }
+    return {}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
+import psutil
 import torch
 
 from merak.core.mesh import Mesh
@@ -154,13 +154,6 @@ def memory_bytes(device: torch.device) -> tuple[str, int | None]:
     """
     if device.type == "cuda":
         return "peak_memory_gb", torch.cuda.max_memory_allocated(device)
-    return "memory_gb", _resident_bytes()
-
-
-def _resident_bytes() -> int | None:
-    """Resident memory of this process, where the system tells it as Linux does."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    with suppress(psutil.Error, OSError):
+        return "memory_gb", psutil.Process().memory_info().rss
+    return "memory_gb", None
