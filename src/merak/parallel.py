@@ -38,6 +38,7 @@ from merak.engine import Engine
 from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
+from merak.engine.optimizer.second_step import refuse_second_steps
 from merak.engine.planning.own_loop import plan_loop
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
@@ -118,6 +119,8 @@ class ParallelModel:
         own = list(engine.optimizer_params.named.values())
         with engine.watch.paused():
             self.optimizer = optimizer(own) if optimizer is not None and own else None
+        self._is_stepping = False
+        refuse_second_steps(engine.optimizers, self.optimizer, lambda: self._is_stepping)
         engine.connect_optimizer(self.optimizer)
         refuse_different_optimizers(self.optimizer, with_groups=False)
         self._update = self._step_optimizer if optimizer is not None else None
@@ -302,7 +305,9 @@ class ParallelModel:
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:
+            self._is_stepping = True
             self.optimizer.step()
+            self._is_stepping = False
         elif self._update is not None:  # a rank without parameters gathers those of others
             self.engine.optimizers.step_none()
 

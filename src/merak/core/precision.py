@@ -1,4 +1,4 @@
-"""Precision of a device: whether it supports a type of autocast."""
+"""Autocast of a job: whether its device supports the type, and whether another is around it."""
 
 from __future__ import annotations
 
@@ -64,3 +64,31 @@ def check_autocast(autocast: torch.dtype | None, device: torch.device) -> None:
     problem = unsupported(autocast, device)
     if problem is not None:
         raise ArgumentsError(problem)
+
+
+def refuse_autocast_around(autocast: torch.dtype | None, device: torch.device) -> None:
+    """Refuse a `torch.autocast` around a call of the engine that is not the job's own.
+
+    The graph has the conversions of the job's autocast; those of another would change the types of
+    what stages send each other, and float16 would have no loss scale.
+
+    Args:
+        autocast: of the job; None for none.
+        device: where its model runs.
+
+    Raises:
+        ArgumentsError: there is one.
+    """
+    if not torch.is_autocast_enabled(device.type):
+        return
+    around = torch.get_autocast_dtype(device.type)
+    if around == autocast:
+        return
+    own = "without autocast" if autocast is None else f"with autocast={autocast}"
+    argument = {torch.bfloat16: " (bf16=True)", torch.float16: " (fp16=True)"}.get(around, "")
+    scaled = ", which scales the loss too" if around == torch.float16 else ""
+    raise ArgumentsError(
+        f"torch.autocast({device.type!r}, {around}) is around this call, but the model is laid out "
+        f"{own}; take that context away, and give merak.parallelize autocast={around}, or the "
+        f"trainer's arguments the same{argument}{scaled}."
+    )

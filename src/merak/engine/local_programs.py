@@ -13,6 +13,7 @@ import torch
 
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
+from merak.core.precision import refuse_autocast_around
 from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
@@ -163,7 +164,9 @@ class ProgramCache:
         Raises:
             TraceError: it cannot be.
             TrainingError: a parameter is to be trained that was frozen.
+            ArgumentsError: another autocast than the job's is around this call.
         """
+        refuse_autocast_around(self.source.autocast, self.mesh.device)
         self.state.frozen()
         changes = self.state.changes()
         if changes:

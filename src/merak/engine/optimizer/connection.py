@@ -149,6 +149,11 @@ class OptimizerConnections:
             # As torch's own GradScaler hands it to them.
             optimizer.grad_scale, optimizer.found_inf = None, non_finite  # type: ignore[attr-defined]
 
+    def steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has tensors of this model."""
+        given = (tensor for group in optimizer.param_groups for tensor in group["params"])
+        return any(is_known(tensor, self._found) for tensor in given)
+
     def step_none(self) -> None:
         """Take part in a step of the others, on a rank without an optimizer of its own."""
         self._state.optimizer_params.take_written()
@@ -161,8 +166,7 @@ class OptimizerConnections:
         """Connect an optimizer that a loop has made of this model's parameters, before it steps."""
         if self._is_stepping or optimizer in self._connected:
             return
-        given = (tensor for group in optimizer.param_groups for tensor in group["params"])
-        if any(is_known(tensor, self._found) for tensor in given):
+        if self.steps(optimizer):
             self.connect(optimizer, is_met=True)
 
     def _note(self, is_stepping: bool) -> None:
