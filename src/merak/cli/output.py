@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TypeVar
 
@@ -31,3 +32,17 @@ def show(report: Report, page: Callable[[Report], str], as_json: bool) -> None:
         print(json.dumps(dataclasses.asdict(report)))  # type: ignore[call-overload]
     else:
         print(page(report))
+
+
+def lines_of(described: Mapping[str, str]) -> str:
+    """Names with what they are, a line each, cut at the width of the terminal, if there is one.
+
+    Args:
+        described: what each is, by name.
+    """
+    width, columns = max(map(len, described)), shutil.get_terminal_size((0, 0)).columns
+
+    def cut(line: str) -> str:
+        return line if not columns or len(line) <= columns else f"{line[: columns - 1]}…"
+
+    return "\n".join(cut(f"{name:<{width}}  {what}") for name, what in described.items())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from merak.cli.options import argument, json_output, option, read_pair, takes, words
-from merak.cli.output import show
+from merak.cli.output import lines_of, show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
 from merak.core.units import counted, seconds
@@ -142,7 +142,7 @@ def schedule(request: ScheduleRequest) -> None:
     if request.list_names:
         names = list(registry.names())
         found = ListReport(names, {name: registry.summary(name) for name in names})
-        show(found, _list_page, request.as_json)
+        show(found, lambda own: lines_of(own.summaries), request.as_json)
         return
     simulation, partition = _simulated(request)
     for note in simulation.schedule.notes:
@@ -291,11 +291,6 @@ _WRITERS: dict[str, Callable[[Simulation], str]] = {
     ".svg": lambda simulation: render_svg([simulated_timeline(simulation)]),
     ".html": lambda simulation: render_html([simulated_timeline(simulation)]),
 }
-
-
-def _list_page(report: ListReport) -> str:
-    width = max(map(len, report.schedules))
-    return "\n".join(f"{name:<{width}}  {what}" for name, what in report.summaries.items())
 
 
 def _page(simulation: Simulation, own: ScheduleReport) -> str:

@@ -65,6 +65,21 @@ def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line.split()) > 4 for line in lines) and len(set(lines)) == len(lines)
 
 
+@pytest.mark.parametrize("words", [["schedule", "--list"], ["recipes"]], ids=" ".join)
+def test_lists_have_a_line_each_at_any_width_of_the_terminal(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "999")
+    assert main(words) == 0
+    whole = capsys.readouterr().out.splitlines()
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    cut = capsys.readouterr().out.splitlines()
+    assert len(cut) == len(whole) and max(map(len, cut)) == 60 < max(map(len, whole))
+    for own, line in zip(cut, whole, strict=True):
+        assert own == line or (own.endswith("…") and line.startswith(own[:-1]))
+
+
 def test_a_schedule_that_there_is_not_has_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     for typed, meant in (("1f1c", "1f1b"), ("zero_buble_v", "zero_bubble_v"), ("GPipe", "gpipe")):
         assert main(["schedule", typed, "--stages", "2", "--microbatches", "4"]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from merak.cli.options import argument, json_output, takes, words
-from merak.cli.output import show
+from merak.cli.output import lines_of, show
 from merak.cli.recipe.ready import READY, ready_names, ready_text, ready_title
 
 
@@ -43,7 +43,5 @@ def recipes(request: RecipesRequest) -> None:
 def _page(report: RecipesReport) -> str:
     if report.text is not None:
         return report.text.rstrip("\n")
-    width = max(map(len, report.recipes))
-    lines = [f"{name:<{width}}  {title}" for name, title in report.recipes.items()]
-    end = "merak recipes NAME prints one, merak init FOLDER --recipe NAME copies it."
-    return "\n".join([*lines, "", end])
+    copied = "merak init FOLDER --recipe NAME copies it."
+    return f"{lines_of(report.recipes)}\n\nmerak recipes NAME prints one,\n{copied}"
