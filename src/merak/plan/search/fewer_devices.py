@@ -188,7 +188,7 @@ def _smaller(own: Candidate, pinned: Pinned) -> Iterator[Candidate]:
         degree = getattr(own, axis)
         if degree % 2 or getattr(pinned, axis) is not None:
             continue
-        if axis == "pp" and pinned.partition is not None:
+        if axis == "pp" and not pinned.frees_pp(own.pp):
             continue
         if axis == "tp" and own.ep > 1:
             continue

@@ -51,6 +51,14 @@ class Pinned:
         """Whether context parallel degrees may be searched: sequence parallelism excludes them."""
         return self.cp is None and not self.sequence_parallel
 
+    def frees_pp(self, pp: int) -> bool:
+        """Whether half of a pipeline degree may be tried: nothing that is pinned needs all of it.
+
+        A schedule that is pinned runs on several ranks; on one there is none.
+        """
+        has_schedule = self.schedule in (None, "1f1b") or pp > 2
+        return self.pp is None and self.partition is None and has_schedule
+
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
         named = {own.name: getattr(self, own.name) for own in fields(self)}

@@ -211,7 +211,7 @@ def _free(own: Candidate, pinned: Pinned) -> Mapping[str, bool]:
     return MappingProxyType(
         {
             "dp": pinned.dp is None,
-            "pp": pinned.pp is None and pinned.partition is None,
+            "pp": pinned.frees_pp(own.pp),
             # Experts on all ranks of a tp go with it.
             "tp": pinned.tp is None and own.ep == 1,
         }

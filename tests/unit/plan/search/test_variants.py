@@ -12,9 +12,10 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
+from merak.plan.search.fewer_devices import _smaller
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search, search_job
-from merak.plan.search.variants import with_variants
+from merak.plan.search.variants import _doubled, with_variants
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
 from tests.unit.plan.search.doubles import Double, job_of
@@ -140,3 +141,13 @@ def test_larger_microbatches_are_priced_where_the_largest_that_is_searched_is_th
     assert best.candidate.num_microbatches == 1  # all samples of a replica at once
     assert best.candidate.microbatch * best.candidate.dp == 1024
     assert best.step_s < found.plans[0].step_s
+
+
+def test_a_pinned_schedule_keeps_several_pipeline_ranks():
+    """Neither more context parallelism nor fewer devices may take the schedule away."""
+    own = Candidate(dp=2, pp=2, microbatch=1, num_microbatches=8, schedule="chimera")
+    for pinned, degrees in ((Pinned(), {1, 2}), (Pinned(schedule="chimera"), {2})):
+        assert {half.pp for half in _doubled(own, pinned)} == degrees
+        assert {half.pp for half in _smaller(own, pinned)} == degrees
+    four = replace(own, pp=4)
+    assert {half.pp for half in _smaller(four, Pinned(schedule="chimera"))} == {2, 4}
