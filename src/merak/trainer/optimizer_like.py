@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from merak.trainer.unsupported import in_one_sentence
+
 
 def similar_optimizer(
     trainer: Trainer, parameters: Iterable[nn.Parameter]
@@ -31,6 +33,28 @@ def similar_optimizer(
     cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
     made: torch.optim.Optimizer = cls(parameters, **kwargs)
     return made
+
+
+def refuse_missing_optimizer(trainer: Trainer) -> None:
+    """Refuse an optimizer of transformers that cannot be had here, before the model is traced.
+
+    Args:
+        trainer: new.
+
+    Raises:
+        ArgumentsError: its package is missing, or its arguments are none.
+    """
+    made, model = type(trainer).get_optimizer_cls_and_kwargs, trainer.model
+    is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    if is_given or made is not Trainer.get_optimizer_cls_and_kwargs or model is None:
+        return
+    with in_one_sentence(f"optim={optim_of(trainer)!r} cannot be made"):
+        made(trainer.args, model)
+
+
+def optim_of(trainer: Trainer) -> str:
+    """Name of a trainer's optimizer, as its arguments have it."""
+    return str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
 class LocalParameters(nn.Module):

@@ -71,7 +71,12 @@ from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
 from merak.trainer.logs import Logging, Throughput, announced_level
-from merak.trainer.optimizer_like import LocalParameters, similar_optimizer
+from merak.trainer.optimizer_like import (
+    LocalParameters,
+    optim_of,
+    refuse_missing_optimizer,
+    similar_optimizer,
+)
 from merak.trainer.planning.plan import check_plan_file, plan_training, plans_later
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
@@ -167,6 +172,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         self.callback_handler = AgreedCallbacks(self, self.board, self._leave_last_weights)
         self._show_progress()
         self._compare_ranks()
+        refuse_missing_optimizer(self)
         if not plans_later(self):
             self._plan()
 
@@ -465,8 +471,8 @@ class MerakTrainer(Stepping, Logging, Trainer):
         engine = self._engine_of_training()
         if engine is None:
             return super().create_optimizer(model)
-        kind = str(getattr(self.args.optim, "value", self.args.optim))
-        with in_one_sentence(f"optim={kind!r} cannot be made"), engine.watch.paused():
+        what = f"optim={optim_of(self)!r} cannot be made"
+        with in_one_sentence(what), engine.watch.paused():
             optimizer: torch.optim.Optimizer = super().create_optimizer(
                 LocalParameters(engine.optimizer_params.named)
             )

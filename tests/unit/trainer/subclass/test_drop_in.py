@@ -110,6 +110,15 @@ def test_an_optimizer_is_made_before_training(tmp_path: Path) -> None:
     assert not trainer.model.linear.weight.equal(before)
 
 
+def test_an_optimizer_whose_package_is_missing_is_refused_before_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.trainer_optimizer.is_torchao_available", lambda: False)
+    args = arguments(tmp_path, optim="adamw_torch_8bit")
+    with pytest.raises(ArgumentsError, match=r"optim='adamw_torch_8bit' cannot be made: .*torchao"):
+        merak.MerakTrainer(Model(), args, train_dataset=SAMPLES)
+
+
 def test_accelerate_counts_the_microbatches_of_a_step(tmp_path: Path) -> None:
     config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
     args = arguments(tmp_path, accelerator_config=config, per_device_train_batch_size=5)
