@@ -69,6 +69,22 @@ class Unmounting(transformers.TrainerCallback):
             subprocess.run(mount, check=True)
 
 
+def use(trainer: merak.MerakTrainer, folder: Path) -> None:
+    """What a script does with its model after training, on every rank by itself."""
+    model, rank = trainer.model, trainer.mesh.rank
+    for name, call in {
+        "state_dict": lambda: len(model.state_dict()),
+        "save_pretrained": lambda: model.save_pretrained(folder / "output" / "pretrained"),
+        "_save": lambda: trainer._save(str(folder / "output" / "saved")),
+        "save_model": lambda: trainer.save_model(str(folder / "output" / "model")),
+    }.items():
+        try:
+            said = f"gives {call()}"
+        except merak.core.errors.MerakError as error:
+            said = str(error)
+        print(f"{name} on rank {rank} of {socket.gethostname()} {said}", flush=True)
+
+
 def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> None:
     mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu", **options.pop("init", {}))
     setup = Setup("gpt2", dropout=0.1, arguments=options.pop("arguments", {}))
@@ -88,6 +104,8 @@ def main(folder: Path, dp: int, tp: int, pp: int, options: dict[str, Any]) -> No
     if host := options.pop("unmounts", ""):
         trainer.add_callback(Unmounting(host, folder / "output", folder / "elsewhere"))
     trainer.train()
+    if options.pop("uses", False):
+        use(trainer, folder)
 
 
 if __name__ == "__main__":

@@ -111,5 +111,5 @@ def test_hosts_that_do_not_save_are_warned(pool: RankPool, tmp_path: Path) -> No
     assert silent == of_others == []
     (line,) = heard
     assert "rank 1" in line
-    assert line.endswith("that all hosts share before you save the model there.")
+    assert line.endswith("that all hosts share if they are to read what is saved there.")
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]

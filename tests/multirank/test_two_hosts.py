@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,32 @@ def test_hosts_without_a_shared_folder_are_refused_before_anything_is_built(
     assert "name a folder on a file system that all hosts share" in sentences[0]
     assert "tracing" not in said
     assert not [*(tmp_path / "output").iterdir(), *(tmp_path / "elsewhere").iterdir()]
+
+
+def test_last_weights_are_read_where_they_are_and_nowhere_waited_for(
+    network: Network, tmp_path: Path
+) -> None:
+    for folder in ("output", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    network.hosts[1].mounts[tmp_path / "output"] = tmp_path / "elsewhere"
+    script = job(tmp_path, 1, 1, 4, arguments={"max_steps": 2, "save_strategy": "no"}, uses=True)
+    codes = ends(start(network, script, tmp_path, (2, 2)), tmp_path)
+    said = told(tmp_path)
+    assert codes == [0, 0], said
+    first = "host-a" if "rank 0 of host-a" in said else "host-b"  # in the order in which they come
+    last = tmp_path / "output" / "last-weights"
+    assert f"the weights of step 2 are in {last} on {first}, where state_dict()" in said
+    for rank in range(2):
+        assert f"state_dict on rank {rank} of {first} gives " in said
+    second = "host-b" if first == "host-a" else "host-a"
+    for rank in range(2, 4):
+        why = f"they are in {last} on {first}, not on {second}; call it on a rank there"
+        assert re.search(rf"state_dict on rank {rank} of .* {re.escape(why)}", said)
+        for name in ("save_pretrained", "_save"):  # of which transformers saves on rank 0 alone
+            assert f"{name} on rank {rank} of {second} gives None" in said
+    own = tmp_path / ("output" if first == "host-a" else "elsewhere")
+    names = {"last-weights", "pretrained", "saved", "model"}
+    assert names <= {file.parent.name for file in own.rglob("model.safetensors")}
 
 
 def test_a_host_that_loses_the_shared_folder_leaves_no_checkpoint(

@@ -112,7 +112,7 @@ def check_shared_folder(folder: str, mesh: Mesh, *, saves: bool) -> None:
         return
     if saves:
         raise ArgumentsError(f"{problem} for the checkpoints, or use save_strategy='no'.")
-    warn_on_rank0(logger, "%s before you save the model there.", problem)
+    warn_on_rank0(logger, "%s if they are to read what is saved there.", problem)
 
 
 def _write_probe(folder: str) -> str:

@@ -44,7 +44,8 @@ def refuse_missing_optimizer(trainer: Trainer) -> None:
     Raises:
         ArgumentsError: its package is missing, or its arguments are none.
     """
-    made, model = type(trainer).get_optimizer_cls_and_kwargs, trainer.model
+    model: Any = trainer.model  # of any module, whatever transformers declares
+    made = type(trainer).get_optimizer_cls_and_kwargs
     is_given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     if is_given or made is not Trainer.get_optimizer_cls_and_kwargs or model is None:
         return

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -71,6 +71,20 @@ ARGUMENTS_FILE = "training_args.json"
 
 if TYPE_CHECKING:
     from merak.arguments import MerakArguments
+
+
+class _Left(NamedTuple):
+    """The last weights, as rank 0 finds them on disk.
+
+    Args:
+        folder: that has them.
+        manifest: hash of its manifest.
+        host: of rank 0.
+    """
+
+    folder: Path
+    manifest: str
+    host: str
 
 
 class Pushing(Trainer):
@@ -275,20 +289,20 @@ class Saving(Pushing):
             return
         last = engine.last_weights
         self._saver.wait()
-        folder = self._agree_on_left(last.folder)
-        if folder is None and self.args.save_last_weights:
-            folder = self._write_last_weights(engine)
-        elif folder is None:
+        left = self._agree_on_left(last.folder)
+        if left is None and self.args.save_last_weights:
+            left = self._write_last_weights(engine)
+        elif left is None:
             last.forget("save_last_weights=False, and no checkpoint of the last step is there")
-        if folder is None:
+        if left is None:
             return
-        self._offer(*folder)
+        self._offer(left.folder, left)
         announce(
             "the weights of step %d are in %s on %s, where state_dict() and save_pretrained() of "
-            "the model read them", self.state.global_step, folder[0], socket.gethostname(),
+            "the model read them", self.state.global_step, left.folder, left.host,
         )  # fmt: skip
 
-    def _write_last_weights(self, engine: Engine) -> tuple[Path, str] | None:
+    def _write_last_weights(self, engine: Engine) -> _Left | None:
         """Write the last weights; None if they cannot be, which is warned of."""
         folder = Path(str(self.args.output_dir)).absolute() / LAST_WEIGHTS
         contents = Contents(
@@ -312,22 +326,23 @@ class Saving(Pushing):
             return None
         return self._agree_on_left(folder)
 
-    def _agree_on_left(self, folder: Path | None) -> tuple[Path, str] | None:
-        """Rank 0's folder with the model's weights and the hash of its manifest; collective."""
+    def _agree_on_left(self, folder: Path | None) -> _Left | None:
+        """What rank 0 finds in a folder with the model's weights; collective."""
 
-        def find() -> tuple[Path, str] | None:
+        def find() -> _Left | None:
             if folder is None or not (folder / MANIFEST).is_file():
                 return None
-            return folder.absolute(), _hash(folder / MANIFEST)
+            return _Left(folder.absolute(), _hash(folder / MANIFEST), socket.gethostname())
 
         return decide_on_rank0(self.mesh, "the folder of the last weights", find)
 
-    def _offer(self, folder: Path, manifest: str | None = None) -> None:
+    def _offer(self, folder: Path, left: _Left | None = None) -> None:
         """Let methods of the model read its weights from a checkpoint, if this rank sees it."""
         assert self.engine is not None
-        read: ReadTensors | str = f"they are in {folder} on rank 0's host, not on this one"
+        host = "rank 0's host" if left is None else left.host
+        read: ReadTensors | str = f"they are in {folder} on {host}, not on {socket.gethostname()}"
         with suppress(WeightsError, OSError):
-            if manifest is None or _hash(folder / MANIFEST) == manifest:
+            if left is None or _hash(folder / MANIFEST) == left.manifest:
                 read = WholeTensors(folder, MODEL)
         self.engine.last_weights.keep(folder, read)
 

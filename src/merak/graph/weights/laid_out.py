@@ -45,6 +45,7 @@ _INSTEAD = {
 
 _PICKLES = "__reduce_ex__"
 _SPOKEN = {_PICKLES: "torch.save"}
+_THERE = "call it on a rank there, or name an output_dir on a file system that all hosts share"
 _OF_DISK = frozenset({"state_dict", "save_pretrained", "push_to_hub", _PICKLES})
 """Those of them that run on a copy of the model with the last weights, where these are on disk."""
 
@@ -277,6 +278,8 @@ class Refusal(StandIn):
         Raises:
             WeightsError: they are not, or no copy can do what the method does.
         """
+        if self.method == "save_pretrained" and self._saves_elsewhere(args, kwargs):
+            return None
         if (whole := self._whole()) is not None:
             if self.method == "save_pretrained":
                 for folder in (*args[:1], *filter(None, [kwargs.get("save_directory")])):
@@ -295,11 +298,22 @@ class Refusal(StandIn):
             return None
         return last.whole_copy(model, self.part).get_submodule(self.place.path)
 
+    def _saves_elsewhere(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the last weights are on another host, and transformers saves nothing here."""
+        saves_here = getattr(self.place.module(), "should_save_on_this_rank", None)
+        last = self.part.last
+        if saves_here is None or not last.were_left or last.are_here:
+            return False
+        given = self.__signature__.bind(*args, **kwargs).arguments
+        return not saves_here(given.get("is_main_process", True))
+
     def _refused(self) -> WeightsError:
-        why = f", and {self.part.last.why_none}" if self.method in _OF_DISK else ""
+        last, is_of_disk = self.part.last, self.method in _OF_DISK
+        why = f", and {last.why_none}" if is_of_disk else ""
+        instead = _THERE if is_of_disk and last.were_left else _INSTEAD[self.method]
         return WeightsError(
             f"{_SPOKEN.get(self.method, self.method)} of the model needs all of its weights, and "
-            f"each rank has a part of them ({self.part.degrees}){why}; {_INSTEAD[self.method]}."
+            f"each rank has a part of them ({self.part.degrees}){why}; {instead}."
         )
 
 
