@@ -230,4 +230,4 @@ def test_a_job_on_a_cluster(capsys, monkeypatch, tmp_path):
     assert "both name devices; give one of them" in capsys.readouterr().err
     path.write_text("nodes:\n- {device: h2, devices_per_node: 2}\n")
     assert main([*job, "--cluster", str(path)]) == 2
-    assert "line 2: nodes[0].device is 'h2'" in capsys.readouterr().err
+    assert ":2:12: nodes[0].device is 'h2'" in capsys.readouterr().err
