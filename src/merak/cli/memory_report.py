@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from merak.core.units import counted, size
+from merak.core.units import counted, size, table_lines
 from merak.plan.memory.non_tensor import NonTensorMemory
 
 if TYPE_CHECKING:
@@ -206,17 +206,18 @@ def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
 def page(report: MemoryReport) -> str:
     """Format a report for people."""
     columns = ("parameters", "gradients", "optimizer", "activations", "total")
+    rows = [
+        (row.stage, row.segments, *(size(getattr(row, column)) for column in columns))
+        for row in report.stages
+    ]
     lines = [
         f"{report.model}: {report.schedule} with {counted(report.microbatches, 'microbatch')}; "
         f"recomputed: {counted(len(report.recomputed), 'segment')}"
         + (f", offloaded: {counted(len(report.offloaded), 'segment')}" if report.offloaded else ""),
         "",
-        f"  stage  segments  {''.join(f'{c:>14}' for c in columns)}",
+        *table_lines([("stage", "segments", *columns), *rows], indent="  "),
+        "",
     ]
-    for row in report.stages:
-        sizes = "".join(f"{size(getattr(row, column)):>14}" for column in columns)
-        lines.append(f"  {row.stage:>5}  {row.segments:>8}  {sizes}")
-    lines.append("")
     if report.assumed is not None:
         lines += [f"  assumed: {report.assumed}", ""]
     for rank in report.ranks:

@@ -152,31 +152,32 @@ def report_on(name: str, cluster: str, found: Rehearsal) -> RehearsalReport:
 
 def page(report: RehearsalReport) -> str:
     """Format a report for people."""
+    seconds = units.seconds
+    actions = [
+        (a.action, a.stage, a.count, *map(seconds, (a.compute, a.communication, a.forecast)))
+        for a in report.actions
+    ]
+    charges = [
+        (f"{c.axis} {c.kind}", c.ranks, c.calls, size(c.bytes), seconds(c.seconds))
+        for c in report.charges
+    ]
+    of_actions = ("action", "stage", "a step", "compute", "tp collectives", "forecast")
+    of_charges = ("charged for a step", "ranks", "calls", "bytes", "seconds")
     lines = [
         f"{report.model}: rank {report.rank} of {report.world_size} (pp rank {report.pp_rank}) on "
         f"{report.device}, planned for {report.cluster}",
         "",
-        "  action  stage  a step       compute  tp collectives      forecast",
+        *units.table_lines([of_actions, *actions], left=(0,), indent="  "),
+        "",
+        *units.table_lines([of_charges, *charges], left=(0,), indent="  "),
     ]
-    for own in report.actions:
-        lines.append(
-            f"  {own.action:<6}  {own.stage:>5}  {own.count:>6}  {units.seconds(own.compute):>12}"
-            f"  {units.seconds(own.communication):>14}  {units.seconds(own.forecast):>12}"
-        )
-    lines += ["", "  charged for a step  ranks   calls         bytes       seconds"]
-    for charge in report.charges:
-        what = f"{charge.axis} {charge.kind}"
-        lines.append(
-            f"  {what:<18}  {charge.ranks:>5}  {charge.calls:>6}  {size(charge.bytes):>12}"
-            f"  {units.seconds(charge.seconds):>12}"
-        )
-    forecast, seconds = report.forecast, report.seconds
+    forecast = report.forecast
     planned_s, likely = float(forecast["step_seconds"]), float(forecast["uncertainty"])
     lines += [
         "",
-        f"  optimizer: {units.seconds(seconds['optimizer'])}",
-        f"  step of the job: {units.seconds(seconds['step'])} with this rank's stages as measured, "
-        f"{units.seconds(planned_s)} ± {likely:.0%} by the forecast",
+        f"  optimizer: {seconds(report.seconds['optimizer'])}",
+        f"  step of the job: {seconds(report.seconds['step'])} with this rank's stages as "
+        f"measured, {seconds(planned_s)} ± {likely:.0%} by the forecast",
         f"  memory: at most {size(report.peak_memory_bytes)} measured, "
         f"{size(int(forecast['peak_memory_bytes']))} ± "
         f"{float(forecast['memory_uncertainty']):.0%} by the forecast (at {forecast['at']}): "

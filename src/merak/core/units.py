@@ -1,8 +1,9 @@
-"""Units: counts and sizes formatted for people."""
+"""Units: counts and sizes formatted for people, and tables of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
 _SIZE = re.compile(r"(\d+(?:[._]\d+)*(?:e\d+)?) ?([kmgtp]?)(i?)(b?)(?:/s)?", re.IGNORECASE)
 _POWERS = " kmgtp"
@@ -68,3 +69,28 @@ def ranges(numbers: range | list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{p[0]}–{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def table_lines(
+    rows: Sequence[Sequence[object]], left: Collection[int] = (), indent: str = ""
+) -> list[str]:
+    """Lines of a table of text.
+
+    Args:
+        rows: cells of each, the headings first where there are some.
+        left: numbers of the columns of words; others are of numbers, which go to the right.
+        indent: in front of every line.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for place in range(len(rows[0])):
+        table.add_column(justify="left" if place in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console = Console(width=10**6, color_system=None)
+    with console.capture() as drawn:
+        console.print(table)
+    return [f"{indent}{line}".rstrip() for line in drawn.get().splitlines()]

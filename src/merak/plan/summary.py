@@ -11,7 +11,7 @@ import torch
 from merak.core.errors import MerakError
 from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature, largest_shape
-from merak.core.units import count, ranges, size, step_time
+from merak.core.units import count, ranges, size, step_time, table_lines
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.fit import non_tensor_on
 from merak.plan.cost.device import DeviceProfile
@@ -65,7 +65,7 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
         f"{'es' * (schedule.num_microbatches > 1)}{_shape(sample)} a step and replica"
         + (f", bubble {bubble(schedule):.0%} of all time" if schedule.num_ranks > 1 else ""),
         _expected(forecast, profile),
-        *_table([_HEAD, *_rows(forecast)]),
+        *table_lines([_HEAD, *_rows(forecast)], left=range(4), indent="  "),
     ]
     if forecast.mesh.device.type == "cuda":  # elsewhere float32 is no slower
         in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
@@ -158,20 +158,6 @@ def _memory(forecast: Forecast) -> Sequence[str]:
     if forecast.own_ranks is None:
         return ["unknown"] * forecast.mesh.pp
     return [size(rank.peak.total_bytes) for rank in forecast.own_ranks]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows in aligned columns, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 2
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if place >= last else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _shape(sample: Signature) -> str:

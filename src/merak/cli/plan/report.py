@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from merak.core import units
-from merak.core.units import counted, size
+from merak.core.units import counted, size, table_lines
 from merak.plan.memory.non_tensor import NonTensorMemory
 from merak.plan.search.explain import degrees
 
@@ -316,17 +316,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as a table: columns of words to the left, of numbers to the right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    is_word = [heading in _WORDS for heading in rows[0]]
-    return [
-        "  ".join(
-            text.ljust(width) if word else text.rjust(width)
-            for text, width, word in zip(row, widths, is_word, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    return table_lines(rows, [place for place, name in enumerate(rows[0]) if name in _WORDS])
 
 
 def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
