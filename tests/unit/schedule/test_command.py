@@ -11,6 +11,7 @@ import typer
 
 from merak.cli.schedule import schedule
 from merak.core.errors import ScheduleError
+from merak.launch.errors import CommandError
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import load
 
@@ -148,7 +149,7 @@ def test_bad_input_is_one_sentence(
     arguments: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ScheduleError, match=re.escape(sentence)):
+    with pytest.raises((ScheduleError, CommandError), match=re.escape(sentence)):
         run(*arguments.split())
 
 
