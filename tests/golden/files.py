@@ -31,6 +31,7 @@ from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
 from merak.plan.profile.profile import Profile
 from merak.plan.profile.profile_file import load_profile, save_profile
 from merak.plan.search.plan_file import candidate_fields, read_plan, refuse_other_model
+from merak.record.files import read_run
 from tests.golden.formats import batch_of, model
 from tests.unit.graph.stages import Pipeline, metas
 from tests.unit.plan.profile.helpers import profile
@@ -164,14 +165,22 @@ def run_recorded(folder: str) -> None:
 
 
 def report_of(folder: Path) -> Any:
-    """The report of a record, as figures and as it is printed."""
+    """The report of a record, as figures and as it is printed; and its logs and measured steps."""
     with tempfile.TemporaryDirectory() as own:
         shutil.copytree(folder / "_merak", Path(own) / "_merak")
         found = printed("report", own)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             command(["report", own])
         text = output.getvalue().replace(own, "RUN")
-    return {name: v for name, v in found.items() if name not in ("run", "page")} | {"text": text}
+    run = read_run(folder)
+    logs = [(log.step, log.figures, log.memory_bytes, log.busy) for log in run.logs]
+    steps = [
+        [(str(action), start - own.begin_s, end - own.begin_s) for action, start, end in records]
+        for own in run.steps
+        for records in own.records
+    ]
+    del found["run"], found["page"]
+    return json.loads(json.dumps(found | {"text": text, "logs": logs, "steps": steps}))
 
 
 # ---- a trace: the loss of its program ----
