@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -107,7 +108,7 @@ def _wide(request: Request, wanted: Wanted, how: tuple[Layout, CheckOptions]) ->
     jobs = partial(_jobs, request, fields, how, 1)
     # In one process and on all ranks: parameters, gradients and momenta; and what is compared.
     copies = 8 + 6 * how[0].dp * how[0].cp
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 // (4 * copies)
+    most = psutil.virtual_memory().total // 2 // (4 * copies)
     return Version(jobs, filled=padding(request), most_parameters=most)
 
 

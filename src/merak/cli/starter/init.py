@@ -9,12 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from merak.cli.options import argument, json_output, option, takes, words
 from merak.cli.output import show
 from merak.cli.recipe.ready import READY, ready_text
 from merak.core.elastic import AUTO_PLAN
+from merak.core.files.yaml_file import parse_yaml
 from merak.core.units import counted
 from merak.launch.errors import CommandError
 
@@ -76,7 +75,7 @@ def init(request: InitRequest) -> None:
         raise CommandError(
             f"{request.name} cannot be written ({error.strerror}); name another folder."
         ) from error
-    sections = yaml.safe_load(files_to_write[_RECIPE])
+    sections = parse_yaml(files_to_write[_RECIPE], _RECIPE)[1]
     commands = _commands(sections, is_ready=request.recipe is not None)
     notes = _notes(sections, is_ready=request.recipe is not None)
     report = InitReport(str(request.name), list(files_to_write), commands, notes)
@@ -87,7 +86,7 @@ def _texts(recipe: str | None) -> dict[str, str]:
     if recipe is not None:
         text = ready_text(recipe)
         script = _template("train_recipe.py.template")
-        script = script.replace("NUM_RANKS", _ranks_of_torchrun(yaml.safe_load(text)))
+        script = script.replace("NUM_RANKS", _ranks_of_torchrun(parse_yaml(text, recipe)[1]))
         return {_RECIPE: text, _SCRIPT: script}
     return {
         _CONFIG: _template(_CONFIG),
