@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from merak.checkpoint.pretrained.splitting import INDEX, is_weights
-from merak.core.files.private_files import give_usual_modes, sync
+from merak.core.files.private_files import give_usual_modes, sync, sync_folder
 
 
 def unfinished_folder(target: Path) -> Path:
@@ -71,13 +71,3 @@ def place_folder(unfinished: Path, target: Path) -> None:
 
 def _index_last(name: Path) -> tuple[bool, str]:
     return str(name) == INDEX, str(name)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync a folder and all that is in it to disk.
-
-    Args:
-        folder: of any depth.
-    """
-    for path in [*folder.rglob("*"), folder]:
-        sync(path)

@@ -154,6 +154,16 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder and all that is in it are on disk.
+
+    Args:
+        folder: of any depth.
+    """
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)
+
+
 def give_usual_modes(folder: Path) -> None:
     """Give all files of a folder the mode that the umask gives new files.
 

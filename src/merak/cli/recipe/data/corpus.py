@@ -38,6 +38,7 @@ from merak.cli.recipe.data.records import Records, Source, rows_of
 from merak.cli.recipe.data.tokenizer import load_tokenizer, train_tokenizer, with_template
 from merak.cli.recipe.schema import CHAT, TRAIN_TOKENIZER, DataRecipe
 from merak.core.files.json_file import read_json
+from merak.core.files.private_files import sync_folder
 from merak.core.kinds import from_fields
 from merak.launch.errors import CommandError
 
@@ -161,6 +162,7 @@ def _made_once(job: TokenJob, kind: str, make: Callable[[Path], None]) -> Path:
                 partial = Path(tempfile.mkdtemp(dir=job.folder, prefix="partial-"))
                 try:
                     make(partial)
+                    sync_folder(partial)
                     partial.rename(ready)
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)

@@ -1,5 +1,6 @@
 """A recipe's data: where records come from, and how they become samples."""
 
+import errno
 import itertools
 import json
 from dataclasses import replace
@@ -15,6 +16,7 @@ from merak.cli.recipe.data.objective import Objective
 from merak.cli.recipe.data.records import Records, find_source
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.schema import DataRecipe
+from merak.core.errors import SavingError
 from merak.launch.errors import CommandError
 
 WORDS = ["one ring to rule them all", "one ring to find them", "in the land of shadows"] * 8
@@ -94,6 +96,18 @@ def test_is_made_once_and_anew_when_a_text_changes(recipe: DataRecipe, tmp_path:
 def test_nothing_is_left_of_a_failure(recipe: DataRecipe, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"have fewer tokens than data\.sequence=4096"):
         prepare(job(replace(recipe, sequence=4096), tmp_path))
+    assert not folders(tmp_path)
+
+
+def test_what_never_came_to_the_disk_has_no_name(
+    recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("merak.core.files.private_files.os.fsync", fail)
+    with pytest.raises(SavingError, match="Input/output error"):
+        prepare(job(recipe, tmp_path))
     assert not folders(tmp_path)
 
 
