@@ -60,7 +60,7 @@ from merak.graph.trace.calls.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.activations.forecast import Forecast
 from merak.plan.engine_options import EngineOptions
-from merak.schedule.registry import is_synchronous
+from merak.schedule.registry import traits
 
 logger = logging.getLogger(__name__)
 
@@ -560,7 +560,7 @@ def _updates_inside(options: EngineOptions, plan: str | None) -> bool:
     if plan is not None:
         return False
     name, chosen = options.schedule, options.schedule_options or {}
-    return not is_synchronous(name, current_mesh().pp, options.num_microbatches, chosen)
+    return not traits(name, current_mesh().pp, options.num_microbatches, chosen).is_synchronous
 
 
 def _refuse_what_needs_all_gradients(

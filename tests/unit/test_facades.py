@@ -42,13 +42,3 @@ def test_an_own_loop_does_without_trainer_and_datasets() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("module", "name"), [("timeline", "measured_timeline"), ("render_svg", "render_html")]
-)
-def test_documented_imports_of_before_work_with_a_warning(module: str, name: str) -> None:
-    sys.modules.pop(f"merak.schedule.{module}", None)
-    with pytest.warns(DeprecationWarning, match=f"import {name} from merak.schedule"):
-        former = importlib.import_module(f"merak.schedule.{module}")
-    assert getattr(former, name) is getattr(importlib.import_module("merak.schedule"), name)

@@ -26,6 +26,7 @@ from merak.graph.weights.holders import named_tensors
 from merak.parallel import ParallelModel, split_batch
 from merak.plan.cost.device import DeviceProfile, preset
 from merak.plan.engine_options import EngineOptions
+from merak.schedule.ir import USUAL
 
 Tensors = dict[str, torch.Tensor]
 
@@ -81,7 +82,7 @@ class CheckOptions:
         evaluate: whether to evaluate before, between and after the steps as well.
     """
 
-    schedule: str = "1f1b"
+    schedule: str = USUAL
     num_microbatches: int = 4
     microbatch: int = 4
     steps: int = 3

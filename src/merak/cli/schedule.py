@@ -205,7 +205,7 @@ def simulated(request: ScheduleRequest) -> Simulation:
         if not registry.is_file(name):
             registry.options(name)  # which refuses a name that there is not
         raise ScheduleError(f"{name} needs --stages P and --microbatches M.")
-    if name == "auto":
+    if registry.takes_costs(name):
         values |= {"costs": _costs(stages, request) if stages > 0 else None}
         if request.memory_limit is not None:
             values["memory_limit_bytes"] = request.memory_limit

@@ -99,7 +99,7 @@ class ProgramCache:
         how = options.compilation
         self._compiler = None if how is None else TorchCompiler(how)
         self._zero = options.zero
-        self._splits_backwards = layout.plans.splits_backwards
+        self._splits_backwards = layout.schedule.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self.densified = find_densified(layout, mesh)
         self._graph = graph

@@ -15,7 +15,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.options import ParallelOptions
 from merak.plan.tied_parameters import find_holders
-from merak.schedule.ir import Kind, Schedule
+from merak.schedule.ir import Schedule
 
 
 def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
@@ -51,8 +51,7 @@ def refuse_zero(schedule: Schedule, zero: int) -> None:
             f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
             "zero=0, or a schedule such as '1f1b'."
         )
-    splits = any(a.kind is Kind.WEIGHT_GRADIENT for own in schedule.actions for a in own)
-    if zero == 3 and splits:
+    if zero == 3 and schedule.splits_backwards:
         raise ScheduleError(
             f"zero=3 frees a segment's parameters when its backward ends, but schedule="
             f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
@@ -281,7 +280,7 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
         return "is read by several segments, which sum what they give; do it in the model"
     if options.zero == 3:
         return "is sharded under zero=3; use zero=2"
-    if not schedule.is_synchronous or layout.plans.splits_backwards:
+    if not schedule.is_synchronous or schedule.splits_backwards:
         return f"is computed apart under schedule={schedule.name!r}; use '1f1b'"
     return ""
 

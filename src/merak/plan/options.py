@@ -18,6 +18,7 @@ from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
 from merak.plan.recompute_spec import Recompute
+from merak.schedule.ir import USUAL
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are reduced together: as in torch's DistributedDataParallel."""
@@ -100,7 +101,7 @@ class ParallelOptions:
     """Layout and run of a model on many ranks, as users choose them."""
 
     schedule: str = option(
-        "1f1b",
+        USUAL,
         "NAME",
         "The pipeline schedule: a name that `merak schedule --list` shows, or a file that holds "
         "one.",

@@ -108,11 +108,6 @@ class StepPlans:
         """The plan of an ordinary step."""
         return self._plans[self._whole.num_microbatches]
 
-    @property
-    def splits_backwards(self) -> bool:
-        """Whether weight gradients have actions of their own."""
-        return any(a.kind is Kind.WEIGHT_GRADIENT for own in self._whole.actions for a in own)
-
     def __call__(self, num_microbatches: int) -> StepPlan:
         """The plan for a number of microbatches; with fewer than usual, the usual one truncated."""
         if num_microbatches not in self._plans:

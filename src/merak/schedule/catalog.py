@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from merak.schedule.builders.chimera import chimera
-from merak.schedule.builders.dualpipe_v import dualpipe_v
+from merak.schedule.builders.dualpipe_v import check_dualpipe_v, dualpipe_v
 from merak.schedule.builders.early_recompute import early_recompute
 from merak.schedule.builders.gems import gems
 from merak.schedule.builders.gpipe import gpipe
-from merak.schedule.builders.interleaved_1f1b import interleaved_1f1b
+from merak.schedule.builders.interleaved_1f1b import check_interleaved, interleaved_1f1b
 from merak.schedule.builders.interleaved_zero_bubble import interleaved_zero_bubble
 from merak.schedule.builders.last_no_recompute import last_no_recompute
 from merak.schedule.builders.one_f_one_b import one_f_one_b
@@ -19,24 +19,66 @@ from merak.schedule.builders.pipedream_2bw import pipedream_2bw
 from merak.schedule.builders.shifted_critical_path import shifted_critical_path
 from merak.schedule.builders.zero_bubble_h1 import zero_bubble_h1
 from merak.schedule.builders.zero_bubble_v import zero_bubble_v
-from merak.schedule.ir import Schedule
+from merak.schedule.ir import USUAL
+from merak.schedule.traits import Builder, Traits
 
-FORMULAS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
+
+def even_traits(
+    part: float = 1, stages: int = 1, more: float = 0, **own: bool
+) -> Callable[..., Traits]:
+    """Traits of schedules of which numbers say all: a part of 1F1B's bubble, and what they hold.
+
+    Args:
+        part: of the bubble of 1F1B with equal stages as small.
+        stages: of a rank.
+        more: microbatches in flight than 1F1B has.
+        **own: other traits.
+    """
+
+    def traits(ranks: int, count: int, **chosen: object) -> Traits:
+        idle, held = part * (ranks - 1) / stages, min(ranks + more, count)
+        return Traits(num_stages=stages * ranks, bubble=idle, in_flight=held, **own)
+
+    return traits
+
+
+def _interleaved(name: str, part: float = 1, **own: bool) -> Callable[..., Traits]:
+    def traits(ranks: int, count: int, *, chunks: int = 2, **chosen: object) -> Traits:
+        check_interleaved(name, ranks, count, chunks)
+        return even_traits(part, chunks, (ranks - 1) / chunks, **own)(ranks, count)
+
+    return traits
+
+
+def _dualpipe_v(ranks: int, count: int) -> Traits:
+    check_dualpipe_v(ranks, count)
+    return even_traits(1 / 3, 2, 1 / 2, splits_backwards=True, joins_ends=True)(ranks, count)
+
+
+FORMULAS: Mapping[str, Builder] = MappingProxyType(
     {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "early_recompute": early_recompute,
-        "last_no_recompute": last_no_recompute,
-        "shifted_critical_path": shifted_critical_path,
-        "interleaved_1f1b": interleaved_1f1b,
-        "chimera": chimera,
-        "gems": gems,
-        "zero_bubble_h1": zero_bubble_h1,
-        "interleaved_zero_bubble": interleaved_zero_bubble,
-        "zero_bubble_v": zero_bubble_v,
-        "dualpipe_v": dualpipe_v,
-        "pipedream": pipedream,
-        "pipedream_2bw": pipedream_2bw,
+        "gpipe": Builder(gpipe),
+        USUAL: Builder(one_f_one_b, ({},), even_traits(is_fifo=True)),
+        "early_recompute": Builder(early_recompute),
+        "last_no_recompute": Builder(last_no_recompute),
+        "shifted_critical_path": Builder(shifted_critical_path),
+        "interleaved_1f1b": Builder(
+            interleaved_1f1b, ({"chunks": 2}, {"chunks": 4}), _interleaved("interleaved_1f1b")
+        ),
+        "chimera": Builder(chimera),
+        "gems": Builder(gems),
+        "zero_bubble_h1": Builder(zero_bubble_h1, ({},), even_traits(1 / 3, splits_backwards=True)),
+        "interleaved_zero_bubble": Builder(
+            interleaved_zero_bubble,
+            ({"chunks": 2},),
+            _interleaved("interleaved_zero_bubble", 1 / 3, splits_backwards=True),
+        ),
+        "zero_bubble_v": Builder(
+            zero_bubble_v, ({},), even_traits(1 / 3, 2, splits_backwards=True, joins_ends=True)
+        ),
+        "dualpipe_v": Builder(dualpipe_v, ({},), _dualpipe_v),
+        "pipedream": Builder(pipedream),
+        "pipedream_2bw": Builder(pipedream_2bw),
     }
 )
-"""Builders: (num_ranks, num_microbatches, **options) to a schedule."""
+"""Builders of Merak's own; what a search tries has a formula for its traits."""

@@ -12,6 +12,9 @@ from enum import Enum
 
 from merak.core.errors import ScheduleError
 
+USUAL = "1f1b"
+"""Name of the schedule of a job that names none."""
+
 
 class Kind(Enum):
     """Kind of computation of an action, on one stage and one microbatch."""
@@ -133,6 +136,11 @@ class Schedule:
     def is_synchronous(self) -> bool:
         """Whether every action uses the weights of the iteration's start."""
         return not self.weight_versions
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether weight gradients have actions of their own."""
+        return any(a.kind is Kind.WEIGHT_GRADIENT for own in self.actions for a in own)
 
     @property
     def has_backwards(self) -> bool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, wraps
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import MappingProxyType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from merak.core.errors import ScheduleError, did_you_mean
-from merak.schedule.catalog import FORMULAS
+from merak.schedule.builders.common import check_counts
+from merak.schedule.catalog import FORMULAS, even_traits
 from merak.schedule.ir import Schedule
 from merak.schedule.search.auto import auto
 from merak.schedule.serialize import load
+from merak.schedule.traits import Builder, Traits, traits_of
 from merak.schedule.validate.schedule import check
 
-BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType({**FORMULAS, "auto": auto})
-"""Every builder: (num_ranks, num_microbatches, **options) to a schedule."""
-
+_BUILDERS = {**FORMULAS, "auto": Builder(auto, formula=even_traits())}
+"""Builders by name, and those that `register` adds. `auto`, made for times of stages, is judged as
+1F1B before there are any."""
 
 MOST_RANKS = 4096
 """Most ranks of a schedule; the time of its checks grows with their square."""
@@ -28,7 +32,7 @@ MOST_FORWARDS = 2**20
 
 def names() -> tuple[str, ...]:
     """The names that `build` knows, simple schedules first."""
-    return tuple(BUILDERS)
+    return tuple(_BUILDERS)
 
 
 def summary(name: str) -> str:
@@ -37,7 +41,7 @@ def summary(name: str) -> str:
     Raises:
         ScheduleError: there is no schedule of this name.
     """
-    described = inspect.getdoc(inspect.getmodule(_builder(name))) or ""
+    described = inspect.getdoc(inspect.getmodule(_builder(name).build)) or ""
     return described.partition("\n")[0].rstrip(".")
 
 
@@ -47,8 +51,20 @@ def options(name: str) -> tuple[str, ...]:
     Raises:
         ScheduleError: there is no schedule of this name.
     """
-    parameters = inspect.signature(_builder(name)).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY)
+    return tuple(_options(_builder(name).build))
+
+
+@lru_cache(maxsize=256)
+def _options(build: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
+    """Options of a builder by name, with the types of their values."""
+    parameters, hints = inspect.signature(build).parameters.values(), get_type_hints(build)
+    named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    found = {}
+    for name in named:
+        hint = hints.get(name, object)
+        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        found[name] = tuple(get_origin(part) or part for part in parts)
+    return found
 
 
 def takes_costs(name_or_file: str) -> bool:
@@ -58,25 +74,6 @@ def takes_costs(name_or_file: str) -> bool:
         ScheduleError: there is no schedule of this name.
     """
     return not is_file(name_or_file) and "costs" in options(name_or_file)
-
-
-def is_synchronous(
-    name_or_file: str, num_ranks: int, num_microbatches: int, chosen: Mapping[str, Any]
-) -> bool:
-    """Whether a schedule updates weights at the end of a step alone.
-
-    Args:
-        name_or_file: as of `resolve`, as the others.
-        num_ranks: pipeline degree.
-        num_microbatches: microbatches per iteration.
-        chosen: options of a named schedule's builder.
-
-    Raises:
-        ScheduleError: as of `resolve`.
-    """
-    if takes_costs(name_or_file):
-        return True
-    return resolve(name_or_file, num_ranks, num_microbatches, **chosen).is_synchronous
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Schedule:
@@ -93,37 +90,114 @@ def build(name: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Sc
         ScheduleError: the name or an option is unknown, or the schedule is not defined for these
             counts.
     """
+    return _checked(name, chosen).build(num_ranks, num_microbatches, **chosen)
+
+
+def _checked(name: str, chosen: Mapping[str, Any]) -> Builder:
+    """The builder of a name, which takes the chosen options."""
     builder = _builder(name)
-    unknown = sorted(set(chosen) - set(options(name)))
+    hints = _options(builder.build)
+    unknown = sorted(set(chosen) - set(hints))
     if unknown:
-        known = ", ".join(options(name)) or "none"
-        meant = did_you_mean(unknown[0], options(name))
+        known = ", ".join(hints) or "none"
+        meant = did_you_mean(unknown[0], hints)
         fix = f"; its options are: {known}." if meant == "." else meant
         raise ScheduleError(f"{name} has no option {unknown[0]!r}{fix}")
-    _check_types(name, builder, chosen)
-    return builder(num_ranks, num_microbatches, **chosen)
-
-
-def _check_types(name: str, builder: Callable[..., Schedule], chosen: dict[str, Any]) -> None:
-    hints = get_type_hints(builder)
     for option, value in chosen.items():
-        if get_args(hints[option]):
-            kinds = tuple(get_origin(part) or part for part in get_args(hints[option]))
-        else:
-            kinds = (hints[option],)
+        kinds = hints[option]
         # Integers are numbers, but booleans are not integers.
         allowed = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, allowed) or (type(value) is bool and bool not in allowed):
             wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
             raise ScheduleError(f"{name}'s option {option} is {value!r}; give a value of {wanted}.")
+    return builder
 
 
-def _builder(name: str) -> Callable[..., Schedule]:
-    if name not in BUILDERS:
+def _builder(name: str) -> Builder:
+    if name not in _BUILDERS:
         meant = did_you_mean(name, names())
         known = f"; choose one of: {', '.join(names())}." if meant == "." else meant
         raise ScheduleError(f"There is no schedule {name!r}{known}")
-    return BUILDERS[name]
+    return _BUILDERS[name]
+
+
+def register(
+    name: str, build: Callable[..., Schedule], *, searched: Sequence[Mapping[str, Any]] = ({},)
+) -> None:
+    """Add a schedule of one's own, which jobs name and searches for plans try.
+
+    Every process of a job has to; traits are those of what is built, simulated with equal stages.
+
+    Args:
+        name: a new one, without dots and separators.
+        build: (num_ranks, num_microbatches) and options by keyword to a schedule; a ValueError says
+            for which it is not defined.
+        searched: options that searches try; none where a job has to name it.
+
+    Raises:
+        ScheduleError: the name is taken, or that of a file.
+    """
+    if name in _BUILDERS or is_file(name):
+        raise ScheduleError(f"{name!r} is a schedule already, or a file; register another name.")
+
+    @wraps(build)
+    def checked(num_ranks: int, num_microbatches: int, **chosen: Any) -> Schedule:
+        try:
+            schedule = build(num_ranks, num_microbatches, **chosen)
+        except ScheduleError:
+            raise
+        except ValueError as error:
+            raise ScheduleError(f"{name}: {error}") from error
+        _check_counts(name, schedule, num_ranks, num_microbatches)
+        return schedule
+
+    _BUILDERS[name] = Builder(checked, tuple(searched))
+
+
+def searched() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and options of the schedules that a search for plans tries."""
+    for name, builder in _BUILDERS.items():
+        for chosen in builder.searched:
+            yield name, MappingProxyType(dict(chosen))
+
+
+def traits(
+    name_or_file: str, num_ranks: int, num_microbatches: int, chosen: Mapping[str, Any]
+) -> Traits:
+    """Traits of a schedule, built where nothing else says them.
+
+    Args:
+        name_or_file: as of `resolve`, as the others.
+        num_ranks: pipeline degree.
+        num_microbatches: microbatches per iteration.
+        chosen: options of a named schedule's builder.
+
+    Raises:
+        ScheduleError: as of `resolve`.
+    """
+    of: object = _BUILDERS.get(name_or_file)
+    if of is None:
+        with suppress(OSError):
+            of = Path(name_or_file).stat().st_mtime_ns
+    own = tuple(chosen.items())
+    try:
+        hash(own)
+    except TypeError:  # of a list
+        return _traits.__wrapped__(name_or_file, of, num_ranks, num_microbatches, own)
+    return _traits(name_or_file, of, num_ranks, num_microbatches, own)
+
+
+@lru_cache(maxsize=4096)
+def _traits(
+    name: str, of: object, ranks: int, microbatches: int, own: tuple[tuple[str, Any], ...]
+) -> Traits:
+    """Traits of a schedule; `of` changes with what its name means."""
+    chosen = dict(own)
+    if is_file(name) or (builder := _checked(name, chosen)).formula is None:
+        return traits_of(resolve(name, ranks, microbatches, **chosen))
+    check_size(ranks, microbatches, MOST_RANKS, MOST_FORWARDS)
+    check_counts(name, ranks, microbatches)
+    return builder.formula(ranks, microbatches, **chosen)
 
 
 def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: Any) -> Schedule:
@@ -151,14 +225,18 @@ def resolve(name_or_file: str, num_ranks: int, num_microbatches: int, **chosen: 
         raise ScheduleError(
             f"A schedule from a file takes no options; got {', '.join(sorted(chosen))}."
         )
+    _check_counts(f"The schedule in {name_or_file}", schedule, num_ranks, num_microbatches)
+    return schedule
+
+
+def _check_counts(what: str, schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    """Refuse a schedule of others that is invalid, or for other counts."""
     if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
         raise ScheduleError(
-            f"The schedule in {name_or_file} is for {schedule.num_ranks} ranks and "
-            f"{schedule.num_microbatches} microbatches; asked for {num_ranks} and "
-            f"{num_microbatches}."
+            f"{what} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches; asked for {num_ranks} and {num_microbatches}."
         )
     check(schedule)
-    return schedule
 
 
 def check_size(num_ranks: int, num_microbatches: int, most_ranks: int, most_forwards: int) -> None:
@@ -189,6 +267,6 @@ def check_size(num_ranks: int, num_microbatches: int, most_ranks: int, most_forw
 def is_file(name_or_file: str) -> bool:
     """Whether a text means a schedule file rather than a name."""
     path = Path(name_or_file)
-    if name_or_file in BUILDERS:
+    if name_or_file in _BUILDERS:
         return False
     return bool(path.suffix) or len(path.parts) > 1 or path.is_file()

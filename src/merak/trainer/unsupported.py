@@ -68,7 +68,7 @@ def refuse_what_needs_all_gradients(args: MerakArguments, pp: int) -> None:
     """
     count, chosen = args.gradient_accumulation_steps, args.schedule_options
     options = chosen if isinstance(chosen, Mapping) else {}
-    if registry.is_synchronous(args.schedule, pp, count, options):
+    if registry.traits(args.schedule, pp, count, options).is_synchronous:
         return
     if args.max_grad_norm:
         raise ArgumentsError(

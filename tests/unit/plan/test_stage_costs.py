@@ -16,7 +16,6 @@ from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.measured_times import SegmentTimes, save_times
 from merak.plan.engine_options import EngineOptions
-from merak.schedule.builders.common import is_split
 from merak.schedule.costs import stage_costs
 from merak.schedule.ir import Schedule
 from merak.schedule.search.auto import auto
@@ -87,4 +86,4 @@ def test_it_keeps_to_the_memory(times: Path) -> None:
 
 
 def test_shares_of_parameters_get_whole_backwards(times: Path) -> None:
-    assert not is_split(forecast(times, zero=3).layout.schedule)
+    assert not forecast(times, zero=3).layout.schedule.splits_backwards

@@ -16,8 +16,8 @@ from merak.record.idle import Cause
 from merak.record.replay import even, expected_costs
 from merak.record.run import RunRecord
 from merak.schedule.costs import Costs
-from merak.schedule.ir import Kind, Schedule
-from merak.schedule.registry import build, names
+from merak.schedule.ir import Schedule
+from merak.schedule.registry import build, names, takes_costs
 from merak.schedule.simulator.simulate import simulate
 from merak.schedule.with_recompute import recomputing
 
@@ -25,9 +25,6 @@ WORTH = 0.03
 """Fraction of a step from which something is worth advice."""
 
 _SPLIT_EVENLY = " The two parts of its split backwards count as half of a whole one each."
-
-_SEARCHING = "auto"
-"""The schedule that is searched for; the others are there at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +149,13 @@ def _other_schedule(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
     if study.num_ranks == 1 or not own.is_synchronous:
         return
     now = simulate(own, study.costs)
-    best: tuple[float, int, str] | None = None
+    best: tuple[float, int, str, bool] | None = None
     for name in names():
-        other = None if name in (_SEARCHING, own.name) else _built(name, study)
+        other = None if name == own.name or takes_costs(name) else _built(name, study)
         if other is None or other.pipes != own.pipes or not other.is_synchronous:
             continue
         found = simulate(other, study.costs)
-        candidate = (found.makespan, max(found.peak_in_flight), name)
+        candidate = found.makespan, max(found.peak_in_flight), name, other.splits_backwards
         best = candidate if best is None else min(best, candidate)
     if best is None or _saved(study, best[0], now.makespan) < WORTH:
         return
@@ -173,7 +170,7 @@ def _other_schedule(run: RunRecord, study: StepStudy) -> Iterator[Advice]:
         f"Try schedule={best[2]!r}: simulated, it takes {milliseconds(best[0])}; {memory}."
         + (
             " The parts of its split backwards count half each."
-            if _is_split_anew(best[2], study)
+            if best[3] and not own.splits_backwards
             else ""
         ),
         _saved(study, best[0], now.makespan),
@@ -311,16 +308,6 @@ RULES: Sequence[Callable[[RunRecord, StepStudy], Iterator[Advice]]] = (
 
 
 # ---- other layouts ----
-
-
-def _is_split_anew(name: str, study: StepStudy) -> bool:
-    """Whether a schedule splits backwards that this step has run whole."""
-
-    def splits(schedule: Schedule | None) -> bool:
-        every = () if schedule is None else schedule.actions
-        return any(a.kind is Kind.WEIGHT_GRADIENT for own in every for a in own)
-
-    return splits(_built(name, study)) and not splits(study.step.schedule)
 
 
 def _work(costs: Costs) -> list[float]:

@@ -11,6 +11,8 @@ import torch
 
 from merak.core.mesh import Mesh
 from merak.plan.options import LAYOUT, taken
+from merak.schedule import registry
+from merak.schedule.traits import Traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,15 @@ class Candidate:
         """What its graphs depend on."""
         sequence_parallel = self.sequence_parallel and self.tp > 1
         return Form(self.microbatch, self.tp, sequence_parallel, self.cp, self.ep)
+
+    @property
+    def traits(self) -> Traits:
+        """Traits of its schedule.
+
+        Raises:
+            ScheduleError: the schedule is not defined for its ranks and microbatches.
+        """
+        return registry.traits(self.schedule, self.pp, self.num_microbatches, self.schedule_options)
 
     @property
     def splits(self) -> bool:

@@ -2,7 +2,8 @@
 
 Everything rests on the prices of segments, which candidates with the same microbatch, tensor and
 sequence parallelism share. No pp rank is faster than its segments, and the busiest has the mean at
-least; in 1F1B a stage waits for those before it besides. The price has the rest.
+least; in a schedule that is first in, first out, a stage waits for those before it besides. The
+price has the rest.
 """
 
 from __future__ import annotations
@@ -30,16 +31,6 @@ from merak.plan.price.segments import SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
 from merak.plan.search.held import Held, HeldEstimates
-from merak.plan.search.space import SPLIT
-
-_FIFO = frozenset({"1f1b", "gpipe", "early_recompute", "last_no_recompute"})
-"""Schedules in which a stage starts when those before it have run a microbatch."""
-
-_BUBBLES = {"zero_bubble_h1": 1 / 3, "zero_bubble_v": 0.1, "dualpipe_v": 0.2}
-"""Usual bubbles of schedules with split backwards, as fractions of 1F1B's."""
-
-_BOTH_ENDS = frozenset({"zero_bubble_v", "dualpipe_v"})
-"""Schedules in which one pp rank has the first and the last stage."""
 
 _SELECTIVE = 0.3
 """Part of a forward that selective recomputation usually runs again."""
@@ -224,7 +215,7 @@ class JobPricing:
         again_s = form.again_s if candidate.recompute == "full" else 0.0
         whole_s = form.forward_s + form.backward_s + again_s
         least_s = count * max(whole_s / candidate.pp, form.largest_s)
-        if candidate.schedule in _FIFO:
+        if candidate.traits.is_fifo:
             # Stage i takes m·t[i] after the t of those before it; equal where t shrinks by 1 − 1/m.
             shrinks = 1.0 - (1.0 - 1.0 / count) ** candidate.pp
             least_s = max(least_s, whole_s / shrinks)
@@ -242,16 +233,14 @@ class JobPricing:
         again = {"full": 1.0, "selective": _SELECTIVE}.get(str(candidate.recompute), 0.0)
         whole_s = form.forward_s * (1 + again) + form.backward_s
         stage_s = max(whole_s / candidate.pp, form.largest_s) * scale
-        chunks = int(candidate.schedule_options.get("chunks", 1))
-        bubble = _BUBBLES.get(candidate.schedule, 1 / chunks) * (candidate.pp - 1)
-        pipeline_s = stage_s * (candidate.num_microbatches + bubble)
+        pipeline_s = stage_s * (candidate.num_microbatches + candidate.traits.bubble)
         tied_s = self._rough_tied_s(candidate, stage_s)
         return pipeline_s + tied_s + self._rough_replicas_s(candidate, pipeline_s)
 
     def _rough_tied_s(self, candidate: Candidate, stage_s: float) -> float:
         """What gradients of tied parameters add, which the ranks that hold them exchange."""
         tied = self._tied_bytes(candidate)
-        sent = tied.elsewhere + (0.0 if candidate.schedule in _BOTH_ENDS else tied.at_ends)
+        sent = tied.elsewhere + (0.0 if candidate.traits.joins_ends else tied.at_ends)
         if candidate.pp == 1 or not sent:
             return 0.0
         link = send_link(self.cluster, 0, (candidate.pp - 1) * candidate.stage_ranks)
@@ -297,15 +286,11 @@ class JobPricing:
         """Estimate of the memory of a candidate's fullest rank."""
         own = self._held(candidate.form)
         scale = candidate.microbatch / self.base
-        recompute = str(candidate.recompute)
-        if candidate.schedule in SPLIT:  # which hold what was recomputed until the W
+        recompute, traits = str(candidate.recompute), candidate.traits
+        if traits.splits_backwards:  # which hold what was recomputed until the W
             recompute = "off"
         held = own.saved.get(recompute, own.saved["off"])
-        chunks = int(candidate.schedule_options.get("chunks", 1))
-        in_flight = candidate.pp + (candidate.pp - 1) / chunks * (chunks > 1)
-        if candidate.schedule == "gpipe":
-            in_flight = candidate.num_microbatches
-        in_flight = min(in_flight, candidate.num_microbatches)
+        in_flight = traits.in_flight
         activations = scale * (held * in_flight / candidate.pp + own.largest)
         if recompute == "off":
             activations += own.weight_copies * in_flight / candidate.pp

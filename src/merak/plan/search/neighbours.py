@@ -13,6 +13,7 @@ from typing import Any
 
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.space import RECOMPUTES
+from merak.schedule.ir import USUAL
 
 _FREE = {
     "schedule": "schedule",
@@ -91,7 +92,7 @@ def without_idle(own: Candidate) -> Candidate:
     if own.tp == 1:
         own = replace(own, sequence_parallel=False, sub_pipelining="off")
     if own.pp == 1:
-        own = replace(own, schedule="1f1b", schedule_options=MappingProxyType({}))
+        own = replace(own, schedule=USUAL, schedule_options=MappingProxyType({}))
     return own
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from merak.core.elastic import GivenDegrees
+from merak.schedule.ir import USUAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Pinned:
 
         A schedule that is pinned runs on several ranks; on one there is none.
         """
-        has_schedule = self.schedule in (None, "1f1b") or pp > 2
+        has_schedule = self.schedule in (None, USUAL) or pp > 2
         return self.pp is None and self.partition is None and has_schedule
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ def pinned_options(
         given: names of options that the user gives, at their default or not.
     """
     own = options.schedule_options
-    is_usual = options.schedule == "1f1b" and not own and "schedule" not in given
+    is_usual = options.schedule == USUAL and not own and "schedule" not in given
     shards = options.sequence_parallel or "sequence_parallel" in given
     return Pinned(
         **degrees._asdict(),

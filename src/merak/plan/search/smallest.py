@@ -18,6 +18,7 @@ from merak.plan.search.prune import state_rejection
 from merak.plan.search.ranking import Ranking
 from merak.plan.search.search import context_degrees, job_of
 from merak.plan.search.space import RECOMPUTES, space_of
+from merak.schedule.ir import USUAL
 
 MOST_DEVICES = 2**17
 """Largest cluster that is tried."""
@@ -123,6 +124,6 @@ def _is_lean(own: Candidate, pinned: Pinned) -> bool:
     return (
         own.recompute == (RECOMPUTES[-1] if pinned.recompute is None else pinned.recompute)
         and own.microbatch == (pinned.microbatch or 1)
-        and own.schedule == (pinned.schedule or "1f1b")
+        and own.schedule == (pinned.schedule or USUAL)
         and own.sequence_parallel == (shards and own.tp > 1)
     )

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from merak.core.errors import ScheduleError
@@ -33,30 +32,13 @@ from merak.plan.search.degrees import check_degrees, divisors
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.ranking import Rejected
 from merak.schedule import registry
+from merak.schedule.traits import Traits
 
 MOST_MICROBATCH = 8
 """Largest microbatch that is searched; twice as many are tried where it is the best plan's."""
 
-SCHEDULES: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
-    {
-        "1f1b": ({},),
-        "interleaved_1f1b": ({"chunks": 2}, {"chunks": 4}),
-        "zero_bubble_h1": ({},),
-        "interleaved_zero_bubble": ({"chunks": 2},),
-        "zero_bubble_v": ({},),
-        "dualpipe_v": ({},),
-    }
-)
-"""Schedules that are searched, with the options of their builders."""
-
 RECOMPUTES = ("off", "selective", "full")
 """Recomputations that are searched, from the most memory to the least."""
-
-_MULTIPLE = frozenset({"interleaved_1f1b", "interleaved_zero_bubble"})
-"""Schedules whose microbatches are a multiple of the pp ranks."""
-
-SPLIT = frozenset({"zero_bubble_h1", "interleaved_zero_bubble", "zero_bubble_v", "dualpipe_v"})
-"""Schedules with split backwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +243,7 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
     subs = ("off", "on") if base.tp > 1 and base.microbatch > 1 and own_tokens else ("off",)
     zeros = _choices(pinned.zero, (0, 1, 2, 3) if base.replicas > 1 else (0,))
     recomputes = _choices(pinned.recompute, RECOMPUTES)
-    for name, options in _schedules(job, pinned, base, space):
+    for name, options, traits in _schedules(job, pinned, base, space):
         combinations = itertools.product(
             zeros, sequences, _choices(pinned.sub_pipelining, subs), recomputes
         )
@@ -269,7 +251,7 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
                 space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
                 continue
-            problem = _zero_problem(job, base, zero, name, sub)
+            problem = _zero_problem(job, base, zero, traits, sub)
             if problem is not None:
                 space.reject(*problem)
                 continue
@@ -293,11 +275,11 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
 
 
 def _zero_problem(
-    job: Job, base: Candidate, zero: int, schedule: str, sub: str
+    job: Job, base: Candidate, zero: int, traits: Traits, sub: str
 ) -> tuple[str, str] | None:
     """What is left out of the ZeRO stages, and of experts over replicas, and why."""
     whole = "zero, or experts over replicas"
-    if zero == 3 and (schedule in SPLIT or sub == "on"):
+    if zero == 3 and (traits.splits_backwards or sub == "on"):
         what = "sub-pipelining" if sub == "on" else "split backwards"
         return f"zero=3 with {what}", "gathers one segment's parameters at a time"
     if job.compresses and (zero or base.form.spreads_experts):
@@ -317,60 +299,39 @@ def _choices(pinned: Any, searched: Sequence[Any]) -> Sequence[Any]:
 
 def _schedules(
     job: Job, pinned: Pinned, base: Candidate, space: Space
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+) -> Iterator[tuple[str, Mapping[str, Any], Traits]]:
+    """The schedules that a layout can have: the pinned one, or those that are searched."""
+    tried: Iterable[tuple[str, Mapping[str, Any]]] = ((base.schedule, base.schedule_options),)
     if pinned.schedule is not None:
-        why = _pinned_problem(job, pinned, base)
-        if why is None:
-            yield pinned.schedule, pinned.schedule_options
-        else:
+        tried = ((pinned.schedule, pinned.schedule_options),)
+    elif base.pp > 1:
+        tried = registry.searched()
+    for name, options in tried:
+        what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        try:
+            traits = registry.traits(name, base.pp, base.num_microbatches, options)
+            where, why = _schedule_problem(job, pinned, base, name, traits)
+        except ScheduleError as error:
+            where, why = f", pp={base.pp}" if pinned.schedule else "", str(error).rstrip(".")
+        if not why:
+            yield name, options, traits
+            continue
+        if pinned.schedule:
             space.refusal = space.refusal or why
-            space.reject(f"{pinned.schedule}, pp={base.pp}", why)
-        return
-    searched = SCHEDULES if base.pp > 1 else {"1f1b": ({},)}
-    for name, variants in searched.items():
-        for options in variants:
-            problem = _schedule_problem(job, base, name, options)
-            if problem is None:
-                yield name, MappingProxyType(dict(options))
-            else:
-                what = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-                space.reject(f"{what}{problem[0]}", problem[1])
-
-
-def _pinned_problem(job: Job, pinned: Pinned, base: Candidate) -> str | None:
-    """The reason why a layout cannot have the pinned schedule, as its builder says it."""
-    name, options = str(pinned.schedule), dict(pinned.schedule_options)
-    if registry.takes_costs(name):
-        return None
-    try:
-        stages = registry.resolve(name, base.pp, base.num_microbatches, **options).num_stages
-    except ScheduleError as error:
-        return str(error).rstrip(".")
-    if base.partition is not None and len(base.partition) != stages:
-        return f"its {counted(stages, 'stage')} are not the partition's {len(base.partition)}"
-    if stages > job.num_segments:
-        return f"{counted(stages, 'stage')} for {job.segments}"
-    return None
+        space.reject(f"{what}{where}", why)
 
 
 def _schedule_problem(
-    job: Job, base: Candidate, name: str, options: Mapping[str, Any]
-) -> tuple[str, str] | None:
-    """The further choices and the reason why a schedule is left out."""
-    chunks = options.get("chunks", 2 if name in ("zero_bubble_v", "dualpipe_v") else 1)
-    stages, count = chunks * base.pp, base.num_microbatches
-    if base.partition is not None and len(base.partition) != stages:
-        whose = f"the partition's {len(base.partition)}"
-        return f", pp={base.pp}", f"its {counted(stages, 'stage')} are not {whose}"
-    if stages > job.num_segments:
-        return (
-            f", pp≥{base.pp}",
-            f"{stages} stages or more for {job.segments}",
-        )
-    if name in _MULTIPLE and count % base.pp:
-        return "", "where the microbatches are no multiple of pp"
-    if name == "dualpipe_v" and count < 2 * base.pp:
-        return "", "where there are fewer than 2 · pp microbatches"
-    if base.pp * count > registry.MOST_FORWARDS:
-        return f", pp={base.pp}", f"{count} microbatches are too many to lay out"
-    return None
+    job: Job, pinned: Pinned, base: Candidate, name: str, traits: Traits
+) -> tuple[str, str]:
+    """The further choices and the reason why a schedule is left out; "" where it is not."""
+    stages = counted(traits.num_stages, "stage")
+    if registry.takes_costs(name):
+        return "", ""
+    if base.partition is not None and len(base.partition) != traits.num_stages:
+        return f", pp={base.pp}", f"its {stages} are not the partition's {len(base.partition)}"
+    if traits.num_stages > job.num_segments:
+        return f", pp≥{base.pp}", f"{stages} or more for {job.segments}"
+    if not traits.is_synchronous and pinned.schedule is None:
+        return "", "trains with several versions of the weights; pin it to have it"
+    return "", ""

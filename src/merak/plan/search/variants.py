@@ -9,10 +9,11 @@ the fastest plan waits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, ScheduleError
 from merak.core.units import seconds
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
@@ -77,8 +78,9 @@ def _with_larger_microbatches(
             num_microbatches=best.num_microbatches // 2,
             partition=None,
         )
-        if pricing.rough_bytes(variant) > pricing.device_bytes:
-            break
+        with suppress(ScheduleError):  # which the price says again
+            if pricing.rough_bytes(variant) > pricing.device_bytes:
+                break
         found = _with_variant(found, variant, "microbatch", pricing, top, refusal)
         if found.plans[0].candidate.microbatch != variant.microbatch:
             break

@@ -96,8 +96,3 @@ def split_backwards(actions: Iterable[Action], delay: int) -> list[Action]:
 def v_shape(num_ranks: int) -> tuple[int, ...]:
     """The rank of each of 2P stages laid down the ranks and back up: r holds r and 2P - 1 - r."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
-
-
-def is_split(schedule: Schedule) -> bool:
-    """Whether a schedule has I and W in place of B."""
-    return any(a.kind is Kind.INPUT_GRADIENT for actions in schedule.actions for a in actions)

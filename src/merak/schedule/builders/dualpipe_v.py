@@ -27,6 +27,14 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     Source: arXiv 2412.19437 (DeepSeek-V3), section 3.2.1, DualPipe, of which every rank pair's
         work is folded onto one rank.
     """
+    check_dualpipe_v(num_ranks, num_microbatches)
+    lists = [_rank_actions(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    ranks, flags = v_shape(num_ranks), [False] * 2 * num_ranks
+    return single_pipe("dualpipe_v", ranks, lists, num_microbatches, flags)
+
+
+def check_dualpipe_v(num_ranks: int, num_microbatches: int) -> None:
+    """Refuse too few microbatches, as of `dualpipe_v`."""
     check_counts("dualpipe_v", num_ranks, num_microbatches)
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
@@ -34,9 +42,6 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
             f"{2 * num_ranks} microbatches or more on {num_ranks} ranks; got {num_microbatches}. "
             f"Use zero_bubble_v."
         )
-    lists = [_rank_actions(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-    ranks, flags = v_shape(num_ranks), [False] * 2 * num_ranks
-    return single_pipe("dualpipe_v", ranks, lists, num_microbatches, flags)
 
 
 def _rank_actions(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from merak.core.errors import ScheduleError
-from merak.schedule.builders.common import check_counts, is_split, single_pipe
+from merak.schedule.builders.common import check_counts, single_pipe
 from merak.schedule.catalog import FORMULAS
 from merak.schedule.costs import Costs, uniform
 from merak.schedule.ir import Schedule
@@ -34,9 +34,6 @@ _LIST_ACTIONS = 400_000
 
 _SEARCH_ACTIONS = 600_000
 """Actions that local search may simulate in all: less than a second."""
-
-_STAGES_PER_RANK = {"zero_bubble_v": 2, "dualpipe_v": 2}
-"""Formulas that are worth building for one number of stages per rank only."""
 
 _NUM_STARTS = 3
 """Schedules that local search starts from."""
@@ -119,13 +116,13 @@ def _best(request: Request, work: Sequence[Job], enough_s: float) -> _Candidate 
 
 def _formulas(request: Request) -> Iterator[_Candidate]:
     """Every synchronous formula with every option that fits the request."""
-    stages_per_rank = request.costs.num_stages // request.num_ranks
-    for name, builder in FORMULAS.items():
-        if _STAGES_PER_RANK.get(name, stages_per_rank) != stages_per_rank:
-            continue
-        for options in _option_choices(builder, request):
+    counts, stages = (request.num_ranks, request.num_microbatches), request.costs.num_stages
+    for own in FORMULAS.values():
+        for options in _option_choices(own.build, request):
             try:
-                schedule = builder(request.num_ranks, request.num_microbatches, **options)
+                if own.formula and own.formula(*counts, **options).num_stages != stages:
+                    continue
+                schedule = own.build(*counts, **options)
             except ScheduleError:
                 continue  # Not defined for these counts.
             if _is_as_requested(request, schedule):
@@ -153,7 +150,7 @@ def _is_as_requested(request: Request, schedule: Schedule) -> bool:
         return False
     if request.recompute is not None and schedule.recompute != request.recompute:
         return False
-    return request.split is None or request.split == is_split(schedule)
+    return request.split is None or request.split == schedule.splits_backwards
 
 
 def _list_schedules(request: Request, work: Sequence[Job]) -> Iterator[_Candidate]:
@@ -187,7 +184,7 @@ def _improved(request: Request, candidate: _Candidate) -> _Candidate:
     if len(schedule.pipes) > 1:
         return candidate
     ranks = schedule.pipes[0]
-    bound_s = lower_bound(make_job(request, ranks, schedule.recompute, is_split(schedule)))
+    bound_s = lower_bound(make_job(request, ranks, schedule.recompute, schedule.splits_backwards))
     limits = activation_limits(request, ranks)
     better = improve(schedule, request.costs, limits, bound_s, _SEARCH_ACTIONS // _NUM_STARTS)
     return min((candidate, *_candidate(request, better)), key=lambda c: c.key)
