@@ -11,7 +11,7 @@ import pytest
 
 from merak.cli.main import main
 from merak.core.doctor.checks import CHECKS
-from merak.launch.errors import RunError, StartError
+from merak.core.errors import RunError, StartError
 from merak.launch.ranks import Work, run_ranks
 from tests.multirank.network import Network, script_environment
 

@@ -21,9 +21,8 @@ from merak.arguments.planned import (
 )
 from merak.core import mesh as meshes
 from merak.core.elastic import GivenDegrees
-from merak.core.errors import ArgumentsError, PlanError
+from merak.core.errors import ArgumentsError, CommandError, PlanError
 from merak.core.mesh import Mesh
-from merak.launch.errors import CommandError
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import plan_of, write_plan

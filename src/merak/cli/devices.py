@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from merak.cli.options import option, words
+from merak.core.errors import CommandError
 from merak.core.units import counted
-from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 
 if TYPE_CHECKING:

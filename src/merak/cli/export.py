@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from merak.cli.model import parameter_type
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.errors import CommandError
 from merak.core.precision import PARAMETER_TYPES
 from merak.core.units import count, read_bytes, size
-from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch

@@ -25,13 +25,12 @@ from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.doctor.failed_start import advise
 from merak.core.doctor.software import DISTRIBUTION
-from merak.core.errors import MerakError, TrainingError
+from merak.core.errors import MerakError, RunError, StartError, TerminatedError, TrainingError
 from merak.core.health.failure import is_joined
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
 from merak.core.health.quiet import hide_needless
 from merak.core.packages import installed_version
-from merak.launch.errors import RunError, StartError, TerminatedError
 
 BAD_INPUT = 2
 """The exit code for input that makes no sense."""

@@ -20,9 +20,9 @@ from merak.cli.model import (
 )
 from merak.cli.options import JobRequest, autocast, job_options, option, parameter_dtype, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 from merak.launch.devices import planned_device, planning_device
-from merak.launch.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 from merak.plan.options import LAYOUT, PRICED
 

@@ -11,10 +11,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from merak.core.errors import did_you_mean
+from merak.core.errors import CommandError, did_you_mean
 from merak.core.health.stderr import write_line
 from merak.core.precision import PARAMETER_TYPES, read_type
-from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from merak.core.errors import CommandError
 from merak.core.files.json_file import parse_value
-from merak.launch.errors import CommandError
 from merak.plan import options
 from merak.schedule.registry import names as schedules
 

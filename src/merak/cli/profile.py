@@ -18,8 +18,8 @@ from merak.cli.options import (
     takes,
 )
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.errors import CommandError
 from merak.core.units import counted, size
-from merak.launch.errors import CommandError
 from merak.launch.forkserver import ranks_prepared
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from merak.cli.options import (
 )
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
+from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 from merak.launch.devices import device_of
-from merak.launch.errors import CommandError
 from merak.plan.options import LAYOUT, PRICED, ParallelOptions
 
 if TYPE_CHECKING:

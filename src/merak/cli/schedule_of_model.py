@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.model import filled, model_source, model_workload, precision_of, recipe_job
 from merak.cli.options import autocast, given, option, parameter_dtype, recipe_settings
+from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
-from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     from merak.schedule.simulator.simulate import Simulation

@@ -16,8 +16,8 @@ from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.model import model_source, recipe_job
 from merak.cli.options import ModelRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
+from merak.core.errors import CommandError
 from merak.core.units import count, counted, seconds, size
-from merak.launch.errors import CommandError
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import ModelGraph, Segment

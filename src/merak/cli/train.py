@@ -80,7 +80,7 @@ def _max_restarts(request: TrainRequest) -> int:
     Raises:
         CommandError: it is negative, or given to a rank of torchrun's.
     """
-    from merak.launch.errors import CommandError
+    from merak.core.errors import CommandError
 
     given = request.max_restarts
     if given < 0:

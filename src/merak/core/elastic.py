@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from merak.core.errors import MeshError, PlanError
-from merak.core.files.json_file import UnreadableFile, read_json
+from merak.core.errors import MeshError
 
 AUTO_PLAN = "auto"
 """The plan that is searched when the model and its batches are known."""
@@ -152,124 +147,3 @@ def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:
     ]
     fitting = [degrees for degrees in found if degrees.dp <= wanted.dp]
     return max(fitting, key=lambda d: (wanted.dp % d.dp == 0, d.tp, d.pp), default=None)
-
-
-PLAN_FORMAT = "merak-plan"
-"""What a plan file says that it is."""
-
-PLAN_VERSION = 2
-
-_PLANNED = ("candidate", "price")
-"""Fields of a plan file that say what was planned; the others say for what."""
-
-
-def plan_checksum(content: Mapping[str, Any]) -> str:
-    """Checksum of what a plan was made for: model, devices, batch and options of the job.
-
-    Args:
-        content: of a plan file, with or without its checksum.
-    """
-    given = {name: own for name, own in content.items() if name not in (*_PLANNED, "checksum")}
-    text = json.dumps(given, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the JSON object of a plan file.
-
-    Args:
-        path: of the file, as `merak plan --output` has written it.
-
-    Raises:
-        PlanError: it cannot be read, is no plan, or of a version that is not known.
-    """
-    try:
-        content = read_json(path)
-    except UnreadableFile as error:
-        raise PlanError(
-            f"the plan {path} {error}; name a file that `merak plan --output` has written."
-        ) from error
-    if not isinstance(content, dict) or content.get("format") != PLAN_FORMAT:
-        raise PlanError(f"{path} is no plan; give a file that `merak plan --output` has written.")
-    if content.get("version") != PLAN_VERSION:
-        raise PlanError(
-            f"the plan {path} has version {content.get('version')!r}, and this Merak reads version "
-            f"{PLAN_VERSION}; plan again with `merak plan`."
-        )
-    # Files before there was one have none.
-    if content.get("checksum", expected := plan_checksum(content)) != expected:
-        raise PlanError(
-            f"the plan {path} is not for what it was made for: its checksum is "
-            f"{content['checksum']!r}, and that of its model, devices, batch and options is "
-            f"{expected!r}; plan again with `merak plan`."
-        )
-    return content
-
-
-def plan_degrees(path: str | os.PathLike[str]) -> Degrees:
-    """Degrees of a plan file.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        PlanError: it cannot be read, or is no plan.
-    """
-    content = read_plan_content(path)
-    candidate = content.get("candidate")
-    found: list[Any] = [
-        candidate.get(axis, Degrees._field_defaults.get(axis)) if isinstance(candidate, dict) else 0
-        for axis in Degrees._fields
-    ]
-    if not all(isinstance(degree, int) and degree > 0 for degree in found):
-        raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
-    return Degrees(*found)
-
-
-def plan_expert_degree(path: str | os.PathLike[str]) -> int:
-    """Expert parallel degree of a plan file.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        PlanError: it cannot be read, or is no plan.
-    """
-    found = read_plan_content(path).get("candidate", {}).get("ep", 1)
-    if not isinstance(found, int):
-        raise PlanError(f"the plan {path} has no degrees; plan again with `merak plan`.")
-    return found
-
-
-def wanted_degrees(
-    given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
-) -> Degrees:
-    """Degrees that a job is written for: of its plan, or those given where there is no plan.
-
-    Args:
-        given: as the user gives them.
-        plan: file of a plan; "auto" counts every rank as a replica until the plan is searched.
-        elastic: whether fewer ranks may be there.
-
-    Raises:
-        PlanError: the plan cannot be read, or has other degrees than those given.
-        MeshError: the degrees given do not fit the ranks of a plan that is searched.
-    """
-    if plan is None:
-        return given.filled()
-    if plan == AUTO_PLAN:
-        if elastic:
-            raise MeshError(
-                "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
-                "ranks that are there; leave elastic out, and set global_batch."
-            )
-        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        given.check_ranks(num_ranks)
-        return Degrees(num_ranks, 1, 1)
-    planned = plan_degrees(plan)
-    if any(own not in (None, other) for own, other in zip(given.axes, planned, strict=True)):
-        raise PlanError(
-            f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
-            "plan again."
-        )
-    return planned

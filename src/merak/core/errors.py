@@ -69,6 +69,22 @@ class RecordError(MerakError):
     """Error about the record of a run that is not there or cannot be read."""
 
 
+class CommandError(MerakError):
+    """Error about an option or a recipe that names something unknown or unfit."""
+
+
+class RunError(Exception):
+    """Failure of a run that is not bad input; the message says how."""
+
+
+class StartError(RunError):
+    """Failure of ranks before the first of them has run a step."""
+
+
+class TerminatedError(RunError):
+    """End of a run by SIGTERM, which has its own exit code."""
+
+
 @contextmanager
 def collected(problems: list[MerakError]) -> Iterator[None]:
     """Note an error about input inside instead of raising it, so that a file's others come, too.

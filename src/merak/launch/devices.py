@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from merak.core.errors import did_you_mean
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, did_you_mean
 from merak.plan.cost.data_sheets import ALIASES
 from merak.plan.cost.device import PRESETS, DeviceProfile, preset, sheet_name
 

@@ -25,7 +25,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from merak.core.doctor.finding import System
 from merak.core.doctor.memory import read_memory
-from merak.core.errors import MerakError, TrainingError
+from merak.core.errors import (
+    CommandError,
+    MerakError,
+    RunError,
+    StartError,
+    TerminatedError,
+    TrainingError,
+)
 from merak.core.files.private_files import write_aside
 from merak.core.health.failure import (
     BAD_INPUT,
@@ -43,7 +50,6 @@ from merak.core.health.stderr import write_line
 from merak.core.health.store import LOOPBACK, loopback_interface
 from merak.core.units import size
 from merak.launch import rendezvous
-from merak.launch.errors import CommandError, RunError, StartError, TerminatedError
 from merak.launch.forkserver import THREADS, environment, num_threads, quiet_tracker, start_method
 
 Result = TypeVar("Result")

@@ -29,13 +29,3 @@ def kept_at(depth: int, num_blocks: int, last: float) -> float:
         last: of the last block.
     """
     return 1.0 - depth / num_blocks * (1.0 - last)
-
-
-def mean_kept(num_blocks: int, last: float) -> float:
-    """The expected fraction of a stack's blocks that run.
-
-    Args:
-        num_blocks: of the stack.
-        last: probability with which the last block is kept.
-    """
-    return sum(kept_at(i, num_blocks, last) for i in range(1, num_blocks + 1)) / num_blocks

@@ -26,14 +26,7 @@ from merak.schedule.traits import Builder, Traits
 def even_traits(
     part: float = 1, stages: int = 1, more: float = 0, **own: bool
 ) -> Callable[..., Traits]:
-    """Traits of schedules of which numbers say all: a part of 1F1B's bubble, and what they hold.
-
-    Args:
-        part: of the bubble of 1F1B with equal stages as small.
-        stages: of a rank.
-        more: microbatches in flight than 1F1B has.
-        **own: other traits.
-    """
+    """Traits from a part of 1F1B's bubble with stages as small, and more microbatches in flight."""
 
     def traits(ranks: int, count: int, **chosen: object) -> Traits:
         idle, held = part * (ranks - 1) / stages, min(ranks + more, count)

@@ -164,13 +164,7 @@ def searched() -> Iterator[tuple[str, Mapping[str, Any]]]:
 def traits(
     name_or_file: str, num_ranks: int, num_microbatches: int, chosen: Mapping[str, Any]
 ) -> Traits:
-    """Traits of a schedule, built where nothing else says them.
-
-    Args:
-        name_or_file: as of `resolve`, as the others.
-        num_ranks: pipeline degree.
-        num_microbatches: microbatches per iteration.
-        chosen: options of a named schedule's builder.
+    """Traits of a schedule of `resolve`, which is built where no formula says them.
 
     Raises:
         ScheduleError: as of `resolve`.

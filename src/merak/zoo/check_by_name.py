@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from merak.check import Case, CheckOptions, CheckReport, Job, Layout, Workspace, check_against
-from merak.core.errors import MerakError
+from merak.core.errors import CommandError, MerakError
 from merak.core.files.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
 from merak.launch.devices import check_backend, device_of
-from merak.launch.errors import CommandError
 from merak.launch.ranks import Work, run_ranks, under_torchrun
 from merak.zoo.batches.batch import example_arguments
 from merak.zoo.batches.columns import Column, draw_batch

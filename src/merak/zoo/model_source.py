@@ -13,10 +13,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
-from merak.core.errors import MerakError, PackageError, did_you_mean
+from merak.core.errors import CommandError, MerakError, PackageError, did_you_mean
 from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.core.packages import missing_package
-from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import inner_configs, merged
 from merak.zoo.stored_config import in_todays_names, read_object, with_fewer_layers
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from merak.core.errors import CommandError
 from merak.core.files.json_file import UnreadableFile, read_json
-from merak.launch.errors import CommandError
 from merak.zoo.configs import field_names as names
 from merak.zoo.configs.fields import BY_LAYER, are_counts, inner_configs, is_count
 

@@ -10,9 +10,9 @@ import pytest
 
 from merak.cli.main import main
 from merak.core.doctor.finding import Finding, Level
+from merak.core.errors import RunError, StartError
 from merak.core.health import failure
 from merak.launch.doctor import examine
-from merak.launch.errors import RunError, StartError
 
 FINE = Finding("python", Level.OK, "Python 3.11")
 SLOW = Finding("variables", Level.WARNING, "NCCL_DEBUG=INFO", "unset it", "host-a")

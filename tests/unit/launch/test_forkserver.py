@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from merak.launch.errors import RunError
+from merak.core.errors import RunError
 from merak.launch.forkserver import (
     FROM_IMPORTED,
     FROM_NOTHING,

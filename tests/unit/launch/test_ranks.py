@@ -14,10 +14,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import merak
 from merak.core.doctor.finding import System
-from merak.core.errors import MerakError, ShardError, TrainingError
+from merak.core.errors import (
+    CommandError,
+    MerakError,
+    RunError,
+    ShardError,
+    TerminatedError,
+    TrainingError,
+)
 from merak.core.health.preemption import TERMINATED
 from merak.launch import ranks
-from merak.launch.errors import CommandError, RunError, TerminatedError
 from merak.launch.forkserver import FROM_NOTHING
 from merak.launch.ranks import Work, run_ranks
 

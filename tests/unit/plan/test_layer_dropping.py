@@ -9,7 +9,7 @@ import pytest
 
 from merak.core.errors import ArgumentsError, ScheduleError
 from merak.graph.trace.branches.residual_blocks import add_buffers, find_stacks
-from merak.plan.layer_dropping import kept, kept_at, mean_kept
+from merak.plan.layer_dropping import kept, kept_at
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
@@ -29,8 +29,6 @@ def test_all_blocks_are_kept_at_first_and_fewer_over_time() -> None:
 
 def test_deeper_blocks_are_kept_less() -> None:
     assert [kept_at(i, 4, 0.5) for i in (1, 2, 3, 4)] == [0.875, 0.75, 0.625, 0.5]
-    assert mean_kept(4, 0.5) == 0.6875
-    assert mean_kept(4, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.5, math.nan])

@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from merak.cli.schedule import schedule
-from merak.core.errors import ScheduleError
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, ScheduleError
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import load
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import BertConfig, CLIPConfig, GPT2Config, GPT2LMHeadModel
 
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.model_source import parse_overrides, resolve_model
 
 TINY = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}

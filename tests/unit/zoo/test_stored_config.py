@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import GptOssConfig, Mamba2Config
 
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.model_source import resolve_model
 from merak.zoo.stored_config import with_fewer_layers
 

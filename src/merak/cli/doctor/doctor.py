@@ -12,8 +12,8 @@ import typer
 from merak.cli.options import backend, device, json_output, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.doctor.finding import Finding, Level, System
+from merak.core.errors import CommandError
 from merak.core.units import counted
-from merak.launch.errors import CommandError
 
 
 @dataclass(frozen=True, kw_only=True)

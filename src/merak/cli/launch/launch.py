@@ -15,7 +15,7 @@ import typer
 from merak.cli.options import argument, json_output, option, takes
 from merak.cli.output import show
 from merak.core.elastic import AUTO_PLAN
-from merak.core.errors import ArgumentsError, PackageError
+from merak.core.errors import ArgumentsError, CommandError, PackageError
 from merak.core.units import counted
 from merak.launch.clusters.job import RECIPES, ClusterJob, job_name, torchrun
 from merak.launch.clusters.kubernetes import KubernetesOptions, manifest
@@ -23,7 +23,6 @@ from merak.launch.clusters.ray_train import driver
 from merak.launch.clusters.skypilot import SkyOptions, task
 from merak.launch.clusters.slurm import SlurmOptions, batch_script
 from merak.launch.clusters.start import Launch, start
-from merak.launch.errors import CommandError
 
 app = typer.Typer(
     help="Start a script or a recipe on a cluster, through a launcher that it has.",

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from merak.core import units
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 
 @cache

@@ -24,9 +24,8 @@ from merak.cli.output import show, stdout_to_stderr
 from merak.cli.plan.planned import Planned
 from merak.cli.plan.report import PlanReport, WhatIf, rejected_rows, row_of, samples, text_of
 from merak.cli.plan.request import PlanRequest, pinned_of
-from merak.core.errors import PlanError
+from merak.core.errors import CommandError, PlanError
 from merak.core.garbage import paused_collector
-from merak.launch.errors import CommandError
 from merak.plan.options import ParallelOptions
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from merak.cli.options import (
     recipe_settings,
     words,
 )
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 from merak.plan.options import LAYOUT, PRICED
 

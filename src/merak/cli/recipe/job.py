@@ -20,10 +20,9 @@ from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.schema import Recipe
 from merak.core.announce import show_announcements
 from merak.core.elastic import AUTO_PLAN
-from merak.core.errors import MerakError, collected, raise_all
+from merak.core.errors import CommandError, MerakError, collected, raise_all
 from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
-from merak.launch.errors import CommandError
 from merak.launch.ranks import check_room
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps

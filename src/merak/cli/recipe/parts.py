@@ -42,8 +42,8 @@ from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, JOINED, SEPARATE, DataRecipe, Recipe
 from merak.core.announce import announce, announced
+from merak.core.errors import CommandError
 from merak.core.mesh import current_mesh
-from merak.launch.errors import CommandError
 from merak.zoo.configs.fields import most_positions
 from merak.zoo.model_source import ModelSource, resolve_model
 

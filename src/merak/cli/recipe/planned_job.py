@@ -19,11 +19,11 @@ from merak.cli.recipe.parts import model_of, with_adapters
 from merak.cli.recipe.recipe import names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
 from merak.core.elastic import AUTO_PLAN
+from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 from merak.core.mesh import Mesh
 from merak.engine.layer_dropping import drop_layers
 from merak.graph.weights.empty_weights import empty_weights
-from merak.launch.errors import CommandError
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.engine_options import EngineOptions

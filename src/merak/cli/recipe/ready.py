@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from merak.core.errors import did_you_mean
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, did_you_mean
 
 READY = ("gpt2", "bert", "t5", "vit", "swin", "llama", "mixtral", "sft", "lora")
 """Names of the recipes."""

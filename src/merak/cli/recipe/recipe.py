@@ -16,8 +16,9 @@ from merak.cli.recipe.draft import AUTO_BF16
 from merak.cli.recipe.ready import READY, ready_text
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_source, with_overrides
-from merak.core.elastic import AUTO_PLAN, plan_degrees, plan_expert_degree
+from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
+    CommandError,
     MerakError,
     PackageError,
     collected,
@@ -25,9 +26,9 @@ from merak.core.errors import (
     raise_all,
     todays_name,
 )
+from merak.core.files.plan_file import plan_degrees
 from merak.core.kinds import fits, kind_names
 from merak.launch.clusters.job import RECIPES
-from merak.launch.errors import CommandError
 
 Section = TypeVar("Section")
 
@@ -210,7 +211,7 @@ def _parallel(parsed: object, plan: Any, origins: Origins) -> Degrees:
         )
     if plan is None or plan == AUTO_PLAN:
         return given
-    planned = {**plan_degrees(plan)._asdict(), "ep": plan_expert_degree(plan)}
+    planned = plan_degrees(plan)._asdict()
     for axis, degree in _mapping(("parallel",), parsed, origins).items():
         if degree not in (None, planned.get(axis, degree)):
             sentence = (

@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-from merak.core.errors import MerakError, TrainingError
+from merak.core.errors import CommandError, MerakError, TrainingError
 from merak.core.files.yaml_file import UnreadableYaml, parse_yaml, place_of
-from merak.launch.errors import CommandError
 
 Keys = tuple[str, ...]
 """Names of a field and of those around it, the outermost first."""

@@ -13,9 +13,9 @@ from merak.cli.options import argument, json_output, option, takes, words
 from merak.cli.output import show
 from merak.cli.recipe.ready import READY, ready_text
 from merak.core.elastic import AUTO_PLAN
+from merak.core.errors import CommandError
 from merak.core.files.yaml_file import parse_yaml
 from merak.core.units import counted
-from merak.launch.errors import CommandError
 
 Sections = Mapping[str, Any]
 

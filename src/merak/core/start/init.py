@@ -18,11 +18,10 @@ from merak.core.elastic import (
     Degrees,
     GivenDegrees,
     check_expert_degree,
-    plan_expert_degree,
     smaller_degrees,
-    wanted_degrees,
 )
 from merak.core.errors import MeshError, PlanError, keyword_names, refuse_unknown
+from merak.core.files.plan_file import plan_degrees
 from merak.core.health import failure, preemption, store, watchdog
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import (
@@ -101,7 +100,7 @@ def init(
     _check_call(unknown, timeout_s)
     preemption.listen()
     given = GivenDegrees(dp, tp, pp, cp, ep)
-    wanted = wanted_degrees(given, plan, elastic)
+    wanted = _wanted_degrees(given, plan, elastic)
     GivenDegrees(*wanted).check()
     chosen = pick_device(device)
     check_backend(backend, chosen)
@@ -112,6 +111,30 @@ def init(
     held = _expert_degree(ep, wanted, degrees, plan)
     mesh = replace(connect(degrees, held, chosen, backend, timeout_s), call=call)
     return _adopted(mesh, wanted, given if plan == AUTO_PLAN else None)
+
+
+def _wanted_degrees(
+    given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
+) -> Degrees:
+    """Degrees that a job is written for: of its plan, or those given where there is no plan."""
+    if plan is None:
+        return given.filled()
+    if plan == AUTO_PLAN:
+        if elastic:
+            raise MeshError(
+                "elastic=True lowers degrees that are given, but plan='auto' chooses them for the "
+                "ranks that are there; leave elastic out, and set global_batch."
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        given.check_ranks(num_ranks)
+        return Degrees(num_ranks, 1, 1)
+    planned = plan_degrees(plan).filled()
+    if any(own not in (None, other) for own, other in zip(given.axes, planned, strict=True)):
+        raise PlanError(
+            f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
+            "plan again."
+        )
+    return planned
 
 
 def _adopted(mesh: Mesh, wanted: Degrees, searched: GivenDegrees | None) -> Mesh:
@@ -230,7 +253,7 @@ def _expert_degree(
     if plan == AUTO_PLAN:
         return 1  # until the plan is chosen
     if plan is not None:
-        planned = plan_expert_degree(plan)
+        planned = plan_degrees(plan).ep
         if ep not in (None, planned):
             raise PlanError(
                 f"ep={ep} contradicts the plan {plan}, which has ep={planned}; leave it out, or "

@@ -8,7 +8,7 @@ replicas sums them, as over data parallel ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from merak.core.errors import ShardError
@@ -94,7 +94,7 @@ class ContextParallel:
         graph = rewrite_tokens(own.graph, self.found[segment.index], self.degree)
         return replace(own, graph=graph), shards
 
-    def like(self, segment: Segment) -> Segment:
+    def like(self, segment: Segment) -> Hashable:
         """The segment itself: no other is known to be rewritten in the same way."""
         return segment
 

@@ -10,8 +10,8 @@ Source: GShard (arXiv 2006.16668, section 3.2).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from merak.graph.ir.operators import (
     TRANSPOSES,
     family,
 )
-from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.segment.cut import copy_graph
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import Shard, local_meta, shape_of
@@ -70,7 +70,6 @@ class ExpertParallel:
 
     degree: int
     context: ContextParallel | None = None
-    _first: dict[Structure, Segment] = field(init=False, default_factory=dict)
 
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, ExpertParallel]:
         """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
@@ -105,17 +104,15 @@ class ExpertParallel:
         }
         return replace(own, graph=graph), shards
 
-    def like(self, segment: Segment) -> Segment:
-        """The first segment of which this one's rewriting differs in names alone.
+    def like(self, segment: Segment) -> Hashable:
+        """What segments share whose rewritings differ in names alone.
 
         With context parallelism it is the segment itself: what tokens mix depends on its place.
 
         Args:
             segment: of the graph that `fit` has seen.
         """
-        if self.context is not None:
-            return segment
-        return self._first.setdefault(structure_of_graph(segment.graph), segment)
+        return segment if self.context is not None else structure_of_graph(segment.graph)
 
 
 LocalRewrite = TensorParallel | ContextParallel | ExpertParallel

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy  # type: ignore[import-untyped]
@@ -124,8 +124,8 @@ class TensorParallel:
             local = rewrite(graph, layout, degree)
         return replace(segment, graph=local), shards
 
-    def like(self, segment: Segment) -> Segment:
-        """The first segment of which this one's rewriting differs in names alone.
+    def like(self, segment: Segment) -> Hashable:
+        """What segments share whose rewritings differ in names alone: the first of them.
 
         Args:
             segment: of the graph that `fit` has seen.

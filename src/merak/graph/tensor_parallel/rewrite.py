@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -309,11 +310,8 @@ def check_shapes(nodes: Sequence[fx.Node]) -> None:
 
 
 def _check_operator(node: fx.Node) -> None:
-    found_args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["tensor"])
-    key = (node.target, repr(found_args))
-    if key not in _found_shapes:
-        _found_shapes[key] = _run_on_meta(node.target, *found_args)
-    found = _found_shapes[key]
+    found_args: Any = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["tensor"])
+    found = _run_on_meta(node.target, *found_args)
     if found != (expected := _shapes(node.meta["tensor"])):
         raise ShardError(
             f"the shard of {node.name} ({where(node)}) should be {expected} on every rank "
@@ -321,10 +319,7 @@ def _check_operator(node: fx.Node) -> None:
         )
 
 
-_found_shapes: dict[tuple[Any, str], Any] = {}
-"""Shapes that operators yield, by operator and operands: those of one block are those of all."""
-
-
+@lru_cache(maxsize=4096)  # shapes of one block are those of all
 def _run_on_meta(target: Any, args: Any, kwargs: Any) -> Any:
     """Shapes of what an operator yields, or a clause about its error."""
     empty = tree_map_only(TensorMeta, _empty, (args, kwargs))

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 RECIPES = (".yaml", ".yml")
 """Suffixes of scripts that are recipes of `merak train`."""

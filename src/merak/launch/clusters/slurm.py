@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from string import Template
 
+from merak.core.errors import CommandError
 from merak.launch.clusters.job import ClusterJob, job_name, torchrun
 from merak.launch.clusters.shell import line
-from merak.launch.errors import CommandError
 
 _NODES = "$SLURM_JOB_NUM_NODES"
 _ENDPOINT = "$first_node:$port"

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from merak.launch.errors import CommandError, RunError
+from merak.core.errors import CommandError, RunError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from merak.core.doctor.checks import host_findings
 from merak.core.doctor.finding import Finding, Level, System
 from merak.core.doctor.variables import PLACE
-from merak.core.errors import MerakError
+from merak.core.errors import CommandError, MerakError, RunError, TerminatedError
 from merak.core.health import failure
 from merak.launch.doctor.on_ranks import Examination, examine_ranks
-from merak.launch.errors import CommandError, RunError, TerminatedError
 from merak.launch.ranks import Work, run_ranks
 
 LOCAL_RANKS = 2

@@ -112,7 +112,7 @@ class _CompilerOnce(Compiler):
         super().__init__(graph)
         self._rewrite = rewrite
         self._segments: dict[int, tuple[SegmentProgram, dict[str, ParameterShard]]] = {}
-        self._first: dict[int, tuple[Segment, Segment, dict[str, ParameterShard]]] = {}
+        self._first: dict[Hashable, tuple[Segment, Segment, dict[str, ParameterShard]]] = {}
         self._prologues: dict[frozenset[str], tuple[SegmentProgram, SegmentProgram]] = {}
 
     def segment(
@@ -133,7 +133,7 @@ class _CompilerOnce(Compiler):
         """A segment as the rank runs it."""
         if self._rewrite is None:
             return segment, {}
-        key = id(self._rewrite.like(segment))
+        key = self._rewrite.like(segment)
         if key not in self._first:
             self._first[key] = (segment, *self._rewrite(segment))
         whole, local, shards = self._first[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -111,6 +111,15 @@ class Candidate:
         """What its graphs depend on."""
         sequence_parallel = self.sequence_parallel and self.tp > 1
         return Form(self.microbatch, self.tp, sequence_parallel, self.cp, self.ep)
+
+    def choices(self, *without: str) -> tuple[Any, ...]:
+        """All choices but some, hashable: the same where candidates differ in those alone.
+
+        Args:
+            *without: names of fields.
+        """
+        kept = [getattr(self, own.name) for own in fields(self) if own.name not in without]
+        return tuple(str(sorted(v.items())) if isinstance(v, Mapping) else v for v in kept)
 
     @property
     def traits(self) -> Traits:

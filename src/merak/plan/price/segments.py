@@ -103,29 +103,30 @@ def price_segments(
     form = candidate.form
     groups = groups_of(cluster, form.tp, form.cp, form.ep)
     choice = replace(workload.kernels, float32_gradients=workload.common.float32_gradients)
-    key = ("segments", form, choice, device.name, id(device), groups)
-    if key not in workload.memo:
+
+    def priced() -> tuple[tuple[SegmentPrice, ...], DeviceProfile]:
         segments = workload.local_graph(form).segments
         first = workload.unique(form)
         known = {
             index: price_graph(segments[index].graph, choice, device, groups)
             for index in set(first)
         }
-        workload.memo[key] = (tuple(known[index] for index in first), device)
-    found: tuple[SegmentPrice, ...] = workload.memo[key][0]
-    return found
+        return tuple(known[index] for index in first), device
+
+    key = ("segments", form, choice, id(device), groups)
+    return workload.once(key, priced)[0]
 
 
 def model_flops(workload: Workload, microbatch: int) -> float:
     """FLOPs of the whole model for one microbatch, forward and backward, without recomputation."""
-    key = ("flops", microbatch)
-    if key not in workload.memo:
+
+    def total() -> float:
         segments = workload.local_graph(Form(microbatch)).segments
         first = workload.unique(Form(microbatch))
         known = {index: _flops(segments[index].graph) for index in set(first)}
-        workload.memo[key] = sum(known[index] for index in first)
-    flops: float = workload.memo[key]
-    return flops
+        return sum(known[index] for index in first)
+
+    return workload.once(("flops", microbatch), total)
 
 
 def _sustained(device: DeviceProfile) -> DeviceProfile:

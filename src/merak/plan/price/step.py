@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -260,16 +261,12 @@ def _partition(
     differs = len(set(kinds.values())) > 1 or (len(set(links)) > 1 and len(set(sizes)) > 1)
     times = tuple(kinds[id(own)] for own in prices)
     key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)
-    if key not in workload.memo:
-        count = candidate.num_microbatches
-        on_stages = [different[id(own)] for own in prices]
-        workload.memo[key] = (
-            balance_uneven(on_stages, count, links=links, cut_bytes=sizes)
-            if differs
-            else balance(on_stages[0], num_stages, count)
-        )
-    found: Partition = workload.memo[key]
-    return found
+    on_stages = [different[id(own)] for own in prices]
+    count = candidate.num_microbatches
+    if differs:
+        uneven = partial(balance_uneven, on_stages, count, links=links, cut_bytes=sizes)
+        return workload.once(key, uneven)
+    return workload.once(key, lambda: balance(on_stages[0], num_stages, count))
 
 
 def _with_policy(

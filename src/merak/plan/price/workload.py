@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from merak.core.tensor_meta import Signature
 from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.structure import structure_of_graph
+from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.repeated import RepeatedGraphs
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
@@ -34,6 +35,8 @@ from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.kernels import KernelChoice
 from merak.plan.step_plans import StepPlans
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, eq=False)
@@ -63,19 +66,10 @@ class Workload:
     common: ParallelOptions = field(default_factory=ParallelOptions)
     features: Features | None = None
     kernels: KernelChoice = field(default_factory=KernelChoice)
-    memo: dict[Any, Any] = field(init=False, default_factory=dict)
-    """What others derive from the workload and want to have once."""
-    _graphs: dict[int, ModelGraph] = field(init=False, default_factory=dict)
+    _known: dict[Hashable, Any] = field(init=False, default_factory=dict)
     _traced: RepeatedGraphs | None = field(init=False, default=None)
     _parallel: dict[Form, TensorParallel] = field(init=False, default_factory=dict)
-    _rewrites: dict[Form, LocalRewrite | None] = field(init=False, default_factory=dict)
-    _local: dict[Form, ModelGraph] = field(init=False, default_factory=dict)
-    _models: dict[Form, LocalModel] = field(init=False, default_factory=dict)
-    _optimizers: OptimizerMemories | None = field(init=False, default=None)
     _measured: MeasuredGraphs = field(init=False, default_factory=MeasuredGraphs)
-    _unique: dict[Form, tuple[int, ...]] = field(init=False, default_factory=dict)
-    _drops: dict[int, bool] = field(init=False, default_factory=dict)
-    _plans: dict[Any, StepPlans] = field(init=False, default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -110,6 +104,18 @@ class Workload:
         """Type of mixed precision."""
         return self.source.autocast
 
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What follows from the workload, made when it is first asked for.
+
+        Args:
+            key: what it is, and all that it depends on besides.
+            make: makes it.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: _T = self._known[key]
+        return found
+
     def graph(self, microbatch: int) -> ModelGraph:
         """Graph of the whole model in training.
 
@@ -119,11 +125,9 @@ class Workload:
         Raises:
             TraceError: the model cannot be traced.
         """
-        if microbatch not in self._graphs:
-            if self._traced is None:
-                self._traced = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
-            self._graphs[microbatch] = self._traced(microbatch)
-        return self._graphs[microbatch]
+        if self._traced is None:
+            self._traced = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
+        return self.once(("graph", microbatch), partial(self._traced, microbatch))
 
     def drops_layers(self, microbatch: int) -> bool:
         """Whether a step may leave out layers, and with them gradients of their parameters.
@@ -131,10 +135,8 @@ class Workload:
         Args:
             microbatch: samples of one microbatch.
         """
-        if microbatch not in self._drops:
-            segments = self.graph(microbatch).segments
-            self._drops[microbatch] = any(map(optional_parameters, segments))
-        return self._drops[microbatch]
+        segments = self.graph(microbatch).segments
+        return self.once(("drops", microbatch), lambda: any(map(optional_parameters, segments)))
 
     def local_graph(self, form: Form) -> ModelGraph:
         """Graph of the whole model as one rank runs it.
@@ -147,10 +149,8 @@ class Workload:
         Raises:
             ShardError: the degrees do not fit the model.
         """
-        if form not in self._local:
-            local = self.local_model(form)
-            self._local[form] = replace(local.graph, segments=local.segments)
-        return self._local[form]
+        local = self.local_model(form)
+        return self.once(("local", form), lambda: replace(local.graph, segments=local.segments))
 
     def local_model(self, form: Form) -> LocalModel:
         """The model as one rank runs it, with the memory of its segments.
@@ -158,20 +158,15 @@ class Workload:
         Args:
             form: as of `local_graph`.
         """
-        if form not in self._models:
+
+        def made() -> LocalModel:
             device = fake_device(self.device)
-            if self._optimizers is None:
-                self._optimizers = OptimizerMemories(self.optimizer, device)
+            optimizers = self.once("optimizers", lambda: OptimizerMemories(self.optimizer, device))
             graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
-            self._models[form] = LocalModel(
-                graph,
-                rewrite,
-                device,
-                self._optimizers,
-                self._measured,
-                (form.tp, form.cp, form.ep),
-            )
-        return self._models[form]
+            ranks = (form.tp, form.cp, form.ep)
+            return LocalModel(graph, rewrite, device, optimizers, self._measured, ranks)
+
+        return self.once(("model", form), made)
 
     def unique(self, form: Form) -> tuple[int, ...]:
         """For each segment of `local_graph`, the number of the first segment with an equal graph.
@@ -179,13 +174,13 @@ class Workload:
         Args:
             form: as of `local_graph`.
         """
-        if form not in self._unique:
-            first: dict[Any, int] = {}
-            self._unique[form] = tuple(
-                first.setdefault(structure_of_graph(segment.graph), segment.index)
-                for segment in self.local_graph(form).segments
-            )
-        return self._unique[form]
+
+        def numbers() -> tuple[int, ...]:
+            first = dict[Structure, int]()
+            segments = self.local_graph(form).segments
+            return tuple(first.setdefault(structure_of_graph(s.graph), s.index) for s in segments)
+
+        return self.once(("unique", form), numbers)
 
     def rewrite(self, form: Form) -> LocalRewrite | None:
         """Rewriting of the model's segments into those of one rank; None where they are whole.
@@ -196,15 +191,16 @@ class Workload:
         Raises:
             ShardError: the degrees do not fit the model.
         """
-        if form not in self._rewrites:
+
+        def made() -> LocalRewrite | None:
             graph = self.graph(form.microbatch)
             tensor = self.tensor_rewrite(form) if form.tp > 1 else None
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
-            own: LocalRewrite | None = context or tensor
             if form.spreads_experts:
-                own = expert_parallel(graph, context, form.ep)
-            self._rewrites[form] = own
-        return self._rewrites[form]
+                return expert_parallel(graph, context, form.ep)
+            return context or tensor
+
+        return self.once(("rewrite", form), made)
 
     def tensor_rewrite(self, form: Form) -> TensorParallel:
         """Sharding of the model's weights over tensor parallel ranks.
@@ -240,12 +236,10 @@ class Workload:
         Raises:
             ScheduleError: the schedule is not defined for these counts.
         """
-        options: Mapping[str, Any] = candidate.schedule_options
+        name, options = candidate.schedule, candidate.schedule_options
         counts = (candidate.pp, candidate.num_microbatches)
-        key = (candidate.schedule, *counts, tuple(sorted(options.items())))
-        if key not in self._plans:
-            self._plans[key] = StepPlans(candidate.schedule, *counts, chosen=options)
-        return self._plans[key]
+        key = ("plans", name, *counts, str(sorted(options.items())))
+        return self.once(key, lambda: StepPlans(name, *counts, chosen=options))
 
     def options(
         self,

@@ -194,7 +194,6 @@ class JobPricing:
     _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
     _states: dict[Form, tuple[_Shares, _Shares]] = field(init=False, default_factory=dict)
     _tied: dict[Form, _Tied] = field(init=False, default_factory=dict)
-    _estimates: HeldEstimates | None = field(init=False, default=None)
 
     @property
     def device_bytes(self) -> float:
@@ -299,9 +298,9 @@ class JobPricing:
         return self.state_bytes(candidate) + activations + copies
 
     def _held(self, form: Form) -> Held:
-        if self._estimates is None:
-            self._estimates = HeldEstimates(self.workload, self.cluster.nodes[0].device)
-        return self._estimates(replace(form, microbatch=self.base))
+        device = self.cluster.nodes[0].device
+        made = partial(HeldEstimates, self.workload, device)
+        return self.workload.once(("held", id(device)), made)(replace(form, microbatch=self.base))
 
     def _state(self, candidate: Candidate) -> tuple[_Shares, _Shares]:
         """State of the whole model on one rank, and that of its largest segment."""

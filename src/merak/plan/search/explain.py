@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from merak.core.units import counted
@@ -12,17 +12,8 @@ from merak.plan.search.ranking import Cause, Rejected, Rejection
 MOST_LINES = 24
 """Lines of rejected regions that are shown."""
 
-_SHARED: tuple[Callable[[Candidate], Any], ...] = (
-    lambda own: (own.dp, own.tp, own.pp, own.zero),
-    lambda own: (own.dp, own.tp, own.pp),
-    lambda own: (own.tp, own.pp),
-    lambda own: (own.pp,),
-    lambda own: (),
-)
+_SHARED = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",), ())
 """What the candidates of one line share, from the finest lines to the coarsest."""
-
-_NAMES = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",), ())
-
 
 _WORDS = {
     Cause.SAVED: "more recomputation",
@@ -53,19 +44,17 @@ def merge(rejections: Sequence[Rejection], regions: Iterable[Rejected] = ()) -> 
 
 def _of_cause(rejections: Sequence[Rejection]) -> list[Rejected]:
     """The finest lines of which there are not too many."""
-    groups: dict[Any, list[Rejection]] = {}
-    names: tuple[str, ...] = ()
-    for shared, own_names in zip(_SHARED, _NAMES, strict=True):
-        names = own_names
+    groups: dict[str, list[Rejection]] = {}
+    for names in _SHARED:
         groups = {}
         for own in rejections:
-            groups.setdefault(shared(own.candidate), []).append(own)
+            what = ", ".join(f"{name}={getattr(own.candidate, name)}" for name in names)
+            groups.setdefault(what, []).append(own)
         if len(groups) <= MOST_LINES // 3:
             break
     found = []
-    for key, same in groups.items():
+    for what, same in groups.items():
         nearest = min(same, key=lambda one: one.excess)
-        what = ", ".join(f"{name}={value}" for name, value in zip(names, key, strict=True))
         found.append(Rejected(what or "others", f"{nearest.why}{_such_as(nearest)}", len(same)))
     return found
 

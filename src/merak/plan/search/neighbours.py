@@ -6,8 +6,8 @@ So the search also prices the neighbours of the best plan, until none is better.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -33,29 +33,29 @@ class Neighbours:
     """
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        self._known = {_key(own): own for own in candidates}
+        self._known = {own.choices(): own for own in candidates}
         self._variants: dict[Any, list[Candidate]] = {}
         self._degrees: dict[Any, list[Candidate]] = {}
         for own in self._known.values():
-            self._degrees.setdefault(_key(own, ("ep",)), []).append(own)
-            self._variants.setdefault(_key(own, _FREE), []).append(own)
+            self._degrees.setdefault(own.choices("ep"), []).append(own)
+            self._variants.setdefault(own.choices(*_FREE), []).append(own)
 
     def of(self, candidate: Candidate) -> Iterator[Candidate]:
         """Those of one candidate: other microbatches and degrees first, then other options."""
         for own in _microbatches(candidate):
             yield from self._same(own)
         for own in (candidate, *_degrees(candidate)):  # of which each has its own expert degrees
-            found = self._degrees.get(_key(own, ("ep",)), ())
-            yield from (other for other in found if _key(other) != _key(candidate))
+            found = self._degrees.get(own.choices("ep"), ())
+            yield from (other for other in found if other.choices() != candidate.choices())
         for own in _recomputes(candidate):
             yield from self._same(own)
-        for own in self._variants.get(_key(candidate, _FREE), ()):
+        for own in self._variants.get(candidate.choices(*_FREE), ()):
             if _distance(own, candidate) == 1:
                 yield own
 
     def _same(self, own: Candidate) -> Iterator[Candidate]:
-        if _key(own) in self._known:
-            yield self._known[_key(own)]
+        if own.choices() in self._known:
+            yield self._known[own.choices()]
 
 
 def _microbatches(own: Candidate) -> Iterator[Candidate]:
@@ -113,13 +113,3 @@ def _distance(one: Candidate, other: Candidate) -> int:
     """Number of free choices in which two candidates differ."""
     differ = (name for name in _FREE if getattr(one, name) != getattr(other, name))
     return len({_FREE[name] for name in differ})
-
-
-def _key(own: Candidate, without: Container[str] = ()) -> tuple[Any, ...]:
-    """Choices of a candidate, hashable."""
-    values = {
-        part.name: getattr(own, part.name) for part in fields(own) if part.name not in without
-    }
-    if "schedule_options" in values:
-        values["schedule_options"] = tuple(sorted(values["schedule_options"].items()))
-    return tuple(values.values())

@@ -14,8 +14,13 @@ import torch
 from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
-from merak.core.elastic import PLAN_FORMAT, PLAN_VERSION, plan_checksum, read_plan_content
 from merak.core.errors import ArgumentsError, PlanError
+from merak.core.files.plan_file import (
+    PLAN_FORMAT,
+    PLAN_VERSION,
+    plan_checksum,
+    read_plan_content,
+)
 from merak.core.kinds import from_fields
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.options import PRICED, ParallelOptions

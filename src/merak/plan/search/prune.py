@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from merak.core.errors import MerakError
@@ -78,21 +78,13 @@ class MisfitSet:
         return None
 
 
+_LEVELS = ("microbatch", "num_microbatches", "recompute", "zero", "sequence_parallel")
+"""Fields of which more takes more memory, or less."""
+
+
 def _memory_levels(candidate: Candidate) -> tuple[Any, tuple[int, ...]]:
     """What candidates must share to be compared, and the levels on which more takes more memory."""
-    key = (
-        candidate.dp,
-        candidate.tp,
-        candidate.pp,
-        candidate.cp,
-        candidate.ep,
-        candidate.schedule,
-        tuple(sorted(candidate.schedule_options.items())),
-        candidate.offload_activations,
-        candidate.sub_pipelining,
-        candidate.partition,
-        candidate.zero == 3,
-    )
+    key = (*candidate.choices(*_LEVELS), candidate.zero == 3)
     if candidate.recompute not in RECOMPUTES:
         return key, ()
     return key, (
@@ -129,10 +121,7 @@ class FitSet:
 def _without_recompute(candidate: Candidate) -> tuple[Any, int]:
     """All choices but recomputation, and how much of that there is."""
     level = RECOMPUTES.index(str(candidate.recompute))
-    own = {part.name: getattr(candidate, part.name) for part in fields(candidate)}
-    own["schedule_options"] = tuple(sorted(candidate.schedule_options.items()))
-    del own["recompute"]
-    return tuple(own.values()), level
+    return candidate.choices("recompute"), level
 
 
 def slower_rejection(

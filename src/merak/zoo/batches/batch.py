@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.batches.columns import Column, Columns
 from merak.zoo.batches.documented import DEFAULT_WAVE, Known, described, documented_column
 from merak.zoo.configs.field_names import IMAGE_CHANNELS, IMAGES

@@ -15,7 +15,7 @@ from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.planned_job import planned_job
 from merak.cli.recipe.ready import ready_names, ready_text, ready_title
 from merak.cli.recipe.recipe import read_recipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo import check_by_name
 from merak.zoo.request import Request
 

@@ -8,7 +8,7 @@ import yaml
 
 from merak.cli.recipe.recipe import parse_recipe, read_recipe
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 RECIPE = """
 model:

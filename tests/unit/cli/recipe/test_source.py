@@ -8,8 +8,7 @@ import pytest
 
 from merak.cli.main import main
 from merak.cli.recipe.recipe import read_recipe
-from merak.core.errors import DataError, TrainingError
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, DataError, TrainingError
 
 RECIPE = """\
 model:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import pytest
 from torch import nn
 
-from merak.core.elastic import plan_degrees
 from merak.core.errors import PlanError
+from merak.core.files.plan_file import plan_degrees
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.plan_file import (
     job_differences,
@@ -38,7 +38,7 @@ def test_a_plan_is_read_as_it_was_written(path):
     assert plan.candidate == CANDIDATE
     assert plan.world_size == 4 and plan.cluster == "h100:4"
     assert plan.price["step_s"] == Double().price(CANDIDATE).step_s
-    assert plan_degrees(path) == (2, 1, 2, 1)
+    assert plan_degrees(path) == (2, 1, 2, 1, 1)
 
 
 def test_another_model_is_refused_by_its_first_difference(path):

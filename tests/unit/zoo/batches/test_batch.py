@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.batches.batch import example_arguments, example_columns
 from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.examples import examples

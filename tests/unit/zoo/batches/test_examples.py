@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.reference import EagerError
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.batches.batch import example_columns
 from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.documented import described, loss_givers, with_companions

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from merak.cli.recipe.data.hub import first_words
 from merak.cli.recipe.data.packing import IGNORED, Document
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """Columns of the forms of records that are known; `instruction` may have an `input` beside it."""

@@ -37,10 +37,10 @@ from merak.cli.recipe.data.objective import Objective
 from merak.cli.recipe.data.records import Records, Source, rows_of
 from merak.cli.recipe.data.tokenizer import load_tokenizer, train_tokenizer, with_template
 from merak.cli.recipe.schema import CHAT, TRAIN_TOKENIZER, DataRecipe
+from merak.core.errors import CommandError
 from merak.core.files.json_file import read_json
 from merak.core.files.private_files import sync_folder
 from merak.core.kinds import from_fields
-from merak.launch.errors import CommandError
 
 STREAMED_EVAL_SAMPLES = 256
 """Samples that are evaluated with where data is streamed and the recipe names no number."""

@@ -23,7 +23,7 @@ from merak.cli.recipe.data.packing import (
     whole_documents,
 )
 from merak.cli.recipe.schema import CHAT, SEPARATE, UNPACKED, DataRecipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 ROWS_AT_ONCE = 1000
 """Records that are tokenized together."""

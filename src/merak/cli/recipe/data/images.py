@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig, ViTImageProcessorPil
 
 from merak.cli.recipe.data.records import Source
 from merak.cli.recipe.schema import DataRecipe
+from merak.core.errors import CommandError
 from merak.core.files.json_file import read_json
-from merak.launch.errors import CommandError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's channels, where the model's folder says no others."""

@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto as auto
 from merak.cli.recipe.data import conversations
 from merak.cli.recipe.data.records import Source
 from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, TEXT, DataRecipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.model_source import ModelSource
 
 

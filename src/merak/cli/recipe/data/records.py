@@ -17,8 +17,7 @@ import datasets  # type: ignore[import-untyped]
 
 from merak.cli.recipe.data.hub import first_words, is_hub_name, load_hub_dataset
 from merak.cli.recipe.schema import STANDARD_LIBRARY, DataRecipe
-from merak.core.errors import did_you_mean
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, did_you_mean
 
 LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings")

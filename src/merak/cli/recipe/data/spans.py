@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from merak.cli.recipe.data.tokenizer import sentinel
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 Lengths = npt.NDArray[np.int64]
 

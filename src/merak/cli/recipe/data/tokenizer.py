@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from merak.cli.recipe.data.hub import first_words, is_hub_name, load_hub_tokenizer
 from merak.cli.recipe.schema import CHATML, TRAIN_TOKENIZER, DataRecipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 """Special tokens of a tokenizer that is trained here."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from merak.graph.ir.state_read import LOSS, MODEL, StateRead
+from merak.graph.ir.state_read import LOSS, MODEL
 
 _MAX_DEPTH, _MAX_HOLDERS = 4, 20_000
 _NO_HOLDERS = (
@@ -43,13 +43,6 @@ class Holder:
     root: str
     path: str
     steps: tuple[str, ...] = ()
-
-
-def label_of(holder: Holder, name: str) -> str:
-    """An attribute of a holder, as people write it; of a module by its path in the model."""
-    if holder.root == MODEL and not holder.steps:
-        return f"{holder.path}.{name}".removeprefix(".")
-    return str(StateRead(holder.root, holder.path, (*holder.steps, name), ""))
 
 
 def loss_holders(loss_fn: Callable[..., Any] | None) -> list[Holder]:

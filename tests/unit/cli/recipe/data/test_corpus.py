@@ -16,8 +16,7 @@ from merak.cli.recipe.data.objective import Objective
 from merak.cli.recipe.data.records import Records, find_source
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.schema import DataRecipe
-from merak.core.errors import SavingError
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError, SavingError
 
 WORDS = ["one ring to rule them all", "one ring to find them", "in the land of shadows"] * 8
 

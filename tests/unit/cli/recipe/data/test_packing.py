@@ -19,7 +19,7 @@ from merak.cli.recipe.data.packing import (
 from merak.cli.recipe.data.spans import SpanCorruption
 from merak.cli.recipe.data.tokenizer import sentinel, train_tokenizer, with_template
 from merak.cli.recipe.schema import CHATML, DataRecipe, ModelRecipe
-from merak.launch.errors import CommandError
+from merak.core.errors import CommandError
 from merak.zoo.model_source import resolve_model
 
 ASKED = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
