@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from merak.schedule.changes import recomputing, truncate
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.lead import max_lead
 from merak.schedule.lower import lower
 from merak.schedule.registry import is_file, options, resolve
 from merak.schedule.steps import Step
-from merak.schedule.truncate import truncate
-from merak.schedule.with_recompute import recomputing
 
 _CHOSEN = {"recompute": False, "early_everywhere": True, "max_copies": 1}
 """Options of a job's schedules, where they exist: save activations, one copy of the weights."""

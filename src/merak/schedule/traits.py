@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from merak.schedule.changes import recomputing
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Kind, Schedule
 from merak.schedule.simulator.simulate import simulate
-from merak.schedule.with_recompute import recomputing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

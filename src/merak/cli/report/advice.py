@@ -15,16 +15,14 @@ from merak.plan.partition import Partition
 from merak.record.idle import Cause
 from merak.record.replay import even, expected_costs
 from merak.record.run import RunRecord
+from merak.schedule.changes import recomputing
 from merak.schedule.costs import Costs
 from merak.schedule.ir import Schedule
 from merak.schedule.registry import build, names, takes_costs
 from merak.schedule.simulator.simulate import simulate
-from merak.schedule.with_recompute import recomputing
 
 WORTH = 0.03
 """Fraction of a step from which something is worth advice."""
-
-_SPLIT_EVENLY = " The two parts of its split backwards count as half of a whole one each."
 
 
 @dataclass(frozen=True, slots=True)

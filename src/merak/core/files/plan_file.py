@@ -12,21 +12,20 @@ from merak.core.elastic import GivenDegrees
 from merak.core.errors import PlanError
 from merak.core.files.json_file import UnreadableFile, read_json
 
-PLAN_FORMAT = "merak-plan"
-"""What a plan file says that it is."""
-
-PLAN_VERSION = 2
+_FORMAT, _VERSION = "merak-plan", 2
 
 _PLANNED = ("candidate", "price")
 """Fields of a plan file that say what was planned; the others say for what."""
 
 
-def plan_checksum(content: Mapping[str, Any]) -> str:
-    """Checksum of what a plan was made for: model, devices, batch and options of the job.
+def sealed_plan(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of a plan file, with its format, version and checksum."""
+    whole = {"format": _FORMAT, "version": _VERSION, **content}
+    return whole | {"checksum": _checksum(whole)}
 
-    Args:
-        content: of a plan file, with or without its checksum.
-    """
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """Checksum of what a plan was made for: model, devices, batch and options of the job."""
     given = {name: own for name, own in content.items() if name not in (*_PLANNED, "checksum")}
     text = json.dumps(given, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -47,15 +46,15 @@ def read_plan_content(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlanError(
             f"the plan {path} {error}; name a file that `merak plan --output` has written."
         ) from error
-    if not isinstance(content, dict) or content.get("format") != PLAN_FORMAT:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise PlanError(f"{path} is no plan; give a file that `merak plan --output` has written.")
-    if content.get("version") != PLAN_VERSION:
+    if content.get("version") != _VERSION:
         raise PlanError(
             f"the plan {path} has version {content.get('version')!r}, and this Merak reads version "
-            f"{PLAN_VERSION}; plan again with `merak plan`."
+            f"{_VERSION}; plan again with `merak plan`."
         )
     # Files before there was one have none.
-    if content.get("checksum", expected := plan_checksum(content)) != expected:
+    if content.get("checksum", expected := _checksum(content)) != expected:
         raise PlanError(
             f"the plan {path} is not for what it was made for: its checksum is "
             f"{content['checksum']!r}, and that of its model, devices, batch and options is "

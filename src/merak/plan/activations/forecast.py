@@ -31,10 +31,10 @@ from merak.plan.memory.local_model import LocalModel
 from merak.plan.memory.model import Job, MemoryModel, RankMemory, fake_device
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
+from merak.schedule.changes import recomputing
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
 from merak.schedule.lower import lower
 from merak.schedule.steps import Step
-from merak.schedule.with_recompute import recomputing
 
 Offloaded = Callable[[frozenset[int]], frozenset[int]]
 """Function from the saved segments to those of them whose activations are offloaded."""

@@ -15,12 +15,7 @@ from torch import nn
 
 from merak.checkpoint.description import describe_model, first_difference
 from merak.core.errors import ArgumentsError, PlanError
-from merak.core.files.plan_file import (
-    PLAN_FORMAT,
-    PLAN_VERSION,
-    plan_checksum,
-    read_plan_content,
-)
+from merak.core.files.plan_file import read_plan_content, sealed_plan
 from merak.core.kinds import from_fields
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.options import PRICED, ParallelOptions
@@ -115,8 +110,6 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         PlanError: it cannot be written.
     """
     content = {
-        "format": PLAN_FORMAT,
-        "version": PLAN_VERSION,
         "world_size": plan.world_size,
         "global_batch": plan.global_batch,
         **{name: getattr(plan, name) for name in _OF_THE_JOB},
@@ -125,9 +118,8 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         "price": dict(plan.price),
         "model": dict(plan.model),
     }
-    content["checksum"] = plan_checksum(content)
     try:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(sealed_plan(content), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise PlanError(f"the plan cannot be written to {path}: {error.strerror}.") from error
 

@@ -17,7 +17,7 @@ from tests.unit.record.runs import GB, job_of, log_of, step_of
 
 def plain(name: str, ranks: int, microbatches: int) -> Schedule:
     """A schedule that recomputes nothing."""
-    from merak.schedule.with_recompute import recomputing
+    from merak.schedule.changes import recomputing
 
     made = build(name, ranks, microbatches)
     return recomputing(made, (False,) * made.num_stages)

@@ -10,9 +10,9 @@ from merak.plan.activations.offload_time import Work, estimate
 from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.partition import from_sizes
+from merak.schedule.changes import recomputing
 from merak.schedule.registry import build, names
 from merak.schedule.simulator.simulate import simulate
-from merak.schedule.with_recompute import recomputing
 from tests.unit.plan.judges import pipeline_costs
 
 

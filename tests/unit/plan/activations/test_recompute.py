@@ -17,10 +17,10 @@ from merak.plan.activations.recompute import (
 )
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.recompute_spec import Mode, RecomputeSpec, parse_recompute
+from merak.schedule.changes import recomputing
 from merak.schedule.registry import build, names
 from merak.schedule.simulator.simulate import simulate
 from merak.schedule.validate.schedule import validate
-from merak.schedule.with_recompute import recomputing
 from tests.unit.plan.judges import pipeline_costs
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from merak.core.errors import ScheduleError
+from merak.schedule.changes import truncate
 from merak.schedule.lower import lower
 from merak.schedule.registry import build, names
-from merak.schedule.truncate import truncate
 from merak.schedule.validate.schedule import validate
 from merak.schedule.validate.steps import check_steps
 
