@@ -150,7 +150,7 @@ class ParallelModel:
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
-        signatures = [signature(b).columns for b in microbatches]
+        signatures = [signature(b, ends=True).columns for b in microbatches]
         loss_scale = 1.0 if self.scaler is None else self.scaler.current()
         losses = self.engine.train_step(
             self.num_steps, signatures, microbatches, scale, self._update, loss_scale

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+IGNORED_LABEL = -100
+"""The label of a token that is not to be predicted, in transformers as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,20 +21,49 @@ class TensorMeta:
         shape: sizes of its dims.
         dtype: its element type.
         requires_grad: whether a gradient flows through it.
+        ones: of a column of the batch, whether all elements are known to be one.
+        ignored: of one that is known to be ones and then zeros in each row, the columns that have
+            `IGNORED_LABEL` wherever it is zero.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    ones: bool = False
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor, if contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def may_be_ones(self) -> bool:
+        """Whether it may be a mask of tokens, of which it is of use to know that it is all ones."""
+        is_number = self.dtype.is_floating_point or self.dtype.is_complex
+        return len(self.shape) > 1 and not is_number
+
 
 Signature = tuple[tuple[str, TensorMeta], ...]
 """The columns of a microbatch and what each is, in a fixed order."""
+
+
+def known_masks(
+    columns: Signature, names: Container[str] = (), padded: Container[str] = ()
+) -> Signature:
+    """Columns of which no more is known than asked for.
+
+    Args:
+        columns: of a microbatch.
+        names: of those that may be known to be ones.
+        padded: of those that may be known to be ones and then zeros, where not to be ones alone.
+    """
+
+    def known(name: str, meta: TensorMeta) -> TensorMeta:
+        ones = meta.ones and name in names
+        return replace(meta, ones=ones, ignored=meta.ignored if name in padded and not ones else ())
+
+    return tuple((name, known(name, meta)) for name, meta in columns)
 
 
 def largest_shape(columns: Signature) -> tuple[int, ...]:

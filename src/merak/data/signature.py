@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from merak.core.errors import DataError
 from merak.core.storages import is_dense
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import IGNORED_LABEL, TensorMeta, known_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +37,43 @@ class BatchSignature:
         return tuple(name for name, _ in self.columns)
 
 
-def signature(batch: Mapping[str, Any]) -> BatchSignature:
-    """The signature of a batch.
+def signature(batch: Mapping[str, Any], *, ends: bool = False) -> BatchSignature:
+    """The signature of a batch, with which of its columns are ones, for those on the host.
 
     Args:
         batch: tensors by column; may be empty.
+        ends: whether to look where samples end, too, and which labels are ignored from there on.
 
     Raises:
         DataError: a column that is not a tensor.
     """
     check_tensors(batch)
-    return BatchSignature(
-        tuple(
-            (name, TensorMeta(tuple(batch[name].shape), batch[name].dtype))
-            for name in sorted(batch)
-        )
-    )
+
+    def meta(column: torch.Tensor) -> TensorMeta:
+        found = TensorMeta(tuple(column.shape), column.dtype)
+        if not found.may_be_ones or not _begins_with_one(column):
+            return found
+        ignored = _ignored(column, batch) if ends else ()
+        return replace(found, ones=bool((column == 1).all()), ignored=ignored)
+
+    return BatchSignature(tuple((name, meta(value)) for name, value in sorted(batch.items())))
+
+
+def _begins_with_one(column: torch.Tensor) -> bool:
+    """Whether a column that may be a mask does, on the host: elsewhere a look at it would wait."""
+    on_host = column.device.type == "cpu" and column.numel() > 0
+    return on_host and bool(column[(0,) * column.ndim] == 1)
+
+
+def _ignored(mask: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Columns that are ignored behind the ends of samples, if it is a mask that says where."""
+    sees, hides = mask == 1, mask == 0
+    goes_on = sees[:, 1:] <= sees[:, :-1]
+    if mask.ndim != 2 or not (bool((sees | hides).all()) and sees[:, 0].all() and goes_on.all()):
+        return ()
+    same = {n: c for n, c in batch.items() if c.shape == mask.shape and c.device == mask.device}
+    found = (n for n, c in same.items() if bool((sees | (c == IGNORED_LABEL)).all()))
+    return tuple(sorted(n for n in found if batch[n] is not mask))
 
 
 def check_tensors(batch: Mapping[str, Any]) -> None:
@@ -79,6 +100,26 @@ def check_tensors(batch: Mapping[str, Any]) -> None:
             )
 
 
+def agreed(row: Sequence[BatchSignature], *, may_change: bool) -> tuple[BatchSignature, ...]:
+    """Signatures of replicas' microbatches that run together, which know the same of their columns.
+
+    Args:
+        row: of each replica; empty where it has no microbatch.
+        may_change: whether values may still change, so that none are known.
+    """
+    if may_change:
+        return tuple(BatchSignature(known_masks(found.columns)) for found in row)
+    given = [dict(found.columns) for found in row if found]
+
+    def known(name: str, meta: TensorMeta) -> TensorMeta:
+        others = [own[name] for own in given if name in own]
+        common = set(meta.ignored).intersection(*(other.ignored for other in others))
+        ones = all(other.ones for other in others)
+        return replace(meta, ones=ones, ignored=tuple(sorted(common)))
+
+    return tuple(BatchSignature(tuple((n, known(n, m)) for n, m in f.columns)) for f in row)
+
+
 def union(*signatures: BatchSignature) -> BatchSignature:
     """The signature of the whole microbatch, from ranks that each read some of its columns.
 
@@ -87,10 +128,13 @@ def union(*signatures: BatchSignature) -> BatchSignature:
     """
     columns: dict[str, TensorMeta] = {}
     for name, meta in (column for each in signatures for column in each.columns):
-        if columns.setdefault(name, meta) != meta:
+        known = columns.setdefault(name, meta)
+        seen = sorted({*meta.ignored, *known.ignored})  # by ranks that read both columns
+        columns[name] = replace(meta, ones=meta.ones and known.ones, ignored=tuple(seen))
+        if (known.shape, known.dtype) != (meta.shape, meta.dtype):
             raise DataError(
-                f"ranks read column {name!r} of the same microbatch as {columns[name].shape} "
-                f"{columns[name].dtype} and as {meta.shape} {meta.dtype}; make the dataset and the "
+                f"ranks read column {name!r} of the same microbatch as {known.shape} "
+                f"{known.dtype} and as {meta.shape} {meta.dtype}; make the dataset and the "
                 "data_collator give the same result on every rank."
             )
     return BatchSignature(tuple(sorted(columns.items(), key=lambda column: column[0])))

@@ -197,9 +197,7 @@ class Engine:
     def columns(self, signature: Signature, training: bool = True) -> tuple[str, ...]:
         """The columns of a batch that this rank reads."""
         self._state.program_for.refresh()
-        numbers = self._state.program_for.state.columns()
-        columns = self._state.program_for(signature, training).columns
-        return tuple(name for name in columns if name not in numbers)
+        return self._state.program_for.columns(signature, training)
 
     def outputs(self, signature: Signature) -> tuple[str, ...]:
         """Names of the model's outputs in evaluation, in its order, of all ranks."""

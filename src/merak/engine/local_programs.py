@@ -16,7 +16,7 @@ from merak.core.mesh import Mesh
 from merak.core.precision import refuse_autocast_around
 from merak.core.rank0 import warn_on_rank0
 from merak.core.shards import ParameterShard
-from merak.core.tensor_meta import Signature
+from merak.core.tensor_meta import Signature, known_masks
 from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
@@ -26,6 +26,7 @@ from merak.graph.context_parallel.apply import (
     context_parallel,
     gathered_operators,
 )
+from merak.graph.context_parallel.padded_rows import ignores_padding
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.codegen import runnable
@@ -54,6 +55,9 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 
 logger = logging.getLogger(__name__)
+
+MASKED_AS_FAST = ("cpu",)
+"""Types of devices on which attention takes a mask in its fastest kernel, and rounds as eager's."""
 
 
 class ProgramCache:
@@ -106,13 +110,18 @@ class ProgramCache:
         self._base_key = (tuple(graph.columns.items()), options.trains)
         self.base = self._compile(graph, options.trains)
         self._is_base_stale = False
-        self._graphs = self._graphs_by_shape(graph)
+        self._graphs: dict[tuple[bool, frozenset[object]], GraphsByShape] = {}
         self.state = PythonState(source)
         self.state.add(graph.reads)
         self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
+        self._queried = graph.queried
+        self._tries_padded = mesh.device.type not in MASKED_AS_FAST
+        self._parameters = {options.trains: _parameters(graph)}
         self._max_shapes = options.max_shapes
         self.num_made = 0
         self._seconds = 0.0
+        if mesh.dp > 1 and _known(self.base_signature):
+            self(known_masks(self.base_signature), options.trains)  # while all replicas do
 
     def _make_rewrites(self, parallel: LocalRewrite | None) -> dict[int, list[Rewrite]]:
         rewrites: dict[int, list[Rewrite]] = {}
@@ -137,23 +146,29 @@ class ProgramCache:
         """The segments of each of this rank's stages."""
         return {s: [p.segment for p in self.base.stages[s].segments] for s in self.own_stages}
 
-    def _graphs_by_shape(self, first: ModelGraph | None) -> dict[bool, GraphsByShape]:
-        trains = self._base_key[1]
-        return {
-            mode: GraphsByShape(
+    def _graph_of(self, signature: Signature, training: bool) -> ModelGraph:
+        """The graph of a signature: resized from those of batches of which as much is known."""
+        base, trains = self._base_key
+        kind = (training, _known(signature))
+        if kind not in self._graphs:
+            first = None if self._is_base_stale or kind != (trains, _known(base)) else self._graph
+            self._graphs[kind] = GraphsByShape(
                 self.source,
-                training=mode,
-                first=first if mode is trains else None,
-                earlier=None if first is None else first.columns,
+                training=training,
+                first=first,
+                earlier=None if self._is_base_stale else self._graph.columns,
             )
-            for mode in (True, False)
-        }
+        return self._graphs[kind](dict(signature))
 
     def __call__(self, signature: Signature, training: bool) -> Program:
         """The program of a signature, in training or evaluation.
 
-        Its columns are those of the signature, and the numbers of `state`.
+        Its columns are those of the signature, and the numbers of `state`. A column that is ones
+        makes another program where the model asks whether it is; so does one that ends samples in
+        training, where nothing reads what is behind their ends.
         """
+        padded = self._queried if training and self._tries_padded else ()
+        signature = known_masks(signature, self._queried, padded)
         if (signature, training) == self._base_key and not self._is_base_stale:
             return self.base
         return self._compiled((*signature, *self.state.signature), training)
@@ -174,14 +189,24 @@ class ProgramCache:
 
     def _trace_anew(self) -> None:
         self._is_base_stale = True
-        self._graphs = self._graphs_by_shape(None)
+        self._graphs.clear()
         self._compiled.cache_clear()
         self(*self._base_key)
 
     def _make(self, signature: Signature, training: bool) -> Program:
         started = time.perf_counter()
-        graph = self._graphs[training](dict(signature))
+        graph = self._graph_of(signature, training)
         self.state.add(graph.reads)
+        own = _parameters(graph)
+        if self._queried and self._parameters.setdefault(training, own) != own:
+            # Replicas may know different things of their batches, and reduce gradients together.
+            self._queried = frozenset()
+            if _known(signature):
+                return self(known_masks(signature), training)
+        ended = [name for name, meta in signature if meta.ignored]
+        if not all(ignores_padding(graph, name) for name in ended):
+            self._tries_padded = False
+            return self(signature, training)
         program = self._compile(graph, training)
         self.num_made += 1
         self._seconds += time.perf_counter() - started
@@ -199,6 +224,15 @@ class ProgramCache:
             self._seconds,
             self._max_shapes,
         )
+
+    def columns(self, signature: Signature, training: bool) -> tuple[str, ...]:
+        """Columns that this rank reads of batches of a shape, whatever is known of them."""
+        kinds = (signature, known_masks(signature))
+        found = dict.fromkeys(c for kind in kinds for c in self(kind, training).columns)
+        if found:  # what a rank knows of labels may depend on it
+            found |= dict.fromkeys(name for name, _ in signature if name in self._queried)
+        numbers = self.state.columns()
+        return tuple(name for name in found if name not in numbers)
 
     def set_activation_choices(self, layout: Layout) -> None:
         """Recompile for a layout whose segments save other activations."""
@@ -254,6 +288,16 @@ class ProgramCache:
                 + ("one batch shape." if training else "zero=2.")
             )
         return remote_parameters
+
+
+def _parameters(graph: ModelGraph) -> list[tuple[str, ...]]:
+    return [segment.parameters for segment in graph.segments]
+
+
+def _known(signature: Signature) -> frozenset[object]:
+    """What is known of columns beside their shapes."""
+    known = ((name, meta.ones, meta.ignored) for name, meta in signature)
+    return frozenset(one for one in known if any(one[1:]))
 
 
 def _choices(layout: Layout) -> ActivationChoices:

@@ -69,7 +69,7 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
     ]
     if forecast.mesh.device.type == "cuda":  # elsewhere float32 is no slower
         in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
-        attention = attention_sentence(segment.graph for segment in graph.segments)
+        attention = attention_sentence((s.graph for s in graph.segments), graph.queried)
         lines += [f"  {sentence}" for sentence in (attention, in_float32) if sentence is not None]
     lines += [f"  {sentence}" for sentence in _tied_across_hosts(forecast)]
     return "\n".join(lines)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from merak.core.errors import DataError, TrainingError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.data import BatchSignature, signature, union
+from merak.data import BatchSignature, agreed, signature, union
 from merak.data.digest import INDICES, SampleDigests, differing
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
@@ -91,6 +91,8 @@ class BatchExchange:
         metadata: Sequence[Mapping[str, Any]] | None = None,
         samples: Sequence[SampleDigests] | None = None,
         state: Mapping[str, str] = MappingProxyType({}),
+        *,
+        may_change: bool = False,
     ) -> ExchangedBatches:
         """Exchange some rounds of microbatches; all ranks call it together.
 
@@ -99,13 +101,17 @@ class BatchExchange:
             metadata: per round, this rank's metadata of it.
             samples: per round, digests of what this rank has read for it.
             state: Python state of this rank's model that has changed, as text.
+            may_change: whether the script may still change values, so that none are known.
 
         Raises:
             DataError: ranks see one column differently, or have read different samples.
             TrainingError: ranks have changed their models differently.
         """
         every = metadata or [{} for _ in batches]
-        own = [(signature(batch), dict(one)) for batch, one in zip(batches, every, strict=True)]
+        own = [
+            (signature(batch, ends=True), dict(one))
+            for batch, one in zip(batches, every, strict=True)
+        ]
         digests = list(samples or [SampleDigests() for _ in batches])
         self._compare_tp(digests, "microbatch", state)
         gathered = self.gather((own, digests, dict(state)))
@@ -121,7 +127,7 @@ class BatchExchange:
         merged_metadata = []
         for number in range(len(own)):
             columns, merged = self._merge([rounds[number] for rounds in everyone])
-            merged_signatures.append(columns)
+            merged_signatures.append(agreed(columns, may_change=may_change))
             merged_metadata.append(merged)
         return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from merak.core.errors import DataError, TrainingError
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import TensorMeta, known_masks
 from merak.data import BatchSignature, signature
 from merak.trainer.batch_exchange import Batch, ExchangedBatches
 
@@ -70,9 +70,9 @@ class StepInputs(list[Any]):
 
 
 def _refuse_other_columns(trainer: type, expected: BatchSignature, found: BatchSignature) -> None:
-    if found == expected:
+    before, after = dict(known_masks(expected.columns)), dict(known_masks(found.columns))
+    if before == after:
         return
-    before, after = dict(expected.columns), dict(found.columns)
     name = min(n for n in {**before, **after} if before.get(n) != after.get(n))
     raise DataError(
         f"{trainer.__name__} changes column {name!r} of a batch from {_described(before, name)} to "

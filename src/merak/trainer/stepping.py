@@ -152,7 +152,14 @@ class Stepping(Saving):
         state = dict(self.engine.changed_state())
         if self._has_shared_groups:
             state |= step_options(self._inner_optimizer())
-        exchanged = self._batch_exchange.exchange(batches, metadata, samples, state)
+        of_script = ("get_batch_samples", "_prepare_inputs", "training_step")
+        exchanged = self._batch_exchange.exchange(
+            batches,
+            metadata,
+            samples,
+            state,
+            may_change=any(overriding(self, name) is not None for name in of_script),
+        )
         self._step = StepInputs(batches, exchanged)  # which transformers' loop iterates
         across = self.args.average_tokens_across_devices
         replicas = range(self.mesh.dp) if across else (self.mesh.dp_rank,)

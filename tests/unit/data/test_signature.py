@@ -7,7 +7,7 @@ import torch
 
 from merak.core.errors import DataError
 from merak.core.tensor_meta import TensorMeta
-from merak.data import BatchSignature, signature, union
+from merak.data import BatchSignature, agreed, signature, union
 
 
 def test_a_signature_is_the_shapes_of_a_batch():
@@ -40,3 +40,46 @@ def test_a_column_that_is_no_tensor_is_refused():
 def test_a_sparse_column_is_refused():
     with pytest.raises(DataError, match="'adjacency' of the batch is a tensor of layout"):
         signature({"adjacency": torch.eye(2).to_sparse()})
+
+
+def masked(zeros: int) -> dict[str, torch.Tensor]:
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    mask.view(-1)[6 - zeros :] = 0
+    return {"mask": mask, "x": torch.ones(2, 3), "label": torch.ones(2, dtype=torch.int64)}
+
+
+def test_a_mask_of_ones_is_known() -> None:
+    assert [name for name, meta in signature(masked(0)).columns if meta.ones] == ["mask"]
+    assert not any(meta.ones for _, meta in signature(masked(1)).columns)
+    assert not signature({"mask": torch.ones(0, 3, dtype=torch.bool)})["mask"].ones
+
+
+def test_ones_are_known_where_all_ranks_and_replicas_see_them() -> None:
+    full, padded = signature(masked(0)), signature(masked(2))
+    assert union(full, padded)["mask"].ones is union(padded, full)["mask"].ones is False
+    assert agreed((full, padded), may_change=False) == (padded, padded)
+    assert agreed((full, full), may_change=True) == (padded, padded)
+    nothing = BatchSignature(())
+    assert agreed((full, nothing), may_change=False) == (full, nothing)
+
+
+@pytest.mark.parametrize(
+    ("mask", "labels", "known"),
+    [
+        ([[1, 1, 1], [1, 1, 0]], [[5, 6, 7], [5, 6, -100]], True),
+        ([[1, 1, 1], [1, 1, 0]], [[5, 6, -100], [5, 6, 7]], False),
+        ([[1, 1, 1], [1, 0, 1]], [[5, 6, 7], [5, -100, -100]], False),
+        ([[1, 1, 1], [0, 1, 1]], [[5, 6, 7], [-100, 6, 7]], False),
+        ([[1, 1, 1], [1, 2, 0]], [[5, 6, 7], [5, 6, -100]], False),
+        ([[1, 1, 1], [1, 1, 1]], [[5, 6, 7], [5, 6, 7]], True),
+    ],
+)
+def test_labels_that_are_ignored_behind_the_ends_of_samples(mask, labels, known) -> None:
+    batch = {"mask": torch.tensor(mask), "labels": torch.tensor(labels)}
+    found = signature(batch, ends=True)
+    assert found["mask"].ignored == (("labels",) if known else ())
+    assert signature(batch)["mask"].ignored == ()
+    parts = [signature({name: batch[name]}, ends=True) for name in batch]
+    assert union(*parts)["mask"].ignored == () and union(found, *parts) == found
+    full = signature({"mask": torch.ones_like(batch["mask"]), "labels": batch["labels"]}, ends=True)
+    assert agreed((found, full), may_change=False)[1] == found

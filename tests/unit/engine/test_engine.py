@@ -12,7 +12,9 @@ from torch import nn
 import merak
 from merak.core import mesh
 from merak.core.errors import ArgumentsError, DataError, PlanError, TraceError
+from merak.core.tensor_meta import Signature
 from merak.data import signature
+from merak.engine import local_programs
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.graph.segment.build import GraphSource
@@ -136,6 +138,47 @@ def test_shapes_not_met_before_are_traced() -> None:
     batch = number_batch(3)
     (loss,) = train(engine, [batch])
     assert loss.item() == pytest.approx(expected(**batch)["loss"].item(), rel=1e-6)
+
+
+def masked_batch(length: int, zeros: int, ignored: bool) -> dict[str, torch.Tensor]:
+    batch = {name: column[:, :length].clone() for name, column in text_batch().items()}
+    mask = torch.ones_like(batch["input_ids"])
+    mask[1, length - zeros :] = 0
+    if ignored:
+        batch["labels"][1, length - zeros :] = -100
+    return {**batch, "attention_mask": mask}
+
+
+KINDS = {(0, True): True, (3, True): True, (3, False): False}
+"""Zeros of a mask and whether labels are ignored there; and whether training needs no mask then."""
+
+
+@pytest.mark.parametrize("first", KINDS)
+def test_what_is_known_of_masks_makes_programs(
+    first: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The columns that are read are those of any batch; resized graphs are of the same kind."""
+
+    def is_unmasked(columns: Signature, training: bool) -> bool:
+        program = engine._state.program_for(columns, training)
+        graphs = [p.segment.graph for own in program.stages.values() for p in own.segments]
+        attention = torch.ops.aten.scaled_dot_product_attention.default
+        found = [n for graph in graphs for n in graph.nodes if n.target is attention]
+        return {(*node.args, None)[3] is None for node in found} == {True}
+
+    monkeypatch.setattr(local_programs, "MASKED_AS_FAST", ())
+    model = gpt2()
+    expected = copy.deepcopy(model)
+    engine = engine_of(model, masked_batch(8, *first))
+    assert "attention_mask" in engine.columns(signature(masked_batch(8, *first)).columns)
+    for length in (8, 6, 8, 7, 5):
+        for kind, needs_none in KINDS.items():
+            batch = masked_batch(length, *kind)
+            columns = signature(batch, ends=True).columns
+            (loss,) = engine.train_step(0, [columns], [batch], 1.0)
+            assert loss.item() == pytest.approx(expected(**batch).loss.item(), rel=1e-6)
+            assert is_unmasked(columns, True) is needs_none
+            assert is_unmasked(columns, False) is (kind[0] == 0)
 
 
 def test_evaluation_gives_all_outputs() -> None:

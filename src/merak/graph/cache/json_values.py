@@ -107,7 +107,7 @@ class Writer:
     def _meta(self, meta: TensorMeta) -> int:
         if meta not in self._meta_places:
             self._meta_places[meta] = len(self.metas)
-            fields = (meta.shape, meta.dtype, meta.requires_grad)
+            fields = (getattr(meta, field.name) for field in dataclasses.fields(meta))
             self.metas.append([self.write(field) for field in fields])
         return self._meta_places[meta]
 

@@ -132,6 +132,8 @@ class ModelGraph:
         loss: the value name of the loss; None when the model was traced for prediction alone.
         parameter_writes: what is written into parameters before the segments run.
         reads: Python state that the trace took as constants.
+        queried: columns whose values the model has asked for where ones would have decided, as of
+            an attention mask: a batch of ones has a graph of its own.
     """
 
     segments: tuple[Segment, ...]
@@ -145,6 +147,7 @@ class ModelGraph:
     loss: str | None
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
+    queried: frozenset[str] = frozenset()
 
     def columns_read(self) -> frozenset[str]:
         """Columns of the batch that anything is computed of."""

@@ -19,7 +19,7 @@ from merak.core.garbage import paused_collector
 from merak.core.health.status import phase
 from merak.core.rank0 import warn_once
 from merak.core.storages import is_dense
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import TensorMeta, known_masks
 from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
@@ -175,9 +175,10 @@ def build_graph(
         TraceError: as of `build_timed`, or it does not.
     """
     graph = build_timed(source, columns, training=training, copies_blocks=copies_blocks).graph
-    if source.leaves and earlier is not None and earlier != dict(columns):
+    own, before = (dict(known_masks(tuple(c.items()))) for c in (columns, earlier or {}))
+    if source.leaves and before and before != own:
         with as_traced(source, training), phase("tracing batches of two shapes"):
-            _check_shapes(source, columns, earlier)
+            _check_shapes(source, own, before)
     return graph
 
 

@@ -17,7 +17,7 @@ from itertools import accumulate
 from torch import fx
 
 from merak.core.errors import TraceError
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import TensorMeta, known_masks
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import eliminate_dead_code, has_mutable_schema, live_nodes
 from merak.graph.ir.operators import (
@@ -76,11 +76,12 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
         parameters=trace.parameters,
         tied=trace.tied,
         constants=trace.constants,
-        columns=trace.columns,
+        columns=dict(known_masks(tuple(trace.columns.items()), trace.queried, trace.queried)),
         outputs={name: node.name for name, node in outputs_by_name.items()},
         loss=outputs_by_name["loss"].name if "loss" in outputs_by_name else None,
         parameter_writes=trace.parameter_writes,
         reads=trace.reads,
+        queried=trace.queried,
     )
 
 

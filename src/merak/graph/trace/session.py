@@ -31,6 +31,7 @@ from merak.graph.trace.modes.fakes import (
 )
 from merak.graph.trace.modes.grad_hooks import TensorHooks
 from merak.graph.trace.modes.grouped_products import GroupedProducts
+from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.modes.metadata_queries import MetadataQueries
 from merak.graph.trace.modes.packed_sequences import PackedSequences
 from merak.graph.trace.modes.tensor_data import DetachedData
@@ -68,6 +69,7 @@ class Session:
         copies_blocks: whether calls of equal blocks are copied.
         calls: opaque calls, in the order in which they were recorded.
         example: what follows from an example batch.
+        ones: what follows from columns of ones.
     """
 
     model: nn.Module
@@ -86,6 +88,12 @@ class Session:
     autograd: AutogradCalls = field(default_factory=AutogradCalls)
     calls: list[OpaqueCall] = field(default_factory=list)
     example: BatchValues = field(default_factory=lambda: BatchValues({}))
+    ones: KnownOnes = field(default_factory=lambda: KnownOnes({}))
+
+    def begin(self, batch: dict[str, torch.Tensor]) -> None:
+        """Note the fake tensors of a batch that a call begins with."""
+        self.example.begin(batch)
+        self.ones.begin(batch)
 
 
 def _noted(session: Session) -> tuple[Any, ...]:
@@ -116,7 +124,10 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
         "what forward leaves in Python state is undone at the end",
     ),
     (lambda s: fake_weights(s.model, s.fake, s.device), "parameters and buffers take no memory"),
-    (lambda s: eager_masks(s.columns), "transformers chooses attention masks as in eager code"),
+    (
+        lambda s: eager_masks(s.columns, s.ones),
+        "transformers chooses attention masks as in eager code",
+    ),
     (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
     (lambda s: modules_stay_in_place(), "the model finds its modules on their device already"),
     (lambda s: func_by_autograd(), "torch.func becomes calls of autograd, which are recorded"),
@@ -156,6 +167,7 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (_assume_non_empty, "looks at the sizes of what the modes above return"),
     (lambda s: TensorHooks(), "refuses a hook; no mode above needs to see it"),
     (lambda s: ConstantValues(), "the modes above see indices in place of masks of known values"),
+    (lambda s: s.ones, "answers before conditions on the batch are noted, or refused, above"),
     (
         lambda s: s.loops,
         "counts calls of the model alone, so outside of all modes that make further ones",

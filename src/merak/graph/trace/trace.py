@@ -39,6 +39,7 @@ from merak.graph.trace.fallbacks import trace_with_fallbacks
 from merak.graph.trace.modes.constant_values import BatchValues
 from merak.graph.trace.modes.fakes import fake_batch, hidden_compilation
 from merak.graph.trace.modes.grad_hooks import select_hooked_modules
+from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.modes.lean_export import lean_export
 from merak.graph.trace.modes.quiet_export import quiet_export
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
@@ -194,21 +195,21 @@ def export_model(
     _refuse_trained_loss(call.loss_fn)
     opaque = OpaqueSelection() if opaque is None else opaque
     conditions = RandomConditions(answers, opaque.by_batch)
-    host_random = HostRandomFunctions(call.host_random)
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
     batches = batches or [columns] * num_calls
     columns, num_calls = columns_of_calls(batches), len(batches)
     session = Session(
-        model, columns, device, opaque, conditions, host_random, real, reads,
-        Loops(model, opaque.unrolled), copies_blocks, example=BatchValues(example or {}),
+        model, columns, device, opaque, conditions, HostRandomFunctions(call.host_random), real,
+        reads, Loops(model, opaque.unrolled), copies_blocks, example=BatchValues(example or {}),
+        ones=KnownOnes(batches[0]),
     )  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
-    runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.example.begin)
+    runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.begin)
     program = contextvars.copy_context().run(_run_export, session, runner, call, symbolic)
     if num_calls == 1:
         refuse_growing(program, runner.run.remade)
@@ -238,6 +239,7 @@ def _exported(program: torch.export.ExportedProgram, session: Session, runner: R
         tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
         {label: counter.values() for label, counter in run.counters.items()},
         tuple(sorted(run.remade)),
+        frozenset(session.ones.queried),
     )
 
 
@@ -284,6 +286,7 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         reads=exported.reads,
         left=exported.left[0],
         remade=exported.remade,
+        queried=exported.queried,
     )
 
 

@@ -33,6 +33,7 @@ class Trace:
         left: places of Python state that forward has left other values in.
         remade: buffers that forward has replaced by tensors of another shape.
         is_warned_of: whether people have been warned of these.
+        queried: as of `ModelGraph`.
     """
 
     graph: fx.Graph
@@ -48,6 +49,7 @@ class Trace:
     left: tuple[LeftState, ...] = ()
     remade: tuple[str, ...] = ()
     is_warned_of: bool = False
+    queried: frozenset[str] = frozenset()
 
     @property
     def leaves(self) -> bool:

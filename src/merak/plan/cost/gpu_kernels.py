@@ -11,7 +11,7 @@ in PyTorch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -245,11 +245,12 @@ def attention_kernels(graph: fx.Graph) -> list[AttentionKernel]:
     return found
 
 
-def attention_sentence(graphs: Iterable[fx.Graph]) -> str | None:
+def attention_sentence(graphs: Iterable[fx.Graph], queried: Collection[str] = ()) -> str | None:
     """A sentence on the kernels of attention on a GPU, and what would give better ones.
 
     Args:
         graphs: of the segments.
+        queried: as of `ModelGraph`.
 
     Returns:
         The sentence without its full stop; None without attention that torch has a kernel for.
@@ -258,11 +259,11 @@ def attention_sentence(graphs: Iterable[fx.Graph]) -> str | None:
     if not counts:
         return None
     of_each = [f"{kernel} in {counted(n, 'segment')}" for kernel, n in counts.items()]
-    advice = (
-        "; a causal model needs no attention_mask for batches without padding"
-        if any(kernel.obstacle == "its mask" for kernel in counts)
-        else ""
-    )
+    advice = ""
+    if any(kernel.obstacle == "its mask" for kernel in counts):
+        advice = "; a causal model needs no attention_mask for batches without padding"
+        if queried:
+            advice = f"; a microbatch whose {' and '.join(sorted(queried))} is all ones has no mask"
     return f"attention: {'; '.join(of_each)}{advice}"
 
 

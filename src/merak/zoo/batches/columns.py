@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,7 +40,8 @@ class Column:
         if self.is_switch:
             return TensorMeta(self.shape, torch.bool)
         dtype = torch.float32 if self.num_values is None else torch.int64
-        return TensorMeta(self.shape, dtype)
+        meta = TensorMeta(self.shape, dtype)
+        return replace(meta, ones=meta.may_be_ones and (self.num_values, self.first) == (1, 1))
 
 
 Columns = dict[str, Column]

@@ -158,3 +158,6 @@ def test_the_kernel_of_attention_and_why_no_better_one_is_said(dtype, masked, ex
     said = f"attention: {expected} in 1 segment{advice if masked else ''}"
     assert attention_sentence(graphs) == said
     assert attention_sentence([]) is None
+    advice = "; a microbatch whose attention_mask is all ones has no mask"
+    said = f"attention: {expected} in 1 segment{advice if masked else ''}"
+    assert attention_sentence(graphs, {"attention_mask"}) == said

@@ -107,12 +107,13 @@ def mixtral() -> Any:
     return model
 
 
-def layer(make: Callable[[], Any], is_autocast: bool) -> list[Segment]:
+def layer(make: Callable[[], Any], is_autocast: bool, **others: TensorMeta) -> list[Segment]:
     """Segments of a model's second layer, with autocast or with parameters in bfloat16."""
     model = make() if is_autocast else make().to(BF16)
     source = GraphSource(model, autocast=BF16 if is_autocast else None)
     column = TensorMeta((SAMPLES, TOKENS), torch.int64)
-    graph = build_graph(source, {"input_ids": column, "labels": column}, training=True)
+    columns = {"input_ids": column, **others, "labels": column}
+    graph = build_graph(source, columns, training=True)
     own = [s for s in graph.segments if any(".1." in name for name in s.parameters)]
     assert own
     return own
@@ -151,3 +152,12 @@ TABLE = {
 @pytest.mark.parametrize("make", [llama, gpt2, mixtral])
 def test_a_layer_runs_the_kernels_of_the_table(make: Callable[[], Any], precision: str) -> None:
     assert measured(layer(make, precision == "autocast")) == TABLE[make.__name__, precision]
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, mixtral])
+def test_a_mask_of_ones_costs_nothing(make: Callable[[], Any]) -> None:
+    shape = (SAMPLES, TOKENS)
+    masks = [TensorMeta(shape, torch.int64, ones=ones) for ones in (True, False)]
+    free, masked = (measured(layer(make, False, attention_mask=mask)) for mask in masks)
+    assert free == TABLE[make.__name__, "bfloat16"]
+    assert all(one.num_bytes < other.num_bytes for one, other in zip(free, masked, strict=True))

@@ -36,6 +36,7 @@ class Exported:
         left: per call, as of `Trace`.
         thresholds: values to come of counters at which code may decide otherwise, by label.
         remade: buffers that forward has replaced by tensors of another shape.
+        queried: as of `ModelGraph`.
     """
 
     graph: fx.Graph
@@ -51,6 +52,7 @@ class Exported:
     left: tuple[tuple[LeftState, ...], ...] = ((),)
     thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     remade: tuple[str, ...] = ()
+    queried: frozenset[str] = frozenset()
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merak.core.errors import TraceError
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.opaque.probe import host_generators
 
 
@@ -81,13 +82,17 @@ def fake_batch(
 
 
 @contextmanager
-def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
+def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[None]:
     """Let transformers choose attention masks in a trace as in eager code.
 
     While a model is exported, transformers builds every causal mask in full, which rules out the
     attention kernels that know `is_causal`. In eager it looks at the values: no padding mask and
     positions that count up by one mean no mask. Positions that the model itself has counted (one
     row, or one row expanded) always do.
+
+    Args:
+        columns: the batch's.
+        ones: what is known of masks. Padding that causality hides from what is read needs none.
     """
     from transformers import masking_utils
 
@@ -96,7 +101,7 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
 
     def is_tracing_mask(mask: torch.Tensor | None = None) -> bool:
         # Older releases of transformers ask this also where there is no mask to look at.
-        return mask is not None and is_tracing(mask)
+        return mask is not None and is_tracing(mask) and not ones.knows(mask)
 
     def find_packed_in_batch(position_ids: torch.Tensor) -> torch.Tensor | None:
         counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
@@ -104,12 +109,19 @@ def eager_masks(columns: Mapping[str, TensorMeta]) -> Iterator[None]:
             return None
         return find_packed(position_ids)
 
+    can_skip: Callable[..., bool] = masking_utils._ignore_causal_mask_sdpa
+
+    def can_skip_causal(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
+        return can_skip(None if ones.ends(padding_mask) else padding_mask, *rest, **named)
+
     with mock.patch.multiple(
         masking_utils,
+        _ignore_causal_mask_sdpa=can_skip_causal,
         find_packed_sequence_indices=find_packed_in_batch,
         is_torchdynamo_exporting=lambda: False,
         is_tracing=is_tracing_mask,
-        create=True,  # older releases have no is_torchdynamo_exporting
+        fast_all=torch.all,  # transformers counts the elements, which `KnownOnes` does not follow
+        create=True,  # older releases have not all of them
     ):
         yield
 

@@ -10,6 +10,7 @@ from transformers import masking_utils
 from transformers.utils import import_utils
 
 from merak.graph.trace.modes.fakes import eager_masks
+from merak.graph.trace.modes.known_ones import KnownOnes
 
 
 def test_no_mask_is_no_sign_of_a_trace() -> None:
@@ -19,7 +20,7 @@ def test_no_mask_is_no_sign_of_a_trace() -> None:
     ):
         mask = mode.from_tensor(torch.ones(1, 2, dtype=torch.bool))
         assert masking_utils.is_tracing(None)
-        with eager_masks({}):
+        with eager_masks({}, KnownOnes({})):
             assert not masking_utils.is_tracing(None)
             assert not masking_utils.is_tracing()
             assert masking_utils.is_tracing(mask)

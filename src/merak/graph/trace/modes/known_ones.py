@@ -1,0 +1,144 @@
+"""Columns that are ones everywhere, such as the attention mask of a batch without padding.
+
+In eager code a model may ask whether a mask masks anything, and do without it: attention then has
+kernels that take no mask. A trace sees no values. It answers such questions where a column is known
+to be ones, and notes of which columns they are asked, so that a batch of ones is traced with that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from merak.core.tensor_meta import TensorMeta
+
+_T = torch.Tensor
+
+
+def _named(names: str) -> frozenset[Any]:
+    owners = (torch, _T)
+    return frozenset(getattr(o, n) for n in names.split() for o in owners if hasattr(o, n))
+
+
+_SAME = _named(
+    "view reshape expand unsqueeze squeeze flatten ravel transpose permute contiguous "
+    "clone detach amin amax __getitem__"
+)
+"""Functions that give some elements of their argument, in any shape."""
+_ALL_EQUAL = _named(
+    "to bool long int float half type type_as logical_not bitwise_not eq ne lt le gt ge add sub "
+    "mul rsub all any __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ "
+    "__mul__ __rmul__ __invert__"
+)
+"""Functions whose results are equal everywhere if their arguments are, the same in any shape."""
+_QUESTIONS = frozenset((_T.__bool__, _T.item))
+
+
+@dataclass(frozen=True, slots=True)
+class _Uniform:
+    """What a tensor would be if a column were ones.
+
+    Args:
+        column: its name.
+        value: of every element, a scalar.
+        version: of the tensor, as long as nothing writes into it.
+    """
+
+    column: str
+    value: torch.Tensor
+    version: int
+
+
+class KnownOnes(TorchFunctionMode):
+    """Function mode that follows what would be equal everywhere if a column were ones.
+
+    Args:
+        columns: of the batch; those that are known to be ones are marked so.
+    """
+
+    def __init__(self, columns: Mapping[str, TensorMeta]) -> None:
+        super().__init__()
+        self._columns = {name: meta for name, meta in columns.items() if meta.may_be_ones}
+        self._followed: Any = WeakIdKeyDictionary()
+        self.queried: set[str] = set()
+        """Columns of which the model has asked something that it would know if they were ones."""
+
+    def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Note the fake tensors of a batch that a call begins with."""
+        for name in self._columns.keys() & batch.keys():
+            meta = self._columns[name]
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                one = torch.ones((), dtype=meta.dtype)
+            self._followed[batch[name]] = _Uniform(name, one, batch[name]._version)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor are known, now that the model asks for them.
+
+        Args:
+            tensor: of the model.
+        """
+        found = self._uniform(tensor)
+        if found is None:
+            return False
+        self.queried.add(found.column)
+        return self._columns[found.column].ones
+
+    def ends(self, tensor: torch.Tensor | None) -> bool:
+        """Whether a mask is known to hide but what nothing reads, behind the ends of samples.
+
+        Args:
+            tensor: of the model.
+        """
+        found = None if tensor is None else self._uniform(tensor)
+        if found is None or not self._columns[found.column].ignored:
+            return False
+        self.queried.add(found.column)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return bool(found.value == 1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer a question on what is known; follow any other call."""
+        kwargs = kwargs or {}
+        if func in _QUESTIONS and args[0].numel() == 1 and self.knows(args[0]):
+            found = self._uniform(args[0])
+            assert found is not None
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return func(found.value)
+        result = func(*args, **kwargs)
+        if (func in _SAME or func in _ALL_EQUAL) and isinstance(result, FakeTensor):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _uniform(self, tensor: torch.Tensor) -> _Uniform | None:
+        found: _Uniform | None = self._followed.get(tensor)
+        return found if found is not None and found.version == tensor._version else None
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]
+        found = [self._uniform(tensor) for tensor in given]
+        known = [one for one in found if one is not None]
+        if not known or len(known) < len(given) or len({one.column for one in known}) > 1:
+            return
+        if free_unbacked_symbols(result.shape) or 0 in result.shape:  # `all` and `any` differ
+            return
+        value = known[0].value
+        if func in _ALL_EQUAL:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                value = func(*tree_map(self._value, args), **tree_map(self._value, kwargs))
+        if isinstance(value, _T) and value.dtype == result.dtype and value.ndim == 0:
+            self._followed[result] = _Uniform(known[0].column, value, result._version)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        found = self._uniform(value) if isinstance(value, _T) else None
+        return value if found is None else found.value
