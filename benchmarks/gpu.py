@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools import forked, gpu_page, gpu_pairs, gpu_parts, report
+from tools import forked, gpu_jobs, gpu_page, gpu_pairs, gpu_parts, report
 from tools.forked import Part, Rows
 
 import torch  # isort: skip
@@ -49,6 +49,8 @@ PARTS: dict[str, Part] = {
     "compiled": part("Throughput in bf16, compiled", COMPILED, 40.0, 80.0),
     "llama8b": throughput("Llama 8B", 35.0, 70.0),
     "launches": part("Kernels of a step in bf16", gpu_pairs.launches, 30.0, 50.0),
+    "offload": part("Offloaded activations", gpu_jobs.offload, 25.0, 50.0),
+    "rehearsal": part("One rank of an 8B on h100:8", gpu_jobs.rehearsed, 50.0, 110.0),
     "gpt2": throughput("GPT-2 1.5B", 50.0, 90.0),
 }
 

@@ -102,7 +102,7 @@ def sheet_of(device_name: str) -> str | None:
 
 
 class Repeated(Dataset[dict[str, torch.Tensor]]):
-    """A few random sequences over and over, whose labels are the sequences themselves."""
+    """A few random sequences over and over, with a mask as collators give, and labels like them."""
 
     def __init__(self, size: Size, num_different: int = 64) -> None:
         draws = torch.Generator().manual_seed(1)
@@ -115,4 +115,5 @@ class Repeated(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = self.tokens[index % len(self.tokens)]
-        return {"input_ids": tokens, "labels": tokens}
+        mask = torch.ones_like(tokens)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}

@@ -25,6 +25,7 @@ FIRST = ("nccl", "precisions", "trainers")
 ORDER = (
     *FIRST,
     *("profile", "attention", "launches", "memory", "llama", "gpt2", "llama8b", "compiled"),
+    *("offload", "rehearsal"),
 )
 """The order of all parts on the page."""
 

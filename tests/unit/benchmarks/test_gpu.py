@@ -75,6 +75,32 @@ def test_memory_is_forecast_and_measured(gpu: ModuleType, monkeypatch: pytest.Mo
     assert all(abs(row["off by %"]) < 5 for row in found)
 
 
+def test_offloaded_activations_are_timed_and_counted(gpu: ModuleType) -> None:
+    found = rows(gpu, "offload")
+    assert [row["activations"] for row in found] == list(gpu.gpu_jobs.CHOICES)
+    copied = [float(row["host memory, GB"]) for row in found]
+    assert copied[0] == 0.0 < copied[1] == copied[2]
+    assert all(float(row["seconds of a step"]) > 0 for row in found)
+    assert [hidden for row in found if (hidden := row.get("copies hidden"))]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [((1.0, 1.0, 2.0), "1.00"), ((1.0, 1.75, 2.0), "0.25"), ((1.0, 1.0, 1.01), "none seen")],
+)
+def test_the_share_of_copies_that_is_hidden(
+    gpu: ModuleType, seconds: tuple[float, float, float], said: str
+) -> None:
+    assert gpu.gpu_jobs.hidden(*seconds) == said
+
+
+def test_a_rank_of_a_job_is_rehearsed_beside_its_price(gpu: ModuleType) -> None:
+    found = {row["figure"]: row for row in rows(gpu, "rehearsal")}
+    for figure in ("step of the job, s", "optimizer's step, s", "peak memory, GB"):
+        assert float(found[figure]["measured"]) > 0 and float(found[figure]["planned"]) > 0
+    assert any(figure.startswith("F of stage 0") for figure in found)
+
+
 def test_each_training_is_alone_in_a_process_and_all_give_the_same_loss(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
