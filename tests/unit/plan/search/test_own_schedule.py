@@ -120,3 +120,10 @@ def test_no_module_outside_of_schedules_knows_one_by_name() -> None:
         if isinstance(node, ast.Constant) and node.value in names
     ]
     assert found == []
+
+
+def test_options_of_a_schedule_may_be_lists(workload: Workload) -> None:
+    options = {"recompute": [True, False]}
+    pinned = Pinned(schedule="auto", schedule_options=options, dp=2, tp=1, pp=2, microbatch=1)
+    found = search(workload, CLUSTER, pinned, top=1)
+    assert found.plans[0].candidate.schedule_options == options
