@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import logging
 import math
+import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -307,3 +310,54 @@ def test_items_of_lists_and_dicts_are_followed(
     assert expected != pytest.approx(before)
     assert step(engine, 1) == pytest.approx(expected)
     assert step(engine, 2) == pytest.approx(expected)
+
+
+AMOUNT: ContextVar[float] = ContextVar("AMOUNT", default=1.0)
+
+
+class ReadsOutside(nn.Module):
+    """A loss that context, environment, and what hangs at a parameter and a buffer scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scales", torch.ones(4))
+        self.linear.weight.gain = self.scales.gain = 1.0  # type: ignore[attr-defined, union-attr]
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        read = self.linear.weight.gain * self.scales.gain * AMOUNT.get()
+        other = float(os.environ.get("MERAK_TEST_GAIN", "1"))
+        return {"loss": self.linear(x).square().mean() * read * other}
+
+
+def change_context(model: Any, patch: pytest.MonkeyPatch) -> None:
+    AMOUNT.set(3.0)
+
+
+def change_environment(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("MERAK_TEST_GAIN", "3")
+
+
+def change_parameter(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.linear.weight.gain = 3.0
+
+
+def change_buffer(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.scales.gain = 3.0
+
+
+@pytest.mark.parametrize(
+    "change", [change_context, change_environment, change_parameter, change_buffer]
+)
+def test_what_is_outside_of_modules_is_followed(
+    change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def losses() -> tuple[float, float, float]:
+        engine = engine_of(model := ReadsOutside())
+        before = step(engine)
+        assert num_programs(engine) == 0
+        change(model, monkeypatch)
+        return before, step(engine, 1), step(engine, 2)
+
+    before, *after = contextvars.copy_context().run(losses)
+    assert after == pytest.approx([3 * before, 3 * before])

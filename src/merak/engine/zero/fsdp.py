@@ -178,6 +178,7 @@ class FsdpParameters:
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
             absent = AbsentTensor(empty, f"{name!r} is {OF_REPLICAS}")
             made = nn.Parameter(absent, requires_grad=module.trains)
+            vars(made).update(vars(parameter))  # what the model's code reads there
             self.meta_parameters[name] = parameter if swap(parameter, made) else made
             if module.trains:
                 self.optimizer_tensors[name] = nn.Parameter(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 MODEL, GLOBALS, LOSS = "model", "globals", "loss"
 """Roots of a read: a module of the model, the globals of a Python module, the loss function."""
 
+CONTEXT = "get()"
+"""Step from a context variable to its value."""
+
 
 @dataclass(frozen=True, slots=True)
 class StateRead:
@@ -16,7 +19,7 @@ class StateRead:
         root: `MODEL`, `GLOBALS` or `LOSS`.
         path: of the module inside the model, or of the Python module; "" for the loss function.
         steps: from there to the value: an attribute's name, "[key]" for an item of a dict,
-            "(name)" for a variable of a function's closure.
+            "(name)" for a variable of a function's closure, `CONTEXT` for a context variable's.
         source: the line that read it, as "file:number".
     """
 

@@ -198,4 +198,6 @@ def _materialize_buffers(model: nn.Module, maker: _Materializer) -> None:
                 name = f"{path}.{attribute}".lstrip(".")
                 real = _make(buffer, name, maker) if buffer.is_meta else buffer
                 moved[buffer] = real.to(maker.device, buffer.dtype)
+                kept = {k: v for k, v in vars(buffer).items() if k != ORIGIN_ATTRIBUTE}
+                vars(moved[buffer]).update(kept)
             module._buffers[attribute] = moved[buffer]

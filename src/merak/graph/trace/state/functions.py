@@ -9,7 +9,9 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from merak.core.source_lines import is_installed, module_file
-from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
+from merak.graph.ir.state_read import CONTEXT, GLOBALS, LOSS, MODEL, StateRead
 from merak.graph.trace.state.holders import attributes, closure
 from merak.graph.trace.state.kept import CONTAINERS
 from merak.graph.trace.state.slots import is_plain, is_plain_dict
@@ -37,13 +39,36 @@ def function_reads(model: nn.Module, loss_fn: Callable[..., Any] | None) -> tupl
     for steps, function in functions_of(loss_fn, ()):
         held += _closure_reads(LOSS, "", steps, function)
     found = {(read.root, read.path, read.steps): read for read in held}
+    attributes_of_tensors = _tensor_attributes(model)
     for function in reached_functions(model, loss_fn):
-        for read in _late_reads(model, function):
-            found.setdefault((read.root, read.path, read.steps), read)
+        reads = [*_late_reads(model, function), *_environment_reads(function)]
+        for name, line in _names(function.__code__, "LOAD_ATTR"):
+            reads += [replace(read, source=line) for read in attributes_of_tensors.get(name, ())]
         for name, line in _names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME"):
-            for read in _global_reads(function, name, line):
-                found.setdefault((read.root, read.path, read.steps), read)
+            reads += _global_reads(function, name, line)
+        for read in reads:
+            found.setdefault((read.root, read.path, read.steps), read)
     return tuple(found.values())
+
+
+def _tensor_attributes(model: nn.Module) -> Mapping[str, list[StateRead]]:
+    """Plain values that hang at parameters and buffers, by the attribute's name."""
+    found: dict[str, list[StateRead]] = {}
+    for path, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            for name, value in vars(tensor).items() if tensor is not None else ():
+                if _is_constant(value) and name[:2] != "__":
+                    found.setdefault(name, []).append(StateRead(MODEL, path, (key, name), ""))
+    return found
+
+
+def _environment_reads(function: types.FunctionType) -> Iterator[StateRead]:
+    """Environment variables that a function may read: texts in code that names the environment."""
+    if {"environ", "getenv"}.intersection(function.__code__.co_names):
+        line = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+        for text in function.__code__.co_consts:
+            if isinstance(text, str) and text.isidentifier():
+                yield StateRead(GLOBALS, "os", ("[environ]", f"[{text}]"), line)
 
 
 def reached_functions(
@@ -182,7 +207,9 @@ def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterato
     if vars(sys.modules.get(module, sys)) is not function.__globals__:
         return  # not reached by its module's name
     value: Any = function.__globals__.get(name)
-    if _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
+    if type(value) is ContextVar and _is_constant(value.get(None)):
+        yield StateRead(GLOBALS, module, (f"[{name}]", CONTEXT), line)
+    elif _is_constant(value) and name in function.__globals__ and not name.startswith("__"):
         yield from _reads_of(value, GLOBALS, module, (f"[{name}]",), line)
     elif issubclass(type(value), types.ModuleType):
         if not is_installed(module_file(value.__name__) or "<built in>"):

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from merak.graph.ir.state_read import GLOBALS, MODEL, StateRead
+from merak.graph.ir.state_read import CONTEXT, GLOBALS, MODEL, StateRead
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of state whose values are compared."""
@@ -78,6 +78,8 @@ class Slot:
             container[_key(container, step)] = value
         elif step.startswith("("):
             _cell(container, step[1:-1]).cell_contents = value
+        elif step == CONTEXT:
+            container.set(value)
         elif value is MISSING:
             delattr(container, step)
         else:
@@ -86,7 +88,7 @@ class Slot:
     def own(self) -> Any:
         """The value that the place itself holds; `MISSING` where a class or nothing has it."""
         container, step = self._container(), self.read.steps[-1]
-        if step.startswith(("[", "(")):
+        if step.startswith(("[", "(")) or step == CONTEXT:
             return self.get()
         return vars(container).get(step, MISSING)
 
@@ -117,7 +119,7 @@ def _step(value: Any, step: str) -> Any:
         return value[_key(value, step)]
     if step.startswith("("):
         return _cell(value, step[1:-1]).cell_contents
-    return getattr(value, step)
+    return value.get() if step == CONTEXT else getattr(value, step)
 
 
 def _key(container: Any, step: str) -> Any:
