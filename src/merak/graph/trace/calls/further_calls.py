@@ -9,7 +9,7 @@ by the same operators; what depends on the batch of another call, or on other nu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from merak.core.errors import TraceError
 from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, returned_nodes
+from merak.graph.ir.mutation import find_mutations
 from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.known_values import KnownValues
 from merak.graph.trace.calls.runner import BEGINS, ENDS, plain_name, split_call
@@ -132,7 +133,30 @@ def compare_calls(exported: Exported) -> FurtherCalls:
     """
     rewriting, outputs = _comparable(exported)
     found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
-    return FurtherCalls(exported.left, tuple(one != found[0] for one in found))
+    differs = [one != found[0] for one in found]
+    if any(differs):
+        carried = _carried(found[0], len(found), outputs, rewriting)
+        differs = [one and own != found[0] for one, own in zip(differs, carried, strict=True)]
+    return FurtherCalls(exported.left, tuple(differs))
+
+
+def _carried(
+    first: Mapping[str, str],
+    num_calls: int,
+    outputs: Mapping[tuple[int, str], fx.Node],
+    rewriting: Rewriting,
+) -> list[Mapping[str, str]]:
+    """Keys of calls that find in buffers what the one before has made there of constants alone."""
+    writers = find_mutations(rewriting.graph).writers.items()
+    written = {kept for kept, nodes in writers if any(map(_writes_values, nodes))}
+    fixed = {key for key, node in outputs.items() if _is_fixed(key[1], node, written)}
+    carried, left = [first], [{name: key for name, key in first.items() if (0, name) in fixed}]
+    for number in range(1, num_calls):
+        own = _described(number, outputs, rewriting, before=left)
+        kept = {n: k for n, k in left[-1].items() if (number, n) not in outputs}
+        left.append(kept | {n: k for n, k in own.items() if (number, n) in fixed})
+        carried.append(own)
+    return carried
 
 
 def described_call(exported: Exported) -> dict[str, str]:
@@ -211,19 +235,58 @@ def reads_other_shape(
     return ", ".join(places[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _is_fixed(name: str, node: fx.Node, written: Collection[int]) -> bool:
+    """Whether what a call leaves in a buffer is a copy of what it has made of constants alone."""
+    copied = node.args[0] if name.startswith(ENDS) else None
+    if not isinstance(copied, fx.Node) or copied.target is not torch.ops.aten.copy_.default:
+        return False
+    waiting, seen = [copied.args[1]], set[fx.Node]()
+    while waiting:
+        one = waiting.pop()
+        assert isinstance(one, fx.Node)
+        is_source = one.op != "call_function"
+        if is_source and one.meta.get("kind") in (Kind.COLUMN, Kind.PARAMETER):
+            return False
+        if one.meta.get("storage") in written or (not is_source and _draws(one)):
+            return False
+        seen.add(one)
+        waiting += [node for node in one.all_input_nodes if node not in seen]
+    return True
+
+
+def _writes_values(node: fx.Node) -> bool:
+    return node.target is not torch.ops.aten.detach_.default
+
+
+def _draws(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", None)  # of any operator; functions of Python's have none
+    return tags is not None and torch.Tag.nondeterministic_seeded in tags
+
+
 def _described(
     number: int,
     outputs: Mapping[tuple[int, str], fx.Node],
     rewriting: Rewriting,
     computed: Callable[[fx.Node], str | None] = lambda _: None,
+    before: Sequence[Mapping[str, str]] = (),
 ) -> dict[str, str]:
-    """Keys of what a call returns and leaves in buffers, by name."""
-    begins = {
-        node: f"buffer {name.removeprefix(BEGINS)}"
-        for (_, name), node in outputs.items()
-        if name.startswith(BEGINS)
-    }
-    known = set(begins.values())
+    """Keys of what a call returns and leaves in buffers, by name.
+
+    Args:
+        number: of the call.
+        outputs: of all calls.
+        rewriting: of their graph.
+        computed: the key of a value that is computed.
+        before: what the calls before have left in buffers, for each to find there; without it,
+            each finds what is its own.
+    """
+    begins: dict[fx.Node, str] = {}
+    known = set()
+    for (of, name), node in outputs.items():
+        if name.startswith(BEGINS):
+            known.add(own := f"buffer {name.removeprefix(BEGINS)}")
+            ended = ENDS + name.removeprefix(BEGINS)
+            begins[node] = before[of - 1].get(ended, own) if of <= len(before) else own
 
     def source(node: fx.Node) -> str:
         name = str(node.meta.get("name", node.target))
@@ -238,7 +301,8 @@ def _described(
         return plain if plain in known else tensor_key(constant)
 
     keys = ValueKeys(rewriting.graph, source, begins, computed)
-    return {
+    left = before[-1] if before else {}
+    return left | {
         name: keys[node]
         for (of, name), node in outputs.items()
         if of == number and not name.startswith(BEGINS)

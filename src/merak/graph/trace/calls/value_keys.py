@@ -11,11 +11,14 @@ from torch import fx
 from merak.core.storages import memory_of
 from merak.graph.ir.mutation import find_mutations, mutated_arguments
 
+aten = torch.ops.aten
+
 
 class ValueKeys:
     """Keys of the values of a graph, whatever the order in which its operators stand there.
 
-    A value that an operator has written into gets another key from there on.
+    A value that an operator has written into gets another key from there on; a whole one that
+    another is copied into has that one's, and so have copies.
 
     Args:
         graph: with the storages of its nodes; nothing is changed.
@@ -35,6 +38,7 @@ class ValueKeys:
         self._written = find_mutations(graph).writers.keys()
         self._made: dict[fx.Node, str] = {}
         self._states: dict[int, str] = {}
+        self._copied: dict[int, tuple[str, str]] = {}  # part of a storage, and what it is a copy of
         for node in graph.nodes:
             if node.op != "output":
                 self._made[node] = self._make(node)
@@ -47,6 +51,9 @@ class ValueKeys:
             return known
         made, storage = self._made[node], node.meta.get("storage")
         state = self._states.get(storage) if storage in self._written else None
+        part, copied = self._copied.get(storage, ("", "")) if state is not None else ("", "")
+        if made == part:
+            return copied
         return made if state is None else _key(made, state)
 
     def _make(self, node: fx.Node) -> str:
@@ -54,6 +61,10 @@ class ValueKeys:
             return self._begins[node]
         if node.op != "call_function":
             return self._source(node)
+        if node.target is aten.clone.default and not node.kwargs:
+            copied = node.args[0]
+            assert isinstance(copied, fx.Node)
+            return self[copied]
         storage = node.meta.get("storage") if node.meta.get("storage") in self._written else None
         own = [n for n in mutated_arguments(node) if n.meta.get("storage") == storage is not None]
         if own and own[0].meta["tensor"] == node.meta["tensor"]:
@@ -77,11 +88,16 @@ class ValueKeys:
             if not isinstance(storage, int):
                 continue
             value = node.args[1] if len(node.args) > 1 else None
-            if isinstance(value, fx.Node) and value in self._begins:
+            self._copied.pop(storage, None)
+            if isinstance(value, fx.Node) and self._begins.get(value) == self._made[written]:
                 self._states.pop(storage, None)
                 continue
             before, parts = self._states.get(storage, ""), self._arguments(node, storage)
             self._states[storage] = _key(before, str(node.target), parts)
+            if node.target is aten.copy_.default and isinstance(value, fx.Node):
+                old, new = written.meta["tensor"], value.meta["tensor"]
+                if (old.shape, old.dtype) == (new.shape, new.dtype):
+                    self._copied[storage] = self._made[written], self[value]
 
 
 class _Text(str):

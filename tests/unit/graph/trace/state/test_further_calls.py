@@ -330,7 +330,35 @@ def leaves_another_type(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def fills_by_the_batch(model: Any, x: Tensor) -> Tensor:
+    if model.is_first:
+        model.centre, model.is_first = x.detach().mean(0), False
+    return x - model.centre
+
+
+def fills_by_weights(model: Any, x: Tensor) -> Tensor:
+    if model.is_first:
+        model.centre, model.is_first = model.linear.weight.detach().mean(0), False
+    return x - model.centre
+
+
+def doubles_once(model: Any, x: Tensor) -> Tensor:
+    if model.is_first:
+        model.centre, model.is_first = 2 * model.centre + 1, False
+    return x - model.centre
+
+
+def draws_once(model: Any, x: Tensor) -> Tensor:
+    if model.is_first:
+        model.centre, model.is_first = torch.rand(4), False
+    return x - model.centre
+
+
 REFUSED: dict[Use, str] = {
+    fills_by_the_batch: "values in model.is_first, at .*: `model.centre, model.is_first = x",
+    fills_by_weights: "values in model.is_first, at .*: `model.centre, model.is_first = model.lin",
+    doubles_once: "values in model.is_first, at .*: `model.centre, model.is_first = 2",
+    draws_once: "values in model.is_first, at .*: `model.centre, model.is_first = torch.rand",
     counts_in_a_context: "the context variable calls, at .*: `CALLS.set.*next call computes",
     counts_in_the_environment: r"os.environ.'CALLS_OF_A_TEST'., at .*: `os.environ.*= str",
     counts_in_a_file: "the file .*calls.txt, at .*: `file.write_text.*next call computes",
@@ -459,6 +487,14 @@ def registers_a_table(model: Any, x: Tensor) -> Tensor:
     return x * model.table  # type: ignore[no-any-return]
 
 
+def fills_a_buffer(model: Any, x: Tensor) -> Tensor:
+    """As dynamic NTK rotary embeddings do for batches that are longer than the model's own."""
+    if model.calls < len(x):
+        model.calls = len(x)
+        model.centre = 10.0 ** -(torch.arange(4.0) / model.calls)
+    return x * model.centre
+
+
 def puts_settings_back(model: Any, x: Tensor) -> Tensor:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model.centre.copy_(x.mean(0))
@@ -475,6 +511,7 @@ def puts_settings_back(model: Any, x: Tensor) -> Tensor:
         keeps_the_last,
         shares_a_module,
         registers_a_table,
+        fills_a_buffer,
         puts_settings_back,
     ],
 )
