@@ -302,6 +302,19 @@ class Saving(Pushing):
             "the model read them", self.state.global_step, left.folder, left.host,
         )  # fmt: skip
 
+    def _save_before_refusal(self) -> None:
+        """Keep what is trained where a batch is refused that all ranks have met, of one replica."""
+        step = self.state.global_step
+        folder = Path(self._get_output_dir(None)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if not step or self.mesh.replicas > 1 or (folder / MANIFEST).is_file():
+            return
+        if saves_checkpoints(self):
+            self._save_checkpoint(self.model, None)
+            self._saver.wait()
+            announce("the batch behind step %d is refused; %s has what is trained", step, folder)
+        else:
+            self._leave_last_weights()
+
     def _write_last_weights(self, engine: Engine) -> _Left | None:
         """Write the last weights; None if they cannot be, which is warned of."""
         folder = Path(str(self.args.output_dir)).absolute() / LAST_WEIGHTS

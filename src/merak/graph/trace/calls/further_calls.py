@@ -153,7 +153,7 @@ def _carried(
     carried, left = [first], [{name: key for name, key in first.items() if (0, name) in fixed}]
     for number in range(1, num_calls):
         own = _described(number, outputs, rewriting, before=left)
-        kept = {n: k for n, k in left[-1].items() if (number, n) not in outputs}
+        kept = {n: key for n, key in left[-1].items() if (number, n) not in outputs}
         left.append(kept | {n: k for n, k in own.items() if (number, n) in fixed})
         carried.append(own)
     return carried
@@ -281,7 +281,7 @@ def _described(
             each finds what is its own.
     """
     begins: dict[fx.Node, str] = {}
-    known = set()
+    known = set[str]()
     for (of, name), node in outputs.items():
         if name.startswith(BEGINS):
             known.add(own := f"buffer {name.removeprefix(BEGINS)}")
@@ -301,8 +301,7 @@ def _described(
         return plain if plain in known else tensor_key(constant)
 
     keys = ValueKeys(rewriting.graph, source, begins, computed)
-    left = before[-1] if before else {}
-    return left | {
+    return dict(before[-1] if before else {}) | {
         name: keys[node]
         for (of, name), node in outputs.items()
         if of == number and not name.startswith(BEGINS)

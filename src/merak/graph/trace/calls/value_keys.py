@@ -50,9 +50,10 @@ class ValueKeys:
         if (known := self._known(node)) is not None:
             return known
         made, storage = self._made[node], node.meta.get("storage")
-        state = self._states.get(storage) if storage in self._written else None
-        part, copied = self._copied.get(storage, ("", "")) if state is not None else ("", "")
-        if made == part:
+        if not isinstance(storage, int) or storage not in self._written:
+            return made
+        state, (part, copied) = self._states.get(storage), self._copied.get(storage, ("", ""))
+        if state is not None and made == part:
             return copied
         return made if state is None else _key(made, state)
 

@@ -1,0 +1,90 @@
+"""Dynamic rotary embeddings: batches of one length train as in one process; others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import merak
+from merak.core.errors import TraceError
+from tests.multirank.ranks import RankPool
+
+ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+OWN_LENGTH, LONG = 8, 12
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(
+        vocab_size=32, num_hidden_layers=2, max_position_embeddings=OWN_LENGTH,
+        rope_parameters=ROPE, **sizes,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def rows(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Two samples of each length."""
+    return [
+        {name: [(7 * number + k) % 32 for k in range(length)] for name in ("input_ids", "labels")}
+        for length in lengths
+        for number in range(2)
+    ]
+
+
+def arguments(cls: Any, folder: Path, steps: int, **more: Any) -> Any:
+    return cls(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, logging_steps=1, report_to="none", disable_tqdm=True,
+        use_cpu=True, optim="sgd", learning_rate=0.5, train_sampling_strategy="sequential", **more,
+    )  # fmt: skip
+
+
+def losses(trainer: transformers.Trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def train(lengths: list[int], folder: Path, save: str) -> tuple[list[float], str]:
+    """Losses, and the refusal of a batch."""
+    merak.init(pp=2, device="cpu")
+    args = arguments(merak.MerakArguments, folder, len(lengths), save_strategy=save)
+    trainer = merak.MerakTrainer(llama(), args, train_dataset=rows(lengths))
+    said = ""
+    try:
+        trainer.train()
+    except TraceError as error:
+        said = str(error)
+    return losses(trainer), said
+
+
+@pytest.mark.parametrize("lengths", [[LONG] * 3, [OWN_LENGTH, LONG, OWN_LENGTH, LONG]])
+def test_long_batches_train_as_in_one_process(
+    lengths: list[int], pool: RankPool, tmp_path: Path
+) -> None:
+    steps = len(lengths)
+    args = arguments(transformers.TrainingArguments, tmp_path, steps, save_strategy="no")
+    alone = transformers.Trainer(llama(), args, train_dataset=rows(lengths))
+    alone.train()
+    for found, said in pool.run(train, 2, lengths, tmp_path, "no"):
+        assert found == pytest.approx(losses(alone), rel=1e-5) and not said
+
+
+@pytest.mark.parametrize(
+    ("save", "lengths", "left"),
+    [
+        ("no", [LONG, LONG, LONG - 2], "last-weights"),
+        ("epoch", [OWN_LENGTH - 2, OWN_LENGTH - 2, LONG], "checkpoint-2"),
+    ],
+)
+def test_a_batch_of_another_length_is_refused_behind_a_save(
+    save: str, lengths: list[int], left: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for found, said in pool.run(train, 2, lengths, tmp_path, save):
+        assert len(found) == 2
+        assert "forward keeps model.model.rotary_emb.max_seq_len_cached, at " in said
+        assert "pad all batches to one length" in said
+    assert (tmp_path / left / "manifest.json").is_file()
