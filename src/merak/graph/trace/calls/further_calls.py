@@ -135,21 +135,21 @@ def compare_calls(exported: Exported) -> FurtherCalls:
     found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
     differs = [one != found[0] for one in found]
     if any(differs):
-        carried = _carried(found[0], len(found), outputs, rewriting)
-        differs = [one and own != found[0] for one, own in zip(differs, carried, strict=True)]
+        carried = _carried(len(found), outputs, rewriting)
+        differs = [one and own != carried[0] for one, own in zip(differs, carried, strict=True)]
     return FurtherCalls(exported.left, tuple(differs))
 
 
 def _carried(
-    first: Mapping[str, str],
     num_calls: int,
     outputs: Mapping[tuple[int, str], fx.Node],
     rewriting: Rewriting,
-) -> list[Mapping[str, str]]:
+) -> list[dict[str, str]]:
     """Keys of calls that find in buffers what the one before has made there of constants alone."""
     writers = find_mutations(rewriting.graph).writers.items()
     written = {kept for kept, nodes in writers if any(map(_writes_values, nodes))}
     fixed = {key for key, node in outputs.items() if _is_fixed(key[1], node, written)}
+    first = _described(0, outputs, rewriting, before=[])
     carried, left = [first], [{name: key for name, key in first.items() if (0, name) in fixed}]
     for number in range(1, num_calls):
         own = _described(number, outputs, rewriting, before=left)
@@ -268,7 +268,7 @@ def _described(
     outputs: Mapping[tuple[int, str], fx.Node],
     rewriting: Rewriting,
     computed: Callable[[fx.Node], str | None] = lambda _: None,
-    before: Sequence[Mapping[str, str]] = (),
+    before: Sequence[Mapping[str, str]] | None = None,
 ) -> dict[str, str]:
     """Keys of what a call returns and leaves in buffers, by name.
 
@@ -286,7 +286,8 @@ def _described(
         if name.startswith(BEGINS):
             known.add(own := f"buffer {name.removeprefix(BEGINS)}")
             ended = ENDS + name.removeprefix(BEGINS)
-            begins[node] = before[of - 1].get(ended, own) if of <= len(before) else own
+            found = before[of - 1] if before and of <= len(before) else {}
+            begins[node] = found.get(ended, own)
 
     def source(node: fx.Node) -> str:
         name = str(node.meta.get("name", node.target))
@@ -300,7 +301,7 @@ def _described(
         plain = f"buffer {plain_name(constant)}"
         return plain if plain in known else tensor_key(constant)
 
-    keys = ValueKeys(rewriting.graph, source, begins, computed)
+    keys = ValueKeys(rewriting.graph, source, begins, computed, before is not None)
     return dict(before[-1] if before else {}) | {
         name: keys[node]
         for (of, name), node in outputs.items()

@@ -17,14 +17,15 @@ aten = torch.ops.aten
 class ValueKeys:
     """Keys of the values of a graph, whatever the order in which its operators stand there.
 
-    A value that an operator has written into gets another key from there on; a whole one that
-    another is copied into has that one's, and so have copies.
+    A value that an operator has written into gets another key from there on.
 
     Args:
         graph: with the storages of its nodes; nothing is changed.
         source: the key of a placeholder or attribute, by its node.
         begins: nodes with a key of their own; what is copied from one has that key again.
         known: the key of a value that is computed, by its node; None for none.
+        through_copies: whether a copy, and a whole value that another is copied into, has the key
+            of what is copied.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class ValueKeys:
         source: Callable[[fx.Node], str],
         begins: Mapping[fx.Node, str],
         known: Callable[[fx.Node], str | None] = lambda _: None,
+        through_copies: bool = False,
     ) -> None:
         self._source, self._begins, self._known = source, begins, known
+        self._through_copies = through_copies
         self._written = find_mutations(graph).writers.keys()
         self._made: dict[fx.Node, str] = {}
         self._states: dict[int, str] = {}
@@ -62,7 +65,7 @@ class ValueKeys:
             return self._begins[node]
         if node.op != "call_function":
             return self._source(node)
-        if node.target is aten.clone.default and not node.kwargs:
+        if self._through_copies and node.target is aten.clone.default and not node.kwargs:
             copied = node.args[0]
             assert isinstance(copied, fx.Node)
             return self[copied]
@@ -90,12 +93,15 @@ class ValueKeys:
                 continue
             value = node.args[1] if len(node.args) > 1 else None
             self._copied.pop(storage, None)
-            if isinstance(value, fx.Node) and self._begins.get(value) == self._made[written]:
+            begun = self._begins.get(value) if isinstance(value, fx.Node) else None
+            is_own = begun == self._made[written] or not self._through_copies
+            if begun is not None and is_own:
                 self._states.pop(storage, None)
                 continue
             before, parts = self._states.get(storage, ""), self._arguments(node, storage)
             self._states[storage] = _key(before, str(node.target), parts)
-            if node.target is aten.copy_.default and isinstance(value, fx.Node):
+            is_copy = self._through_copies and node.target is aten.copy_.default
+            if is_copy and isinstance(value, fx.Node):
                 old, new = written.meta["tensor"], value.meta["tensor"]
                 if (old.shape, old.dtype) == (new.shape, new.dtype):
                     self._copied[storage] = self._made[written], self[value]
