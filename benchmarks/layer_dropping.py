@@ -19,7 +19,7 @@ from precision_curves import LENGTH, library_bytes
 from tools import report
 
 import merak
-from merak.plan.layer_dropping import kept, mean_kept
+from merak.plan.layer_dropping import kept, kept_at
 
 SAMPLES, HELD_OUT, LAYERS = 16, 64, 8
 
@@ -91,7 +91,8 @@ def main() -> None:
         own = batches[first : first + options.stretch]
         (plain_loss, plain_s), (loss, seconds) = plain.run(own), dropped.run(own)
         steps = range(first, first + len(own))
-        expected = [mean_kept(LAYERS, kept(s, options.keep, options.decay)) for s in steps]
+        last = [kept(s, options.keep, options.decay) for s in steps]
+        expected = [sum(kept_at(i + 1, LAYERS, p) for i in range(LAYERS)) / LAYERS for p in last]
         held, plain_held = dropped.held_out(others), plain.held_out(others)
         rows.append(
             {

@@ -66,6 +66,27 @@ def sharded_rms_norm(
     return result
 
 
+def sharded_weight_norm(
+    weight: torch.Tensor, norms: torch.Tensor, dim: int, axis: str
+) -> torch.Tensor:
+    """Weight scaled to a norm for each index of one dim, where another dim is sharded.
+
+    Args:
+        weight: the rank's slice along the other dim; all ranks' are equally large.
+        norms: whole, of size 1 in all dims but `dim`. Its gradient is this rank's part.
+        dim: the dim.
+        axis: the mesh axis.
+
+    Returns:
+        The rank's slice of the result. Its backward all-reduces a number for each index.
+    """
+    dims = tuple(own for own in range(weight.ndim) if own != dim)
+    unit: torch.Tensor = _Norm.apply(  # type: ignore[no-untyped-call]
+        weight, None, None, (0.0, dims, False, axis)
+    )
+    return unit * (norms / math.sqrt(_count(weight, dims, axis)))
+
+
 def sharded_var(
     values: torch.Tensor, dims: Sequence[int], correction: float, keepdim: bool, axis: str
 ) -> torch.Tensor:

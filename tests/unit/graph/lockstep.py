@@ -33,6 +33,7 @@ from merak.ops.sharded_statistics import (
     sharded_rms_norm,
     sharded_std,
     sharded_var,
+    sharded_weight_norm,
 )
 from tests.unit.graph import tensor_parallel_cases as cases
 
@@ -150,6 +151,7 @@ _WHOLE: dict[Any, Callable[..., torch.Tensor]] = {
     sharded_rms_norm: lambda x, weight, eps, dims, axis: functional.rms_norm(
         x, x.shape[-dims:], weight, eps
     ),
+    sharded_weight_norm: lambda weight, norms, dim, axis: torch._weight_norm(weight, norms, dim),
     sharded_var: lambda x, dims, correction, keepdim, axis: x.var(
         dims, correction=correction, keepdim=keepdim
     ),

@@ -12,6 +12,7 @@ from merak.ops.sharded_statistics import (
     sharded_rms_norm,
     sharded_std,
     sharded_var,
+    sharded_weight_norm,
 )
 
 SHAPE, NORMAL = (3, 4, 6), (4, 6)
@@ -69,6 +70,16 @@ def test_spread(dtype: torch.dtype, keepdim: bool) -> None:
         assert_alike(found, other.var((0, 2), keepdim=keepdim), [own], [other])
         found = sharded_std(own, (1,), 0.0, keepdim, "tp")
         assert_alike(found, other.std(1, correction=0, keepdim=keepdim), [own], [other])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weight_norm(dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 4, dtype=dtype)
+    own, others = ([weight.clone().requires_grad_(), torch.ones(6, 1, dtype=dtype).requires_grad_()]
+                   for _ in range(2))  # fmt: skip
+    with pretended(ALONE):
+        found = sharded_weight_norm(*own, 0, "tp")
+        assert_alike(found, torch._weight_norm(*others, 0), own, others)
 
 
 def test_no_deviation_has_no_gradient() -> None:

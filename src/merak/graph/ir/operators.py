@@ -242,10 +242,12 @@ def is_known(target: torch._ops.OpOverload) -> bool:
 
 
 def is_weight_gemm(node: fx.Node) -> bool:
-    """Whether the operator multiplies by a parameter (seen through views of it)."""
+    """Whether the operator multiplies by a parameter, or by what is computed of parameters."""
     if node.op != "call_function" or family(node.target) not in GEMMS:
         return False
-    return any(_is_parameter(source) for source in node.all_input_nodes)
+    if any(_is_parameter(source) for source in node.all_input_nodes):
+        return True
+    return len({_is_of_parameters(source) for source in node.all_input_nodes}) > 1
 
 
 def reads_parameter(node: fx.Node) -> bool:
@@ -271,6 +273,36 @@ def _is_parameter(node: fx.Node) -> bool:
         assert isinstance(source, fx.Node)
         node = source
     return node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER
+
+
+_MOST_STEPS = 64
+"""How many operators a weight may be behind its parameters."""
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Whether a value is computed in few steps of parameters and buffers alone."""
+    seen, todo = {node}, [node]
+    while todo and len(seen) <= _MOST_STEPS:
+        own = todo.pop()
+        if own.op == "placeholder" and own.meta["kind"] not in (Kind.PARAMETER, Kind.BUFFER):
+            return False
+        new = set(own.all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return not todo and any(n.meta.get("kind") is Kind.PARAMETER for n in seen)
+
+
+def weights_only(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on parameters and buffers alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            inside = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
+        else:
+            inside = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+        if inside:
+            found.add(node)
+    return found
 
 
 def is_aten_alone(graph: fx.Graph) -> bool:

@@ -33,6 +33,7 @@ from merak.graph.segment.liveness import (
     Liveness,
     Span,
     analyze_liveness,
+    computed_weights,
     is_detached_parameter,
 )
 from merak.graph.trace.branches.rng_stream import refuse_late_conditions
@@ -61,6 +62,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
     outputs_by_name = _keep_outputs(trace, tuple(outputs) if outputs is not None else trace.outputs)
     release_accumulators(trace.graph)
     _detach_where_read(trace.graph)
+    _compute_weights_where_read(trace.graph)
     flow = analyze_liveness(trace.graph)
     refuse_late_conditions(flow.main)
     starts = _segment_starts(flow)
@@ -117,26 +119,44 @@ def _detach_where_read(graph: fx.Graph) -> None:
         graph.erase_node(source)
 
 
+def _compute_weights_where_read(graph: fx.Graph) -> None:
+    """Move what is computed of parameters alone, such as a scaled weight, to its first reader."""
+    for node in sorted(computed_weights(graph), reverse=True):
+        if node.users:
+            min(node.users).prepend(node)
+
+
 def _segment_starts(flow: Liveness) -> list[int]:
     """Positions in `flow.main` where segments begin.
 
     A segment begins with a block that does GEMMs, or with embeddings after such a block (a
-    decoder's); lighter blocks (norms, dropout) go with what they follow.
+    decoder's), or with a second block that has weights of another use; lighter blocks (norms,
+    dropout) go with what they follow.
     """
     embeddings = {i for i, node in enumerate(flow.main) if is_embedding(node)}
     gemms = (0, *accumulate(is_weight_gemm(node) for node in flow.main))
+    others = (0, *accumulate(_uses_weights(node) for node in flow.main))
     adapters = (0, *accumulate(2 * _is_low_rank(node) for node in flow.main))
     starts = [0]
-    gemms_so_far = 0
+    gemms_so_far = others_so_far = 0
     for block in _blocks(flow, gemms, adapters):
-        num_gemms = gemms[block.stop] - gemms[block.start]
+        num_gemms, num_others = (n[block.stop] - n[block.start] for n in (gemms, others))
         has_embedding = any(i in embeddings for i in range(block.start, block.stop))
-        begins = num_gemms > 0 or (has_embedding and gemms_so_far > 0)
-        if begins and block.start > 0:
+        is_another = (has_embedding and gemms_so_far > 0) or (num_others > 0 < others_so_far)
+        if (num_gemms > 0 or is_another) and block.start > 0:
             starts.append(block.start)
-            gemms_so_far = 0
+            gemms_so_far = others_so_far = 0
         gemms_so_far += num_gemms
+        others_so_far += num_others
     return starts
+
+
+def _uses_weights(node: fx.Node) -> bool:
+    """Whether an operator uses a matrix of weights otherwise: elementwise, or in opaque code."""
+    if family(node.target) not in ("mul", "opaque_call"):
+        return False
+    parameters = [n for n in node.all_input_nodes if n.meta.get("kind") is Kind.PARAMETER]
+    return any(sum(size > 1 for size in n.meta["tensor"].shape) > 1 for n in parameters)
 
 
 def _is_low_rank(node: fx.Node) -> bool:
@@ -153,7 +173,10 @@ def _is_low_rank(node: fx.Node) -> bool:
 
 
 def _blocks(flow: Liveness, gemms: Sequence[int], adapters: Sequence[int]) -> list[Span]:
-    """Spans between cuts; long-lived values of large blocks are set aside to cut these too.
+    """Spans between cuts; large blocks are cut where few values live on.
+
+    These are long-lived ones that are set aside, or those of two streams side by side, where fewer
+    values then cross the cuts.
 
     Args:
         flow: the graph's values.
@@ -162,7 +185,25 @@ def _blocks(flow: Liveness, gemms: Sequence[int], adapters: Sequence[int]) -> li
     """
     layers = [every - own for every, own in zip(gemms, adapters, strict=True)]
     blocks = []
-    todo = [(Span(0, len(flow.main), ()), frozenset[int](), _MAX_CARRIED + 1)]
+    for part in flow.cut(Span(0, len(flow.main), ()), frozenset()):
+        found = _split(flow, part, gemms, layers)
+        both = flow.cut(part, frozenset(), most=2)
+        sizes = [layers[own.stop] - layers[own.start] for own in (part, *both)]
+        if sizes[0] > 2 * _MAX_GEMMS_PER_BLOCK >= max(sizes[1:]):
+            found = min(found, both, key=_most_crossing)
+        blocks += found
+    return blocks
+
+
+def _most_crossing(spans: Sequence[Span]) -> int:
+    """Largest number of values that a span after the first is given."""
+    return max((len(span.incoming) for span in spans[1:]), default=len(spans[0].incoming) + 2)
+
+
+def _split(flow: Liveness, block: Span, gemms: Sequence[int], layers: Sequence[int]) -> list[Span]:
+    """Spans of a block, with long-lived values set aside where it is large."""
+    blocks = []
+    todo = [(block, frozenset[int](), _MAX_CARRIED + 1)]
     while todo:
         span, carried, tries = todo.pop()
         parts = flow.cut(span, carried)

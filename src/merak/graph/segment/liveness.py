@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +11,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import family, weights_only
 from merak.graph.ir.reachable import reachable
 from merak.graph.trace.normalize import is_random
 
@@ -43,8 +43,8 @@ class Liveness:
     dying: tuple[tuple[int, ...], ...]
     uncuttable: frozenset[int]
 
-    def cut(self, span: Span, carried: frozenset[int]) -> list[Span]:
-        """Cut a span wherever at most one value, besides `carried`, lives on to the next node."""
+    def cut(self, span: Span, carried: frozenset[int], most: int = 1) -> list[Span]:
+        """Cut a span wherever at most so many values, besides `carried`, live on to the next."""
         alive = dict.fromkeys(span.incoming)
         num_counted = sum(value not in carried for value in alive)
         parts = []
@@ -58,7 +58,7 @@ class Liveness:
                 alive[position] = None
                 num_counted += position not in carried
             is_last = position == span.stop - 1
-            if not is_last and num_counted <= 1 and position not in self.uncuttable:
+            if not is_last and num_counted <= most and position not in self.uncuttable:
                 parts.append(Span(start, position + 1, incoming))
                 start, incoming = position + 1, tuple(alive)
         return [*parts, Span(start, span.stop, incoming)]
@@ -77,7 +77,8 @@ def analyze_liveness(graph: fx.Graph) -> Liveness:
             if source in position:
                 last_use[position[source]] = i
     joined = [0] * (len(main) + 1)
-    for first, last in (*_unsendable(main, last_use), *_written(writes, position)):
+    weights = computed_weights(graph)
+    for first, last in (*_unsendable(main, last_use, weights), *_written(writes, position)):
         joined[first] += 1
         joined[last] -= 1
     uncuttable = frozenset(i for i, depth in enumerate(accumulate(joined)) if depth > 0)
@@ -118,14 +119,33 @@ def _is_seed(placeholder: fx.Node, writes: Mutations) -> bool:
     return kind is Kind.PARAMETER or placeholder.meta.get("storage") in writes.writers
 
 
-def _unsendable(main: Sequence[fx.Node], last_use: Sequence[int]) -> Iterator[tuple[int, int]]:
+def computed_weights(graph: fx.Graph) -> set[fx.Node]:
+    """Values computed of parameters alone, as of a scaled weight, for one operator.
+
+    Others of them may read the value, too, such as the next step of the same computation.
+    """
+    writes, alone = find_mutations(graph), weights_only(graph)
+    readers: dict[fx.Node, set[fx.Node]] = {}
+    found = set()
+    for node in sorted(alone, reverse=True):
+        behind = (readers[user] if user in alone else {user} for user in node.users)
+        readers[node] = set().union(*behind)
+        is_plain = node.op == "call_function" and not (is_random(node) or writes.group(node))
+        reads_written = any(writes.group(source) for source in node.all_input_nodes)
+        if is_plain and not reads_written and len(readers[node]) <= 1:
+            found.add(node)
+    return found
+
+
+def _unsendable(
+    main: Sequence[fx.Node], last_use: Sequence[int], weights: Collection[fx.Node]
+) -> Iterator[tuple[int, int]]:
     """Lifetimes of tuples and plain numbers, which never leave their segment.
 
-    Nor does a weight without its gradient, which its one reader takes for itself.
+    Nor does a weight that is computed of parameters for one operator.
     """
     for i, node in enumerate(main):
-        is_weight = is_detached_parameter(node) and len(node.users) == 1
-        if is_weight or not isinstance(node.meta["tensor"], TensorMeta):
+        if node in weights or not isinstance(node.meta["tensor"], TensorMeta):
             yield i, last_use[i]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import fx
 
 from merak.core.errors import ShardError
@@ -17,13 +20,15 @@ from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import (
     CONVOLUTIONS,
     GEMM_OPERANDS,
+    GEMMS,
     GROUPED_GEMMS,
     MATMULS,
+    NARROWS,
     RESHAPES,
-    SAME_VALUES,
     SEPARATE_GEMMS,
-    TRANSPOSES,
+    SPLITS,
     family,
+    weights_only,
 )
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.features import Attribute, Column, Replicate, Row, Vocabulary
@@ -36,6 +41,8 @@ from merak.graph.tensor_parallel.placement import (
     Placement,
     ResultPlacement,
     Shard,
+    argument,
+    positive,
     shape_of,
 )
 from merak.graph.tensor_parallel.reductions import early_reductions
@@ -260,44 +267,91 @@ def vocabulary_dim(node: fx.Node) -> int | None:
 
 
 def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
-    """Output and input dims of a parameter, for every way in which GEMMs use it."""
-    meta = node.meta["tensor"]
-    dims = tuple(range(len(meta.shape)))
-    return tuple(dict.fromkeys(_gemm_dims(node, dims))) if len(dims) > 1 else ()
+    """Output and input dims of a parameter, for every way in which GEMMs use it.
+
+    Of several output dims, as of heads and what each has, the first.
+    """
+    ways = dict.fromkeys(_ways(node))
+    return tuple((outs[0], ins[0]) for outs, ins in ways if outs and ins)
 
 
-def _gemm_dims(node: fx.Node, dims: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def output_dims(node: fx.Node) -> tuple[int, ...]:
+    """All dims of a parameter that are outputs of a GEMM."""
+    return tuple(dict.fromkeys(dim for outs, ins in _ways(node) if ins for dim in outs))
+
+
+_Dims = tuple[int | None, ...]
+"""For every dim of a value, which dim of a parameter it is; None for another."""
+
+
+def _ways(node: fx.Node) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Output and input dims of a parameter in every GEMM that uses it."""
+    dims: _Dims = tuple(range(len(shape_of(node))))
+    for outs, ins in _gemm_dims(node, dims, weights_only(node.graph)) if len(dims) > 1 else ():
+        yield (
+            tuple(dim for dim in outs if dim is not None),
+            tuple(dim for dim in ins if dim is not None),
+        )
+
+
+def _gemm_dims(
+    node: fx.Node, dims: _Dims, weights: Collection[fx.Node]
+) -> Iterator[tuple[_Dims, _Dims]]:
     """Output and input dims of a weight in every GEMM that uses it.
 
     Args:
-        node: the weight, or a view of it.
+        node: the weight, or what is computed of it.
         dims: for every dim of `node`, which dim of the weight it is.
+        weights: values that depend on parameters and buffers alone.
     """
     for user in node.users:
         name = family(user.target)
         is_weight = name in GEMM_OPERANDS and user.args[GEMM_OPERANDS[name].weight] is node
-        if name in SAME_VALUES and user.args[0] is node:
-            yield from _gemm_dims(user, dims)
-        elif name in TRANSPOSES:
-            yield from _gemm_dims(user, permuted_dims(user, dims))
-        elif name in RESHAPES and (sources := split_dims(shape_of(node), shape_of(user))):
-            yield from _gemm_dims(user, tuple(dims[d] for d in sources))
+        if user in weights and name not in GEMMS:
+            for result, own in _computed_dims(user, node, dims):
+                yield from _gemm_dims(result, own, weights)
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
-            yield dims[0], dims[1]
+            yield dims[:1], dims[1:2]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
-            yield dims[-1], dims[-2]
+            yield dims[-1:], dims[-2:-1]
         elif name == "einsum":
             yield from _einsum_dims(user, node, dims)
         elif name in SEPARATE_GEMMS:
-            yield (dims[0], dims[1]) if user.args[4] else (dims[1], dims[0])
+            yield (dims[:1], dims[1:2]) if user.args[4] else (dims[1:2], dims[:1])
         elif name in MATMULS:
-            yield dims[-2], dims[-1]
+            yield dims[-2:-1], dims[-1:]
 
 
-def _einsum_dims(
-    product: fx.Node, node: fx.Node, dims: tuple[int, ...]
-) -> Iterator[tuple[int, int]]:
-    """Output and input dims of a weight in an einsum of two; the first of several, as of heads."""
+def _computed_dims(user: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[fx.Node, _Dims]]:
+    """What an operator computes of a weight, and which dims of that are the weight's."""
+    name = family(user.target)
+    if name in RESHAPES:
+        sources = split_dims(shape_of(node), shape_of(user))
+        if sources is not None:
+            yield user, tuple(dims[d] for d in sources)
+        return
+    if name in SPLITS:
+        is_taken = name == "unbind"
+        cut = positive(argument(user, "dim", 0), len(dims))
+        for part in user.users:
+            yield part, dims[:cut] + dims[cut + 1 :] if is_taken else dims
+        return
+    if name in NARROWS:
+        yield user, dims
+        return
+    found: list[int | None] = [None] * len(shape_of(user))
+    for place, dim in enumerate(dims):
+        shard = Shard(place, (shape_of(node)[place],))
+        placements = dict.fromkeys(user.all_input_nodes, REPLICATE) | {node: shard}
+        with suppress(ShardError):
+            placed = decide(Operator(user, placements, 1)).result
+            if isinstance(placed, Shard):
+                found[placed.dim] = dim
+    yield user, tuple(found)
+
+
+def _einsum_dims(product: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[_Dims, _Dims]]:
+    """Output and input dims of a weight in an einsum of two."""
     tensors, labels = product.args[1], einsum_labels(product)
     assert isinstance(tensors, (list, tuple))
     if labels is None or len(tensors) != 2 or tensors[0] is tensors[1]:
@@ -307,22 +361,15 @@ def _einsum_dims(
     own, other = terms[place], terms[1 - place]
     outputs = [dims[i] for i, label in enumerate(own) if label in result and label not in other]
     inputs = [dims[i] for i, label in enumerate(own) if label in other and label not in result]
-    yield from zip(outputs[:1], inputs[:1], strict=False)
+    yield tuple(outputs), tuple(inputs)
 
 
 def permuted_dims(node: fx.Node, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """Dims of a parameter behind a transposition of it."""
-    name = family(node.target)
-    if name == "permute":
-        order = node.args[1]
-        assert isinstance(order, (list, tuple))
-        return tuple(dims[int(str(d))] for d in order)
-    if name in ("t", "numpy_T"):
-        return dims[::-1]
-    a, b = int(str(node.args[1])), int(str(node.args[2]))
-    swapped = list(dims)
-    swapped[a], swapped[b] = dims[b], dims[a]
-    return tuple(swapped)
+    """Dims of a parameter behind a transposition of it, which tells by itself where they go."""
+    sizes = range(2, len(dims) + 2)
+    target: Any = node.target
+    moved = target(torch.empty(tuple(sizes), device="meta"), *node.args[1:], **node.kwargs)
+    return tuple(dims[sizes.index(size)] for size in moved.shape)
 
 
 def _part_sizes(name: str, size: int, parts: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import sympy  # type: ignore[import-untyped]
 
 from merak.core.shards import shard_size
 from merak.graph.ir.ir import ModelGraph, Segment
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import family, weights_only
 from merak.graph.tensor_parallel.apply import TensorParallel
 from merak.graph.tensor_parallel.placement import REPLICATE, PartlySharded, Replicate, Shard
 from merak.graph.tensor_parallel.propagate import weight_dims
@@ -20,7 +20,6 @@ from merak.graph.tensor_parallel.search.cost import (
     Transfer,
     has_gradient,
     parameter_nodes,
-    weights_only,
 )
 from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.search import whole_share

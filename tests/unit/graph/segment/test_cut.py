@@ -70,6 +70,38 @@ def test_bert_has_a_segment_more_for_its_heads_transform() -> None:
     assert {len(crossing) for crossing in graph.boundaries()} == {1}
 
 
+class _Spline(nn.Module):
+    """A matrix of weights that is used elementwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 4) / 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        basis = torch.exp(-((x[..., None] - torch.arange(4.0)) ** 2))
+        return x + (basis[..., None, :, :] * self.weight).sum((-1, -2))
+
+
+class _ByValue(nn.Module):
+    """What it computes depends on values: it is opaque."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        change: Tensor = self.own(x)
+        return x + change if x.sum() > 0 else x - change
+
+
+@pytest.mark.parametrize("block", [_Spline, _ByValue])
+def test_blocks_without_products_are_segments(block: type[nn.Module]) -> None:
+    model = nn.Sequential(*(block() for _ in range(5)), nn.Linear(8, 2))
+    source = GraphSource(model, lambda out, _: out.pow(2).mean())
+    graph = build_graph(source, metas({"input": torch.randn(2, 3, 8)}), training=True)
+    assert len(graph.segments) == 6
+
+
 def test_t5_is_cut_though_its_encoder_is_read_all_along() -> None:
     graph = built(families.t5(3), families.batch_for("t5"))
     assert len(graph.segments) >= 2 * 3 + 3 * 3
@@ -346,10 +378,12 @@ def visits(layers: int, early: bool, patch: pytest.MonkeyPatch) -> int:
 
     cut = Liveness.cut
 
-    def counted_cut(flow: Liveness, span: Span, carried: frozenset[int]) -> list[Span]:
+    def counted_cut(
+        flow: Liveness, span: Span, carried: frozenset[int], most: int = 1
+    ) -> list[Span]:
         nonlocal count
         count += span.stop - span.start
-        return cut(flow, span, carried)
+        return cut(flow, span, carried, most)
 
     with patch.context() as inside:
         inside.setattr(torch.fx.Node, "all_input_nodes", property(counted))

@@ -193,6 +193,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     indexing.index: ("index",),
     elementwise.last_two_dims: ("tril", "triu"),
     statistics.normalize: NORMS,
+    statistics.weight_norm: ("_weight_norm",),
     statistics.reduce: REDUCTIONS,
     # Of the dropouts, those whose pattern is known for a slice of the operand.
     elementwise.dropout: ("dropout", "dropout_sharded"),

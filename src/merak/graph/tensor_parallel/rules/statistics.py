@@ -13,6 +13,7 @@ from merak.graph.ir.operators import family
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
     Operator,
     Placement,
@@ -27,6 +28,7 @@ from merak.ops.sharded_statistics import (
     sharded_rms_norm,
     sharded_std,
     sharded_var,
+    sharded_weight_norm,
 )
 
 aten = torch.ops.aten
@@ -99,3 +101,19 @@ def _positions(op: Operator, operand: fx.Node, dims: Collection[int]) -> int:
         raise op.error("must see all samples of a microbatch")
     shape = shape_of(operand)
     return math.prod(size for dim, size in enumerate(shape) if dim not in dims)
+
+
+def weight_norm(op: Operator) -> Decision:
+    """_weight_norm: a weight scaled to a norm for each index of one dim."""
+    weight, norms, dim = op.arg("v"), op.arg("g"), op.arg("dim", 0)
+    if dim == -1:
+        raise op.error("scales a split weight to one norm")
+    placed = op.placement(weight)
+    if not isinstance(placed, Shard):
+        placed = op.sharded()[norms]
+    if placed.dim == dim:
+        return Decision(placed, dict.fromkeys((weight, norms), placed))
+    needs: dict[fx.Node, Placement] = {weight: placed, norms: REPLICATE_PARTIAL_GRAD}
+    args = (weight, norms, dim, op.axis)
+    sums = (_positions(op, weight, {*range(len(shape_of(weight)))} - {dim}),)
+    return Decision(placed, needs, sharded_weight_norm, args, {}, sums=sums)

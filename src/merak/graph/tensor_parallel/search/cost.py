@@ -13,7 +13,14 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import GROUPED_GEMMS, SAME_VALUES, SEPARATE_GEMMS, TRANSPOSES, family
+from merak.graph.ir.operators import (
+    GROUPED_GEMMS,
+    SAME_VALUES,
+    SEPARATE_GEMMS,
+    TRANSPOSES,
+    family,
+    weights_only,
+)
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
@@ -182,19 +189,6 @@ def has_gradient(node: fx.Node) -> bool:
     """Whether a value is one tensor that a gradient flows through."""
     meta = node.meta.get("tensor")
     return isinstance(meta, TensorMeta) and meta.requires_grad
-
-
-def weights_only(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on parameters and buffers alone."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            inside = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
-        else:
-            inside = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
-        if inside:
-            found.add(node)
-    return found
 
 
 def parameter_nodes(graph: fx.Graph) -> dict[str, fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 from torch import fx
@@ -44,9 +45,10 @@ def fused_parts(graph: fx.Graph, name: str, dim: int, size: int) -> list[tuple[i
     found: list[tuple[int, ...]] = [(size,)]
     while len(found) <= _MAX_REFINEMENTS:
         finer = _finer(graph, name, Shard(dim, found[-1], name))
-        if finer is None or finer in found:
+        new = next((own for own in finer if own not in found), None)
+        if new is None:
             break
-        found.append(finer)
+        found.append(new)
     return found
 
 
@@ -72,7 +74,8 @@ def stacked_parts(node: fx.Node, dim: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
+def _finer(graph: fx.Graph, name: str, placed: Shard) -> Iterator[tuple[int, ...]]:
+    """Parts that operators which refuse a weight's shards cut it into, one after another."""
     refused: list[Operator] = []
 
     def rule(op: Operator) -> Decision:
@@ -85,12 +88,12 @@ def _finer(graph: fx.Graph, name: str, placed: Shard) -> tuple[int, ...] | None:
     try:
         propagate(graph, {name: placed}, 1, rule)
     except ShardError:
-        return None
+        return
     for op in refused:
-        operand, operand_shard = next(iter(op.sharded().items()), (None, None))
-        if operand is not None and operand_shard is not None:
-            return _refined(placed, operand_shard.parts, _edges(op, operand, operand_shard))
-    return None
+        for operand, sharded in list(op.sharded().items())[:1]:
+            finer = _refined(placed, sharded.parts, _edges(op, operand, sharded))
+            if finer is not None:
+                yield finer
 
 
 def _refined(placed: Shard, parts: tuple[int, ...], edges: set[int]) -> tuple[int, ...] | None:

@@ -18,7 +18,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Segment
-from merak.graph.ir.operators import NORMS, family
+from merak.graph.ir.operators import NORMS, family, weights_only
 from merak.graph.tensor_parallel.placement import (
     REPLICATE_PARTIAL_GRAD,
     ExpertRows,
@@ -31,6 +31,7 @@ from merak.graph.tensor_parallel.propagate import (
     Propagation,
     capacities,
     decide_or_gather,
+    output_dims,
     propagate,
     weight_dims,
 )
@@ -44,7 +45,6 @@ from merak.graph.tensor_parallel.search.cost import (
     has_gradient,
     parameter_nodes,
     transfers,
-    weights_only,
 )
 from merak.graph.tensor_parallel.search.experts import experts_of
 from merak.graph.tensor_parallel.search.fused import divides, fused_parts, stacked_parts
@@ -54,6 +54,7 @@ from merak.graph.tensor_parallel.search.segment_facts import (
     depth_of,
     gradient_sources,
     largest_value,
+    num_streams,
 )
 
 Assignment = Mapping[str, Placement]
@@ -125,9 +126,10 @@ class Search:
         self.fixed = dict(fixed)
         self.scale = math.prod(largest_value(segment))
         self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
+        self.outs = {n: output_dims(node) for n, node in self.nodes.items()}
         self.tokens = activation_tokens(segment)
         self._gemm_share = self._gemm_shares(self.tokens)
-        num_blocks = max(1, math.ceil(depth_of(self.graph) / 2))
+        num_blocks = max(1, math.ceil(depth_of(self.graph) / 2)) * num_streams(segment)
         self.gain = SAVED_PER_BLOCK * min(num_blocks, self._num_squares() / _OF_A_BLOCK)
         self._above = ancestors(self.graph)
         self._weights = weights_only(self.graph)
@@ -176,13 +178,13 @@ class Search:
         """Number of pieces that the outputs of each free weight can be cut into."""
         found: dict[str, int] = {}
         for name in sorted(self.free):
-            for out, _ in self.dims[name]:
+            for out in self.outs[name]:
                 along = [split for split in self.splits(name) if split.dim == out]
                 # Parts of which only the small ones are read cannot be split with these whole.
                 *_, finest = (split for split in along if isinstance(split, Shard))
                 for split in dict.fromkeys((along[-1], finest)):
                     if (pieces := self._pieces(name, split)) is not None:
-                        found[name] = pieces
+                        found[name] = max(pieces, found.get(name, 0))
                         break
         return found
 
@@ -235,7 +237,7 @@ class Search:
         """
         users = self.nodes[name].users
         scales = any(family(user.target) in NORMS for user in users)
-        return [out for out, _ in self.dims[name]] + [0] * scales
+        return [*self.outs[name], *[0] * scales]
 
     def _whole_experts(self) -> dict[str, Placement]:
         """Stacks of experts that cannot be split inside each, by experts instead."""
@@ -365,7 +367,7 @@ class Search:
             found: list[Shard] = []
             for dim, size in enumerate(self.shapes[name]):
                 all_parts: list[tuple[int, ...]] = [(size,)]
-                if any(dim == out for out, _ in self.dims[name]):
+                if dim in self.outs[name]:
                     all_parts = fused_parts(self.graph, name, dim, size)
                 all_parts += stacked_parts(self.nodes[name], dim)
                 found += [Shard(dim, parts, name) for parts in all_parts]

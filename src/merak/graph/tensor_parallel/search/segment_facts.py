@@ -53,6 +53,13 @@ def activation_tokens(segment: Segment) -> int:
     return math.prod(largest_value(segment)[:-1])
 
 
+def num_streams(segment: Segment) -> int:
+    """Number of activations that go through the segment side by side, as of text and an image."""
+    values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]
+    passed = [sum(map(_passes_gradients, own)) for own in (values, returned_nodes(segment.graph))]
+    return max(1, min(passed))
+
+
 def largest_value(segment: Segment) -> tuple[int, ...]:
     """Shape of the largest value that enters or leaves the segment."""
     values = [n for n in segment.graph.find_nodes(op="placeholder") if n.meta["kind"] is Kind.VALUE]

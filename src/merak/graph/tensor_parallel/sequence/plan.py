@@ -19,6 +19,7 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
+from merak.graph.ir.operators import weights_only
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     Partial,
@@ -35,7 +36,6 @@ from merak.graph.tensor_parallel.search.cost import (
     Transfer,
     conversions,
     transfers,
-    weights_only,
 )
 from merak.graph.tensor_parallel.sequence.propagate import (
     SequenceChoice,

@@ -19,7 +19,7 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir.mutation import is_mutating, mutated_arguments
-from merak.graph.ir.operators import family
+from merak.graph.ir.operators import family, weights_only
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -41,7 +41,7 @@ from merak.graph.tensor_parallel.propagate import (
 )
 from merak.graph.tensor_parallel.rules.rules import decide
 from merak.graph.tensor_parallel.search.auto_shard import SegmentSharding
-from merak.graph.tensor_parallel.search.cost import has_gradient, weights_only
+from merak.graph.tensor_parallel.search.cost import has_gradient
 
 Landing = Mapping[fx.Node, Shard]
 

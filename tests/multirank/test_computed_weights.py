@@ -1,0 +1,192 @@
+"""Weights that are computed of parameters, or lie in parts of one, are shared out and train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
+from merak.check.reference import reference
+from tests.multirank.ranks import RankPool
+from tests.tiers import slow
+
+WIDTH, WIDE, HEADS = 16, 64, 4
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight * 0.7, self.bias)
+
+
+class Masked(nn.Linear):
+    mask: torch.Tensor
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("mask", (torch.arange(outputs)[:, None] % 3 > 0).float())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.mask * self.weight, self.bias)
+
+
+class Quantised(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rounded = self.weight.div(0.1).round().clamp(-1, 1) * 0.1
+        return F.linear(input, self.weight + (rounded - self.weight).detach(), self.bias)
+
+
+class Transposed(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x @ (1 + self.weight).mT
+        return found
+
+
+class Reflected(nn.Module):
+    """As of Householder adapters: a product of weights before the product with what enters."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(outputs, inputs) * 0.1)
+        self.axis = nn.Parameter(torch.randn(inputs, 1) * 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.weight - 2 * (self.weight @ self.axis) @ self.axis.T
+        return F.linear(x, turned)
+
+
+def normed(inputs: int, outputs: int) -> nn.Module:
+    made: nn.Module = nn.utils.parametrizations.weight_norm(nn.Linear(inputs, outputs))
+    return made
+
+
+class Feed(nn.Module):
+    def __init__(self, make: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.up, self.down = make(WIDTH, WIDE), make(WIDE, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(F.gelu(self.up(x)))
+        return out
+
+
+class Gated(nn.Module):
+    """Gate and up in one weight of an einsum, taken apart by index or with `unbind`."""
+
+    def __init__(self, is_unbound: bool) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, WIDTH, WIDE) * 0.1)
+        self.down, self.is_unbound = nn.Linear(WIDE, WIDTH), is_unbound
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.einsum("...td,cdD->c...tD", x, self.up)
+        gate, up = both.unbind(0) if self.is_unbound else (both[0], both[1])
+        out: torch.Tensor = x + self.down(F.gelu(gate) * up)
+        return out
+
+
+class Attention(nn.Module):
+    """Torch's own, whose packed projection is taken apart by index."""
+
+    def __init__(self, gives_weights: bool) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.gives_weights = gives_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.own(x, x, x, need_weights=self.gives_weights)[0]
+        return out
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "scaled": lambda: Feed(Scaled),
+    "masked": lambda: Feed(Masked),
+    "quantised": lambda: Feed(Quantised),
+    "transposed": lambda: Feed(Transposed),
+    "reflected": lambda: Feed(Reflected),
+    "weight norm": lambda: Feed(normed),
+    "by index": lambda: Gated(False),
+    "unbound": lambda: Gated(True),
+    "attention": lambda: Attention(False),
+    "attention with weights": lambda: Attention(True),
+}
+ESSENTIAL = ("quantised", "weight norm", "by index", "attention with weights")
+
+
+class Stream(nn.Module):
+    """One of two residual streams that attend together, as of text and an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.out, self.feed = nn.Linear(WIDTH, WIDTH), Feed(nn.Linear)
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        return tuple(part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+
+    def forward(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.feed(x + self.out(attended))
+        return found
+
+
+class Streams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.text = nn.ModuleList(Stream() for _ in range(4))
+        self.image = nn.ModuleList(Stream() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        a, b = self.enter(x), self.enter(x[:, :3] * 0.5)
+        for one, other in zip(self.text, self.image, strict=True):
+            pairs = zip(one.heads(a), other.heads(b), strict=True)
+            mixed = F.scaled_dot_product_attention(*(torch.cat(pair, 2) for pair in pairs))
+            mixed = mixed.transpose(1, 2).flatten(2)
+            length = a.shape[1]
+            a, b = one(a, mixed[:, :length]), other(b, mixed[:, length:])
+        return {"loss": (a - 1).pow(2).mean() + b.pow(2).mean()}
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(BLOCKS[kind]() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.blocks(x) - 1).pow(2).mean()}
+
+
+def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(samples, 6, WIDTH, generator=torch.Generator().manual_seed(step))}
+
+
+@pytest.mark.parametrize("kind", [k if k in ESSENTIAL else slow(k) for k in BLOCKS])
+def test_computed_weights(pool: RankPool, kind: str, tmp_path: Path) -> None:
+    check(pool, Case(kind, partial(Model, kind), draw), tmp_path)
+
+
+def test_two_streams(pool: RankPool, tmp_path: Path) -> None:
+    check(pool, Case("streams", Streams, draw), tmp_path)
+
+
+def check(pool: RankPool, case: Case, folder: Path) -> None:
+    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
+        return pool.run(function, num_ranks, *arguments)
+
+    options = CheckOptions("1f1b", num_microbatches=2, microbatch=2, steps=2)
+    checked = Job(case, Layout(tp=2, pp=2), options)
+    report = check_against(reference(checked), checked, Workspace(folder, launch))
+    assert report.reason is None
+    assert report.segments >= 3
+    assert report.tp_sharded_fraction > 0.9
