@@ -189,4 +189,4 @@ def check(pool: RankPool, case: Case, folder: Path) -> None:
     report = check_against(reference(checked), checked, Workspace(folder, launch))
     assert report.reason is None
     assert report.segments >= 3
-    assert report.tp_sharded_fraction > 0.9
+    assert report.tp_sharded_fraction > 0.85  # all but the norms, and what leads in

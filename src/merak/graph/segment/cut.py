@@ -10,6 +10,7 @@ Source: Merak (IEEE TPDS), section 4.2.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from heapq import nlargest
 from itertools import accumulate
@@ -190,14 +191,16 @@ def _blocks(flow: Liveness, gemms: Sequence[int], adapters: Sequence[int]) -> li
         both = flow.cut(part, frozenset(), most=2)
         sizes = [layers[own.stop] - layers[own.start] for own in (part, *both)]
         if sizes[0] > 2 * _MAX_GEMMS_PER_BLOCK >= max(sizes[1:]):
-            found = min(found, both, key=_most_crossing)
+            found = min(found, both, key=_num_passed_on)
         blocks += found
     return blocks
 
 
-def _most_crossing(spans: Sequence[Span]) -> int:
-    """Largest number of values that a span after the first is given."""
-    return max((len(span.incoming) for span in spans[1:]), default=len(spans[0].incoming) + 2)
+def _num_passed_on(spans: Sequence[Span]) -> int:
+    """Largest number of values that are given from span to span, but for those that most read."""
+    crossing = Counter(value for span in spans[1:] for value in span.incoming)
+    short = {value for value, count in crossing.items() if 2 * count < len(spans) - 1}
+    return max((len(short.intersection(span.incoming)) for span in spans[1:]), default=len(spans))
 
 
 def _split(flow: Liveness, block: Span, gemms: Sequence[int], layers: Sequence[int]) -> list[Span]:

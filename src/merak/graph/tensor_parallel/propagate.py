@@ -307,7 +307,7 @@ def _gemm_dims(
     for user in node.users:
         name = family(user.target)
         is_weight = name in GEMM_OPERANDS and user.args[GEMM_OPERANDS[name].weight] is node
-        if user in weights and name not in GEMMS:
+        if user in weights and user.op == "call_function" and name not in GEMMS:
             for result, own in _computed_dims(user, node, dims):
                 yield from _gemm_dims(result, own, weights)
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
