@@ -12,6 +12,7 @@ import torch
 import merak
 from merak.engine.segments.copy_streams import CopyQueue, SyncCopies
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.rehearse.rehearsal import Rehearsal, rehearse
 from merak.zoo.batches.batch import example_columns
@@ -127,7 +128,7 @@ def rehearsed(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
     samples = PLAN.microbatch * PLAN.num_microbatches
     workload = example_workload(
         source, global_batch=samples, sequence=sequence, device=here, optimizer=adam,
-        dtype=torch.bfloat16, master_weights=True,
+        dtype=torch.bfloat16, common=ParallelOptions(master_weights=True),
     )  # fmt: skip
     columns = example_columns(source.model_class, source.config, batch=samples, sequence=sequence)
     batch = draw_batch(columns, seed=0)
