@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
 from transformers import MixtralForCausalLM
 
 import merak
@@ -189,8 +191,16 @@ def report_of(folder: Path) -> Any:
 def write_trace(folder: Path) -> Any:
     """As the cache does, but that it is of no source files, which are other ones elsewhere."""
     graph = built(None).graph
-    write_own_file(folder / TRACE, write_values({"sources": {}, "graph": pack_model(graph)}))
+    content = write_values({"sources": {}, "graph": pack_model(graph)})
+    write_own_file(folder / TRACE, without_folders(content))
     return loss_of(graph)
+
+
+def without_folders(content: bytes) -> bytes:
+    """A stored trace whose source lines are told from the folder of packages or of tests on."""
+    text = bytes(load(content)["values"].tolist()).decode()
+    text = re.sub(r'"/[^" ]*/(site-packages|tests)/', r'"\1/', text)
+    return save({"values": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)})
 
 
 def built(cache: Path | None) -> BuiltGraph:

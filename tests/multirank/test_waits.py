@@ -24,8 +24,10 @@ _READS = {
     *("nonzero", "is_nonzero", "masked_select", "unique", "allclose", "equal"),
 }
 
-ON_CPUS_ALONE = ("graph/program/index_ranges.py", "engine/optimizer/connection.py")
-"""Files that read on a CPU only: they look at indices there, and optimizers count steps there."""
+ON_CPUS_ALONE = (
+    "graph/program/index_ranges.py", "engine/optimizer/connection.py", "data/signature.py",
+)  # fmt: skip
+"""Files that read on a CPU only: indices, steps that optimizers count, masks of a batch there."""
 
 _OURS = "/src/merak/"
 

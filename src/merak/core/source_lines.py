@@ -38,7 +38,8 @@ LIBRARIES: tuple[str, ...] = (
     *_folder("numpy"),  # its generators call each other
     *_folder("transformers", "utils"),  # decorators around every forward
     *(contextlib.__file__, typing_extensions.__file__, warnings.__file__),  # decorators of torch
-    _TRACING,  # takes the place of functions that a model calls
+    # take the place of functions and methods that a model calls
+    *(_TRACING, os.path.join(MERAK, "engine", "optimizer", "second_step.py")),
 )
 """Beginnings of paths of code that every model runs through; no line of it is a model's own."""
 

@@ -83,3 +83,10 @@ def test_labels_that_are_ignored_behind_the_ends_of_samples(mask, labels, known)
     assert union(*parts)["mask"].ignored == () and union(found, *parts) == found
     full = signature({"mask": torch.ones_like(batch["mask"]), "labels": batch["labels"]}, ends=True)
     assert agreed((found, full), may_change=False)[1] == found
+
+
+def test_columns_elsewhere_are_not_looked_at() -> None:
+    """The host would wait for them."""
+    elsewhere = torch.ones(2, 3, dtype=torch.int64, device="meta")
+    ((_, meta),) = signature({"mask": elsewhere}, ends=True).columns
+    assert not meta.ones and not meta.ignored

@@ -106,7 +106,10 @@ def test_the_page_has_every_field() -> None:
     assert made == render(), "run python -m merak.cli.recipe.page docs/recipes.md"
 
 
-def test_recipes_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_and_copied(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "999")
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{ready_title(name)}\n" in listed for name in ready_names())

@@ -138,14 +138,17 @@ def measured(segments: list[Segment]) -> list[Budget]:
 
 
 TABLE = {
-    ("llama", "autocast"): [Budget(54, 14, 5255704), Budget(111, 22, 12755480)],
+    ("llama", "autocast"): [Budget(55, 15, 5354008), Budget(112, 23, 12853784)],
     ("llama", "bfloat16"): [Budget(46, 6, 3731224), Budget(107, 18, 10921240)],
-    ("gpt2", "autocast"): [Budget(30, 10, 5686296), Budget(58, 12, 11381272)],
+    ("gpt2", "autocast"): [Budget(31, 11, 5784600), Budget(59, 13, 11479576)],
     ("gpt2", "bfloat16"): [Budget(20, 0, 3972376), Budget(60, 14, 10496536)],
-    ("mixtral", "autocast"): [Budget(84, 18, 10571376), Budget(138, 24, 24485976)],
+    ("mixtral", "autocast"): [Budget(85, 19, 10669680), Budget(139, 25, 24584280)],
     ("mixtral", "bfloat16"): [Budget(77, 11, 6880112), Budget(136, 22, 22061400)],
 }
-"""Forward and backward, by model and precision; a change is meant, and its reason known."""
+"""Forward and backward, by model and precision; a change is meant, and its reason known.
+
+Under autocast the last layer also converts what the head reads, which crosses in 16 bits.
+"""
 
 
 @pytest.mark.parametrize("precision", ["autocast", "bfloat16"])
