@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import typing
 from dataclasses import fields
@@ -11,11 +12,14 @@ import pytest
 
 from merak import parallel
 from merak.arguments.fields import TrainingFields
+from merak.cli.memory import memory
+from merak.cli.plan.plan import plan
+from merak.cli.rehearse import rehearse
 from merak.core.errors import ArgumentsError
 from merak.core.rank0 import warn_once
 from merak.graph.tensor_parallel.features import Column
 from merak.plan.engine_options import EngineOptions
-from merak.plan.options import PARALLEL_OPTIONS, ParallelOptions
+from merak.plan.options import LAYOUT, PARALLEL_OPTIONS, PRICED, ParallelOptions
 
 
 def test_training_arguments_have_every_option_with_its_help() -> None:
@@ -79,3 +83,8 @@ def test_sizes_are_options_as_people_write_them() -> None:
     assert EngineOptions(memory_budget="80GB").memory_budget == 80 * 10**9  # type: ignore[arg-type]
     with pytest.raises(ArgumentsError, match="memory_budget='lots' is not a size; use a number"):
         EngineOptions(memory_budget="lots")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", [plan, rehearse, memory])
+def test_commands_that_plan_have_a_flag_for_all_that_changes_a_plan(command: Any) -> None:
+    assert {*LAYOUT, *PRICED} <= inspect.signature(command).parameters.keys()

@@ -143,8 +143,9 @@ def _segment_starts(flow: Liveness) -> list[int]:
     for block in _blocks(flow, gemms, adapters):
         num_gemms, num_others = (n[block.stop] - n[block.start] for n in (gemms, others))
         has_embedding = any(i in embeddings for i in range(block.start, block.stop))
-        is_another = (has_embedding and gemms_so_far > 0) or (num_others > 0 < others_so_far)
-        if (num_gemms > 0 or is_another) and block.start > 0:
+        is_another = bool(num_others and others_so_far)
+        begins = num_gemms > 0 or is_another or (has_embedding and gemms_so_far > 0)
+        if begins and block.start > 0:
             starts.append(block.start)
             gemms_so_far = others_so_far = 0
         gemms_so_far += num_gemms

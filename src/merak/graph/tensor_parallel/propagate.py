@@ -271,27 +271,27 @@ def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
 
     Of several output dims, as of heads and what each has, the first.
     """
-    ways = dict.fromkeys(_ways(node))
-    return tuple((outs[0], ins[0]) for outs, ins in ways if outs and ins)
+    return tuple((outs[0], ins[0]) for outs, ins in weight_ways(node, weights_only(node.graph)))
 
 
-def output_dims(node: fx.Node) -> tuple[int, ...]:
-    """All dims of a parameter that are outputs of a GEMM."""
-    return tuple(dict.fromkeys(dim for outs, ins in _ways(node) if ins for dim in outs))
-
+Ways = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""All output dims, and all input dims, of a weight for every way in which GEMMs use it."""
 
 _Dims = tuple[int | None, ...]
 """For every dim of a value, which dim of a parameter it is; None for another."""
 
 
-def _ways(node: fx.Node) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Output and input dims of a parameter in every GEMM that uses it."""
+def weight_ways(node: fx.Node, weights: Collection[fx.Node]) -> Ways:
+    """Ways in which GEMMs use a parameter, each with an output and an input dim of it at least.
+
+    Args:
+        node: the parameter.
+        weights: values of its graph that depend on parameters and buffers alone.
+    """
     dims: _Dims = tuple(range(len(shape_of(node))))
-    for outs, ins in _gemm_dims(node, dims, weights_only(node.graph)) if len(dims) > 1 else ():
-        yield (
-            tuple(dim for dim in outs if dim is not None),
-            tuple(dim for dim in ins if dim is not None),
-        )
+    found = _gemm_dims(node, dims, weights) if len(dims) > 1 else ()
+    known = (tuple(tuple(d for d in own if d is not None) for own in way) for way in found)
+    return tuple(dict.fromkeys((outs, ins) for outs, ins in known if outs and ins))
 
 
 def _gemm_dims(

@@ -31,9 +31,8 @@ from merak.graph.tensor_parallel.propagate import (
     Propagation,
     capacities,
     decide_or_gather,
-    output_dims,
     propagate,
-    weight_dims,
+    weight_ways,
 )
 from merak.graph.tensor_parallel.rewrite import rewrite
 from merak.graph.tensor_parallel.search.cost import (
@@ -125,14 +124,15 @@ class Search:
         self.free = frozenset(n for n in self.nodes if n not in replicated and n not in fixed)
         self.fixed = dict(fixed)
         self.scale = math.prod(largest_value(segment))
-        self.dims = {n: weight_dims(node) for n, node in self.nodes.items()}
-        self.outs = {n: output_dims(node) for n, node in self.nodes.items()}
+        self._weights = weights_only(self.graph)
+        ways = {n: weight_ways(node, self._weights) for n, node in self.nodes.items()}
+        self.dims = {n: [(outs[0], ins[0]) for outs, ins in own] for n, own in ways.items()}
+        self.outs = {n: list(dict.fromkeys(d for o, _ in w for d in o)) for n, w in ways.items()}
         self.tokens = activation_tokens(segment)
         self._gemm_share = self._gemm_shares(self.tokens)
         num_blocks = max(1, math.ceil(depth_of(self.graph) / 2)) * num_streams(segment)
         self.gain = SAVED_PER_BLOCK * min(num_blocks, self._num_squares() / _OF_A_BLOCK)
         self._above = ancestors(self.graph)
-        self._weights = weights_only(self.graph)
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
         self._values = gradient_sources(self.graph, self._place)
         self._by_itself: dict[tuple[str, Placement], Propagation | None] = {}
