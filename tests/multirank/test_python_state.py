@@ -56,6 +56,8 @@ class Weighted(nn.Module):
             x = block(x)
         x = x + first if self.takes_skip else x
         logits = self.head(x) * self.scales * self.weights["head"] / TEMPERATURE
+        logits = logits * torch.full((1,), 0.5, device=logits.device)
+        logits = logits.square() if logits.dtype == torch.float64 else logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss * self.weight + self.config.scale * logits.square().mean()}
 
@@ -88,13 +90,17 @@ def set_tensor(model: Any, step: int) -> None:
         model.scales.mul_(3.0)
 
 
+def set_default_dtype(model: Any, step: int) -> None:
+    torch.set_default_dtype(torch.float64 if step == 1 else torch.float32)
+
+
 def freeze(model: Any, step: int) -> None:
     if step == 2:
         for parameter in model.blocks.parameters():
             parameter.requires_grad_(False)
 
 
-CHANGES = [set_weight, set_item, set_global, set_flag, set_dropout, set_tensor, freeze]
+CHANGES = [set_weight, set_item, set_global, set_flag, set_dropout, set_tensor, set_default_dtype, freeze]
 
 
 class Changing(TrainerCallback):

@@ -96,7 +96,7 @@ class PythonState:
 
     def described(self) -> dict[str, str]:
         """What has changed since the model was traced, as text, for ranks to compare."""
-        changed = self._changed | {c.slot.label: c.new for c in self._watched()}
+        changed = self._changed | {c.label: c.new for c in self._watched()}
         changed |= {name: slot.get() for name, slot in self._numbers().items()}
         found = {name: shown(value) for name, value in changed.items()}
         return found | {f"{name}.requires_grad": "False" for name in self.frozen()}
@@ -124,7 +124,7 @@ class PythonState:
             is_whole = not self._dtypes[name].is_floating_point
             if type(slot.get()) not in ((int,) if is_whole else (float, int)):
                 del self._source.numbers[name]
-                found.append(StateChange(slot, self._last.get(name), slot.get()))
+                found.append(StateChange(name, self._last.get(name), slot.get(), slot))
                 self._watch.add([slot.read])
         return found
 
@@ -151,22 +151,22 @@ class PythonState:
                 )
         with methods_allowed(self._source.model):  # as it was looked at
             self._watch.accept(changes)
-        self._changed |= {change.slot.label: change.new for change in changes}
+        self._changed |= {change.label: change.new for change in changes}
         numbers = [change for change in changes if change.is_number]
         for c in numbers:
             is_whole = type(c.old) is type(c.new) is int
-            self._dtypes[c.slot.label] = torch.int64 if is_whole else self._dtype
-        inputs = self._make_inputs([c.slot for c in numbers], trace)
+            self._dtypes[c.label] = torch.int64 if is_whole else self._dtype
+        inputs = self._make_inputs([c.slot for c in numbers if c.slot], trace)
         if not inputs:
             self._trace_anew(changes, trace)
         for change in changes:
-            if change.slot.label in inputs:
-                self._watch.remove(change.slot.label)
+            if change.label in inputs:
+                self._watch.remove(change.label)
                 announce("%s: it is an input of the graph from now on", change)
                 continue
-            self._num_traces[change.slot.label] += 1
+            self._num_traces[change.label] += 1
             logger.info("%s: the model has been traced anew", change)
-            if self._num_traces[change.slot.label] == MANY:
+            if self._num_traces[change.label] == MANY:
                 self._warn(change, time.perf_counter() - started)
 
     def _make_inputs(self, slots: Sequence[Slot], trace: Callable[[], object]) -> set[str]:
@@ -212,7 +212,7 @@ class PythonState:
         except MerakError as error:
             change = changes[0]
             raise TraceError(
-                f"{change}, which forward reads at {change.line()}, and with that the training "
+                f"{change}, which forward reads{change.where}, and with that the training "
                 f"cannot go on: {str(error).rstrip('.')}; set it before training, or make two runs "
                 "of it."
             ) from error
@@ -221,10 +221,10 @@ class PythonState:
         warn_once(
             logger,
             "%s has changed %d times, and each time the model is traced anew (%.1f s), since %s, "
-            "or change it less often; it is read at %s.",
-            change.slot.label,
+            "or change it less often; forward reads it%s.",
+            change.label,
             MANY,
             seconds,
             _TENSOR if change.is_tensor else _VALUE if change.is_number else _OTHER,
-            change.line(),
+            change.where,
         )

@@ -22,7 +22,11 @@ from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.python_state import MANY
+from merak.graph.ir.state_read import GLOBALS
 from merak.graph.segment.build import GraphSource
+from merak.graph.trace.state.outside import SETTINGS as SETTINGS_NOW
+from merak.graph.trace.state.outside import Outside
+from merak.graph.trace.state.places import Place
 from merak.graph.weights.laid_out import Part, mark_laid_out
 from merak.plan.engine_options import EngineOptions
 
@@ -361,3 +365,64 @@ def test_what_is_outside_of_modules_is_followed(
 
     before, *after = contextvars.copy_context().run(losses)
     assert after == pytest.approx([3 * before, 3 * before])
+
+
+class ReadsSettings(nn.Module):
+    """A loss that depends on torch's own settings: by a dtype, and by what its code asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        third = torch.full((4,), 1 / 3, device=x.device)
+        asked = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision() != "highest",
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.backends.cudnn.benchmark,
+            torch.backends.mha.get_fastpath_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+            torch.get_default_device().type == "meta",
+        )
+        scale = math.prod(2 + number for number, is_so in enumerate(asked) if is_so)
+        return {"loss": (self.linear(x) * third).square().mean() * scale}
+
+
+SETTINGS: dict[str, Callable[[], object]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "default device": lambda: torch.set_default_device("meta:0"),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "fill": lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+    "precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
+    "fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS.values(), ids=SETTINGS)
+def test_settings_of_torch_are_followed_there_and_back(change: Callable[[], object]) -> None:
+    engine = engine_of(model := ReadsSettings())
+    own, ones = copy.deepcopy(model), batch()
+    columns = [signature(ones).columns]
+    before = Place("", SETTINGS_NOW, SETTINGS_NOW.now(), Outside, GLOBALS)
+
+    def losses(number: int) -> tuple[float, float]:
+        engine.optimizer_params.clear_gradients()
+        expected = own(**ones)["loss"].item()
+        return float(engine.train_step(number, columns, [ones])[0]), expected
+
+    found = [losses(0)]
+    assert num_programs(engine) == 0
+    try:
+        change()
+        found += [losses(1), losses(2)]
+    finally:
+        before.restore()
+    found.append(losses(3))
+    assert num_programs(engine) == 2
+    assert all(mine == pytest.approx(its) for mine, its in found)
+    assert found[1] == found[2] != found[0] == found[3]

@@ -181,7 +181,7 @@ def shown(value: Any) -> str:
     """A value of now, or one that is kept, as text that is the same on every rank."""
     if value is MISSING:
         return "nothing"
-    if is_plain(value):
+    if is_plain(value) or isinstance(value, (torch.dtype, torch.device)):
         return repr(value)
     if isinstance(value, KeptTensor):
         return shown(value.tensor if value.values is None else value.values)

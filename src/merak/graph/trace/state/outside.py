@@ -10,9 +10,9 @@ import contextvars
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -26,27 +26,43 @@ _DEVICES = ("cpu", "cuda")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FLAGS = (
     "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32",
-    "cudnn.fp32_precision", "cuda.matmul.allow_tf32", "cuda.matmul.fp32_precision",
-    "cuda.matmul.allow_fp16_reduced_precision_reduction", "fp32_precision", "mkldnn.enabled",
-    "cuda.matmul.allow_bf16_reduced_precision_reduction", "mkldnn.fp32_precision",
+    "cudnn.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision",
+    "cuda.matmul.allow_tf32", "cuda.matmul.fp32_precision", "fp32_precision",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction", "mkldnn.enabled",
+    "mkldnn.deterministic", "mkldnn.allow_tf32", "mkldnn.fp32_precision",
+    "mkldnn.conv.fp32_precision", "mkldnn.rnn.fp32_precision", "mkldnn.matmul.fp32_precision",
 )  # fmt: skip
+_DEFAULT_DEVICE = "set_default_device"
 _OF_DEVICES = {
     "set_autocast_enabled": "is_autocast_enabled",
     "set_autocast_dtype": "get_autocast_dtype",
 }
-_SETTINGS = {
-    "set_default_dtype": "get_default_dtype",
+_OF_CALLERS = {
     "set_grad_enabled": "is_grad_enabled",
     "inference_mode": "is_inference_mode_enabled",
     "set_num_threads": "get_num_threads",
+    "set_autocast_cache_enabled": "is_autocast_cache_enabled",
+    **_OF_DEVICES,
+}
+"""Settings that hold for a block of code around a call, or that no result depends on."""
+_SETTINGS = {
+    "set_default_dtype": "get_default_dtype",
+    _DEFAULT_DEVICE: "",
     "set_float32_matmul_precision": "get_float32_matmul_precision",
     "use_deterministic_algorithms": "are_deterministic_algorithms_enabled",
-    "set_autocast_cache_enabled": "is_autocast_cache_enabled",
+    "set_deterministic_debug_mode": "get_deterministic_debug_mode",
+    "utils.deterministic.fill_uninitialized_memory": "",
     "backends.cuda.enable_flash_sdp": "backends.cuda.flash_sdp_enabled",
     "backends.cuda.enable_mem_efficient_sdp": "backends.cuda.mem_efficient_sdp_enabled",
     "backends.cuda.enable_math_sdp": "backends.cuda.math_sdp_enabled",
+    "backends.cuda.enable_cudnn_sdp": "backends.cuda.cudnn_sdp_enabled",
+    "backends.cuda.allow_fp16_bf16_reduction_math_sdp": (
+        "backends.cuda.fp16_bf16_reduction_math_sdp_allowed"
+    ),
+    "backends.mha.set_fastpath_enabled": "backends.mha.get_fastpath_enabled",
     **{f"backends.{name}": "" for name in _FLAGS},
-    **_OF_DEVICES,
+    **_OF_CALLERS,
 }
 """Settings of torch: what sets each, a function or attribute, and the function that reads it."""
 
@@ -83,16 +99,46 @@ def _put_environment(name: str, value: Any) -> None:
     _of_torch.pop(name, None)
 
 
-def torch_settings() -> dict[str, Any]:
-    """Settings of torch that its operators depend on, by name; without what cannot be read."""
-    found = {}
+@cache
+def _settings_read() -> tuple[tuple[str, Callable[[], Any]], ...]:
+    """The settings, and what reads each, which takes a tenth of a microsecond."""
+    found: list[tuple[str, Callable[[], Any]]] = []
     for name, read in _SETTINGS.items():
-        with suppress(RuntimeError, AttributeError):  # of two interfaces, only one can be used
-            value = attrgetter(read or name)(torch)
-            if name in _OF_DEVICES:
-                found[name] = tuple(map(value, _DEVICES))
-            else:
-                found[name] = value() if read else value
+        if name in _OF_DEVICES:
+            found.append((name, partial(_by_device, attrgetter(read)(torch))))
+        elif read:
+            found.append((name, attrgetter(read)(torch)))
+        elif name == _DEFAULT_DEVICE:
+            found.append((name, _default_device))
+        else:
+            holder, _, attribute = name.rpartition(".")
+            found.append((name, partial(getattr, attrgetter(holder)(torch), attribute)))
+    return tuple(found)
+
+
+def _by_device(read: Callable[[str], Any]) -> tuple[Any, ...]:
+    return tuple(map(read, _DEVICES))
+
+
+def _default_device() -> torch.device | None:
+    """The default device; torch's own function makes a tensor, which a trace would record."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def torch_settings(*, of_callers: bool = True) -> dict[str, Any]:
+    """Settings of torch that its operators depend on, by name; without what cannot be read.
+
+    Args:
+        of_callers: also those that hold for a block of code around a call, such as autocast.
+    """
+    found = {}
+    for name, read in _settings_read():
+        if of_callers or name not in _OF_CALLERS:
+            try:  # of two interfaces, only one can be used
+                found[name] = read()
+            except (RuntimeError, AttributeError):
+                continue
     return found
 
 
@@ -102,7 +148,7 @@ def _put_setting(name: str, value: Any) -> None:
     if name in _OF_DEVICES:
         for device, own in zip(_DEVICES, value, strict=True):
             attrgetter(name)(torch)(device, own)
-    elif _SETTINGS[name]:
+    elif _SETTINGS[name] or name == _DEFAULT_DEVICE:
         attrgetter(name)(torch)(value)
     else:
         holder, _, attribute = name.rpartition(".")
@@ -127,6 +173,8 @@ CONTEXT = Outside(
     "the context variable {}", lambda: dict(contextvars.copy_context().items()), _put_variable
 )
 SETTINGS = Outside("torch.{}", torch_settings, _put_setting)
+LASTING = Outside(SETTINGS.form, partial(torch_settings, of_callers=False), _put_setting)
+"""Settings that hold from step to step."""
 FILES = Outside("the file {}", lambda: dict(_opened), lambda path, count: None)
 OUTSIDE = (ENVIRONMENT, CONTEXT, SETTINGS, FILES)
 

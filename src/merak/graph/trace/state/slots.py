@@ -58,6 +58,7 @@ class Slot:
     ) -> None:
         self.read = read
         self.label = str(read)
+        *self._steps, self._last = read.steps
         try:
             self._root = _root(read, model, loss_fn)
             self._container()
@@ -67,13 +68,13 @@ class Slot:
     def get(self) -> Any:
         """The value now; `MISSING` where there is none."""
         try:
-            return _step(self._container(), self.read.steps[-1])
+            return _step(self._container(), self._last)
         except Exception:  # whatever the user's own attributes raise
             return MISSING
 
     def set(self, value: Any) -> None:
         """Set the value, or remove it where it is `MISSING`."""
-        container, step = self._container(), self.read.steps[-1]
+        container, step = self._container(), self._last
         if step.startswith("["):
             container[_key(container, step)] = value
         elif step.startswith("("):
@@ -87,14 +88,14 @@ class Slot:
 
     def own(self) -> Any:
         """The value that the place itself holds; `MISSING` where a class or nothing has it."""
-        container, step = self._container(), self.read.steps[-1]
+        container, step = self._container(), self._last
         if step.startswith(("[", "(")) or step == CONTEXT:
             return self.get()
         return vars(container).get(step, MISSING)
 
     def _container(self) -> Any:
         found = self._root
-        for step in self.read.steps[:-1]:
+        for step in self._steps:
             found = _step(found, step)
         return found
 

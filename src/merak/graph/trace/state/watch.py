@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from merak.core.source_lines import with_text
-from merak.graph.ir.state_read import MODEL, StateRead
+from merak.graph.ir.state_read import GLOBALS, MODEL, StateRead
 from merak.graph.trace.state.kept import KeptTensor, is_same, kept, shown
 from merak.graph.trace.state.modules import ModuleWatch
+from merak.graph.trace.state.outside import LASTING, Outside
+from merak.graph.trace.state.places import Place
 from merak.graph.trace.state.slots import Slot
 
 
@@ -21,25 +23,27 @@ class StateChange:
     """A value that is another one than a trace had.
 
     Args:
-        slot: its place.
+        label: its place, as people write it.
         old: the value that the trace had, as of `kept`.
         new: the value now.
+        slot: by which it can be set; None for a setting of torch.
     """
 
-    slot: Slot
+    label: str
     old: Any
     new: Any
+    slot: Slot | None
 
     def __str__(self) -> str:
         old, new = shown(self.old), shown(self.new)
         if old == new:
-            return f"{self.slot.label} is another now than when the model was traced ({new})"
-        return f"{self.slot.label} has changed from {old} to {new}"
+            return f"{self.label} is another now than when the model was traced ({new})"
+        return f"{self.label} has changed from {old} to {new}"
 
     @property
     def is_number(self) -> bool:
         """Whether a number has become another number; booleans are none."""
-        return {type(self.old), type(self.new)} <= {float, int}
+        return self.slot is not None and {type(self.old), type(self.new)} <= {float, int}
 
     @property
     def is_tensor(self) -> bool:
@@ -56,9 +60,12 @@ class StateChange:
             for value in (self.old, self.new)
         )
 
-    def line(self) -> str:
-        """The line that read it, with its text."""
-        return with_text(self.slot.read.source)
+    @property
+    def where(self) -> str:
+        """The line that read it, with its text, to be put behind `read`; empty where it is none."""
+        return (
+            f" at {with_text(self.slot.read.source)}" if self.slot and self.slot.read.source else ""
+        )
 
 
 class StateWatch:
@@ -74,6 +81,7 @@ class StateWatch:
         self._loss_fn = loss_fn
         self._known: dict[str, tuple[Slot, Any]] = {}
         self._modules = ModuleWatch(model)
+        self._settings = _settings()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -99,18 +107,22 @@ class StateWatch:
         for slot, old in self._known.values():
             new = slot.get()
             if new is not old and not is_same(old, new):
-                found.append(StateChange(slot, old, new))
+                found.append(StateChange(slot.label, old, new, slot))
         for read, old, new in self._modules.changes():
-            found.append(StateChange(Slot(read, self._model, self._loss_fn), old, new))
+            slot = Slot(read, self._model, self._loss_fn)
+            found.append(StateChange(slot.label, old, new, slot))
+        same = self._settings.items == LASTING.now()
+        for left in () if same else self._settings.changes():
+            found.append(StateChange(str(left), left.old, left.new, None))
         return found
 
     def accept(self, changes: Iterable[StateChange]) -> None:
         """Know the values that some places have now."""
-        self._modules = ModuleWatch(self._model)
+        self._modules, self._settings = ModuleWatch(self._model), _settings()
         for change in changes:
-            if change.slot.label in self._known:
-                self._known[change.slot.label] = change.slot, kept(change.new)
-            elif issubclass(type(change.old), nn.Module):
+            if change.slot is not None and change.label in self._known:
+                self._known[change.label] = change.slot, kept(change.new)
+            elif change.slot is not None and issubclass(type(change.old), nn.Module):
                 self._forget(change.slot.read)
 
     def _forget(self, child: StateRead) -> None:
@@ -121,3 +133,7 @@ class StateWatch:
             for label, (slot, value) in self._known.items()
             if slot.read.root != MODEL or not f"{slot.read.path}.".startswith(path)
         }
+
+
+def _settings() -> Place:
+    return Place("", LASTING, LASTING.now(), Outside, GLOBALS)
