@@ -100,7 +100,16 @@ def freeze(model: Any, step: int) -> None:
             parameter.requires_grad_(False)
 
 
-CHANGES = [set_weight, set_item, set_global, set_flag, set_dropout, set_tensor, set_default_dtype, freeze]
+CHANGES = [
+    set_weight,
+    set_item,
+    set_global,
+    set_flag,
+    set_dropout,
+    set_tensor,
+    set_default_dtype,
+    freeze,
+]
 
 
 class Changing(TrainerCallback):

@@ -12,6 +12,7 @@ import transformers
 import merak
 from merak.core.errors import TraceError
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 ROPE = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
 OWN_LENGTH, LONG = 8, 12
@@ -27,12 +28,12 @@ def llama() -> transformers.LlamaForCausalLM:
     return transformers.LlamaForCausalLM(config)
 
 
-def rows(lengths: list[int]) -> list[dict[str, list[int]]]:
-    """Two samples of each length."""
+def rows(lengths: list[int], count: int = 2) -> list[dict[str, list[int]]]:
+    """Samples of each length: so many."""
     return [
         {name: [(7 * number + k) % 32 for k in range(length)] for name in ("input_ids", "labels")}
         for length in lengths
-        for number in range(2)
+        for number in range(count)
     ]
 
 
@@ -40,7 +41,8 @@ def arguments(cls: Any, folder: Path, steps: int, **more: Any) -> Any:
     return cls(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,
         gradient_accumulation_steps=2, logging_steps=1, report_to="none", disable_tqdm=True,
-        use_cpu=True, optim="sgd", learning_rate=0.5, train_sampling_strategy="sequential", **more,
+        per_device_eval_batch_size=1, use_cpu=True, optim="sgd", learning_rate=0.5,
+        train_sampling_strategy="sequential", **more,
     )  # fmt: skip
 
 
@@ -48,11 +50,17 @@ def losses(trainer: transformers.Trainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def train(lengths: list[int], folder: Path, save: str) -> tuple[list[float], str]:
+def train(
+    lengths: list[int], folder: Path, save: str, dp: int = 1, evaluated: tuple[int, ...] = ()
+) -> tuple[list[float], str]:
     """Losses, and the refusal of a batch."""
-    merak.init(pp=2, device="cpu")
-    args = arguments(merak.MerakArguments, folder, len(lengths), save_strategy=save)
-    trainer = merak.MerakTrainer(llama(), args, train_dataset=rows(lengths))
+    merak.init(dp=dp, pp=2 // dp, device="cpu")
+    kinds = {"eval_strategy": "steps", "eval_steps": 2} if evaluated else {}
+    num_steps = len(lengths) // dp**2
+    args = arguments(merak.MerakArguments, folder, num_steps, save_strategy=save, **kinds)
+    data = rows(lengths, 2 // dp)
+    held = rows(list(evaluated)) if evaluated else None
+    trainer = merak.MerakTrainer(llama(), args, train_dataset=data, eval_dataset=held)
     said = ""
     try:
         trainer.train()
@@ -88,3 +96,22 @@ def test_a_batch_of_another_length_is_refused_behind_a_save(
         assert "forward keeps model.model.rotary_emb.max_seq_len_cached, at " in said
         assert "pad all batches to one length" in said
     assert (tmp_path / left / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("save", ["no", "epoch"])
+def test_all_replicas_save_where_one_meets_it(save: str, pool: RankPool, tmp_path: Path) -> None:
+    lengths = [LONG] * 11 + [LONG - 2]
+    for found, said in pool.run(train, 2, lengths, tmp_path, save, 2):
+        assert len(found) == 2
+        assert "pad all batches to one length" in said
+    left = "last-weights" if save == "no" else "checkpoint-2"
+    assert (tmp_path / left / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("dp", [1, slow(2)])
+def test_an_evaluation_that_meets_it_saves_first(dp: int, pool: RankPool, tmp_path: Path) -> None:
+    evaluated = (LONG, LONG - 2)
+    for found, said in pool.run(train, 2, [LONG] * 4 * dp**2, tmp_path, "no", dp, evaluated):
+        assert len(found) == 2
+        assert "pad all batches to one length" in said
+    assert (tmp_path / "last-weights" / "manifest.json").is_file()

@@ -208,6 +208,23 @@ class Engine:
         """Python state that has changed since the model was traced, for ranks to compare."""
         return self._state.program_for.state.described()
 
+    def is_stale(self) -> bool:
+        """Whether `changed_state` has found what the model is to be traced anew with."""
+        return self._state.program_for.state.is_stale
+
+    def prepare(self, signatures: Sequence[Signature], training: bool) -> None:
+        """Make the programs that some microbatches run; a step or evaluation does so, too.
+
+        Args:
+            signatures: of each microbatch of this replica.
+            training: whether the model is about to train on them.
+
+        Raises:
+            TraceError: there is none, for a shape or for what has changed in Python.
+        """
+        self._state.program_for.refresh()
+        self._programs(signatures, training)
+
     def train_step(
         self,
         step: int,

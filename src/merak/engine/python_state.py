@@ -47,9 +47,13 @@ class PythonState:
 
     Args:
         source: the model.
+
+    Attributes:
+        is_stale: whether the model was to be traced anew when `described` was last called.
     """
 
     def __init__(self, source: GraphSource) -> None:
+        self.is_stale = False
         self._source = source
         self._watch = StateWatch(source.model, source.loss_fn)
         self._watch.add(function_reads(source.model, source.loss_fn))
@@ -96,7 +100,9 @@ class PythonState:
 
     def described(self) -> dict[str, str]:
         """What has changed since the model was traced, as text, for ranks to compare."""
-        changed = self._changed | {c.label: c.new for c in self._watched()}
+        watched = self._watched()
+        self.is_stale = bool(watched or any(map(self._is_other_kind, self._numbers())))
+        changed = self._changed | {c.label: c.new for c in watched}
         changed |= {name: slot.get() for name, slot in self._numbers().items()}
         found = {name: shown(value) for name, value in changed.items()}
         return found | {f"{name}.requires_grad": "False" for name in self.frozen()}
@@ -121,12 +127,16 @@ class PythonState:
         """What has changed since it was traced with, but for numbers that are inputs."""
         found = self._watched()
         for name, slot in list(self._numbers().items()):
-            is_whole = not self._dtypes[name].is_floating_point
-            if type(slot.get()) not in ((int,) if is_whole else (float, int)):
+            if self._is_other_kind(name):
                 del self._source.numbers[name]
                 found.append(StateChange(name, self._last.get(name), slot.get(), slot))
                 self._watch.add([slot.read])
         return found
+
+    def _is_other_kind(self, name: str) -> bool:
+        """Whether an input's value is no number of its dtype any more."""
+        is_whole = not self._dtypes[name].is_floating_point
+        return type(self._numbers()[name].get()) not in ((int,) if is_whole else (float, int))
 
     def _watched(self) -> list[StateChange]:
         with methods_allowed(self._source.model):  # refusals are no code of the user

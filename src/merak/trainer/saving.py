@@ -44,7 +44,7 @@ from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
 from merak.checkpoint.state import MODEL, check_model, load_state
 from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
-from merak.core.errors import ArgumentsError, SavingError, WeightsError
+from merak.core.errors import ArgumentsError, SavingError, TraceError, WeightsError
 from merak.core.files.folder_owner import owning, this_job
 from merak.core.health.roll_call import call_the_roll, tell_others, wait_for_rank0
 from merak.core.mesh import Mesh
@@ -282,10 +282,16 @@ class Saving(Pushing):
             self._save_companions(folder)
         tell_others(action)
 
-    def _leave_last_weights(self) -> None:
-        """Leave the last weights on disk, for any rank to read; all ranks come here together."""
+    def _leave_last_weights(self, *, also_whole: bool = False) -> None:
+        """Leave the last weights on disk, for any rank to read; all ranks come here together.
+
+        Args:
+            also_whole: also where every rank has the whole model, since the job ends here.
+        """
         engine = self.engine
-        if engine is None or not is_in_parts(engine.part) or self.hp_search_backend is not None:
+        if engine is None or self.hp_search_backend is not None:
+            return
+        if not (also_whole or is_in_parts(engine.part)):
             return
         last = engine.last_weights
         self._saver.wait()
@@ -302,18 +308,26 @@ class Saving(Pushing):
             "the model read them", self.state.global_step, left.folder, left.host,
         )  # fmt: skip
 
+    @contextmanager
+    def _saving_before_refusal(self) -> Iterator[None]:
+        """Context of batches that all ranks refuse together, behind a save of what is trained."""
+        try:
+            yield
+        except TraceError:
+            self._save_before_refusal()
+            raise
+
     def _save_before_refusal(self) -> None:
-        """Keep what is trained where a batch is refused that all ranks have met, of one replica."""
         step = self.state.global_step
         folder = Path(self._get_output_dir(None)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not step or self.mesh.replicas > 1 or (folder / MANIFEST).is_file():
+        if not step or (folder / MANIFEST).is_file():
             return
         if saves_checkpoints(self):
             self._save_checkpoint(self.model, None)
             self._saver.wait()
             announce("the batch behind step %d is refused; %s has what is trained", step, folder)
         else:
-            self._leave_last_weights()
+            self._leave_last_weights(also_whole=True)
 
     def _write_last_weights(self, engine: Engine) -> _Left | None:
         """Write the last weights; None if they cannot be, which is warned of."""

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from merak.core.announce import announce
-from merak.core.errors import TraceError, TrainingError
+from merak.core.errors import TrainingError
 from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves_on_sigterm
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
@@ -238,7 +238,7 @@ class Stepping(Saving):
     ) -> torch.Tensor:
         """All microbatches' losses; gradients are final afterwards."""
         engine, counter = self.engine, self._counter
-        assert engine is not None and counter is not None
+        assert engine is not None and counter is not None and self._batch_exchange is not None
         own = step.exchanged.own(self.mesh)
         left_over = self._left_over_gradients()
         engine.optimizer_params.clear_gradients()
@@ -250,18 +250,21 @@ class Stepping(Saving):
             self._loss_scale(step.exchanged.num_microbatches, num_items_in_batch is not None),
             1.0 if self.scaler is None else self.scaler.current(),
         )
-        try:
-            losses = engine.train_step(
-                ran.step,
-                ran.signatures,
-                ran.batches,
-                ran.scale,
-                self._inner_optimizer().step if engine.updates_inside else None,
-                ran.loss_scale,
+        with self._saving_before_refusal():
+            self._batch_exchange.prepare(
+                step.exchanged,
+                True,
+                partial(engine.prepare, ran.signatures, True),
+                engine.is_stale(),
             )
-        except TraceError:  # of a batch of another shape, before any of it has run
-            self._save_before_refusal()
-            raise
+        losses = engine.train_step(
+            ran.step,
+            ran.signatures,
+            ran.batches,
+            ran.scale,
+            self._inner_optimizer().step if engine.updates_inside else None,
+            ran.loss_scale,
+        )
         engine.optimizer_params.add_gradients(left_over)
         self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]

@@ -571,7 +571,7 @@ class MerakTrainer(Stepping, Logging, Trainer):
         if not isinstance(self, Seq2SeqTrainer):  # which has its own, that drops no sample
             self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
-        with metrics_on_rank0_alone(self):
+        with metrics_on_rank0_alone(self), self._saving_before_refusal():
             output = super().evaluation_loop(batches, *rest)
         metrics_of_rank0(output.metrics)
         return output
