@@ -37,6 +37,7 @@ class Role(Enum):
     AUTOGRAD_CALL = "call of torch.autograd.grad"
     GRADIENT_SWITCH = "requires_grad_()"
     KERNEL = "kernel"
+    COLLECTIVE = "kernel of a rank's shard that sends to others"
 
 
 @dataclass(frozen=True, slots=True)

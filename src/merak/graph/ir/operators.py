@@ -187,12 +187,32 @@ UNDECLARED_STATISTICS: Mapping[str, int] = MappingProxyType(
 """Norms that update running statistics though no schema says so → the argument that asks for it."""
 
 BATCH_NORMS = UNDECLARED_STATISTICS.keys() | _names(
-    "_native_batch_norm_legit _batch_norm_with_update"
+    "_native_batch_norm_legit _batch_norm_with_update sharded_batch_norm"
 )
 """Norms over the samples of a batch."""
 
 RUNNING_STATISTICS = (3, 4)
 """The arguments of `BATCH_NORMS` that are their running mean and variance."""
+
+POOLS = _names(
+    "max_pool1d max_pool2d max_pool3d max_pool1d_with_indices max_pool2d_with_indices "
+    "max_pool3d_with_indices avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
+    "adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d"
+)
+
+RESIZES = _names(
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa"
+)
+
+MIRRORS = _names(
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+    "replication_pad3d"
+)
+"""Padding by pixels that are there."""
 
 EMBEDDINGS = _names("embedding embedding_bag")
 

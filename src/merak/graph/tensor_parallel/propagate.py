@@ -27,6 +27,7 @@ from merak.graph.ir.operators import (
     RESHAPES,
     SEPARATE_GEMMS,
     SPLITS,
+    TRANSPOSED_CONVOLUTIONS,
     family,
     weights_only,
 )
@@ -312,6 +313,8 @@ def _gemm_dims(
                 yield from _gemm_dims(result, own, weights)
         elif name in CONVOLUTIONS | {"linear"} and is_weight:
             yield dims[:1], dims[1:2]
+        elif name in TRANSPOSED_CONVOLUTIONS and is_weight:
+            yield dims[1:2], dims[:1]
         elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
             yield dims[-1:], dims[-2:-1]
         elif name == "einsum":

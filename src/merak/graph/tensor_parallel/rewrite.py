@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, role_of
 from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
 from merak.graph.tensor_parallel.placement import (
     AXIS,
@@ -305,7 +306,8 @@ def check_shapes(nodes: Sequence[fx.Node]) -> None:
             the rules say.
     """
     for node in nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        is_alone = role_of(node) is not Role.COLLECTIVE
+        if isinstance(node.target, torch._ops.OpOverload) and is_alone:
             _check_operator(node)
 
 

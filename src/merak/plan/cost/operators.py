@@ -107,14 +107,15 @@ _SPECIAL |= ATTENTIONS | SEPARATE_GEMMS
 
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
-_OF_TOKENS: Mapping[str, str] = MappingProxyType(
+_SAME_WORK: Mapping[str, str] = MappingProxyType(
     {
         "token_cross_entropy": "cross_entropy_loss",
         "token_vocab_parallel_cross_entropy": "vocab_parallel_cross_entropy",
         "token_nll": "nll_loss",
+        "sharded_batch_norm": "batch_norm",
     }
 )
-"""Losses of a rank's own tokens, and the operators whose work they have."""
+"""Operators on a rank's own tokens or channels, and those whose work they have."""
 
 _VARIANTS = ("native_", "unsafe_", "_unsafe_")
 """Marks of operators that do the same work as those without."""
@@ -220,7 +221,7 @@ def _name(node: fx.Node) -> str:
     name = family(node.target).rpartition("::")[2].rstrip("_")
     for variant in _VARIANTS:
         name = name.removeprefix(variant)
-    return _OF_TOKENS.get(name, name)
+    return _SAME_WORK.get(name, name)
 
 
 def _inputs(node: fx.Node) -> tuple[TensorMeta, ...]:

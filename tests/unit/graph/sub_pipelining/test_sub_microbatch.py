@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.up = nn.Linear(8, 16)
         self.drop = nn.Dropout(0.5)
         self.down = nn.Linear(16, 8)
-        self.batch_norm = nn.BatchNorm1d(8)
+        self.batch_norm, self.group_norm = nn.BatchNorm1d(8), nn.GroupNorm(2, 8)
         self.across = across
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,6 +45,8 @@ class Block(nn.Module):
             y = torch.ones(len(y), len(y)).triu() @ y
         if self.across == "batch norm":
             y = self.batch_norm(y)
+        if self.across == "group norm":
+            y = self.group_norm(y)
         return x + y
 
 
@@ -92,9 +94,9 @@ def call(segment: Segment, given: Sequence[object]) -> tuple[torch.Tensor, ...]:
     return result
 
 
-@pytest.mark.parametrize("batch", [2, 3, 4, 5])
-def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int) -> None:
-    model = Model()
+@pytest.mark.parametrize("batch,within", [(2, ""), (3, "group norm"), (4, ""), (5, "")])
+def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int, within: str) -> None:
+    model = Model(within)
     graph = graph_of(model, batch)
     values = {"x": torch.randn(batch, 8)}
     num_halved = 0
@@ -120,7 +122,7 @@ def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int) ->
             assert torch.allclose(joined, made[name], atol=1e-6)
         values |= made
         num_halved += 1
-    assert num_halved >= 2
+    assert num_halved >= 3
 
 
 @pytest.mark.parametrize("across", ["mean", "flip", "mixed", "batch norm"])

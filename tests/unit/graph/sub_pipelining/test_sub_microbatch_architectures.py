@@ -26,7 +26,7 @@ WHOLE = {
     "opt": {"lm_head"},  # the loss
     "t5": {"lm_head"},
     "deberta_v2": {"cls.predictions.decoder"},
-    "swin": {"swin.encoder.layers.1.blocks.1.mlp", "classifier"},  # pooling, and the loss
+    "swin": {"classifier"},
 }
 
 

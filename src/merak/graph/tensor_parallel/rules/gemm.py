@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.einsum import einsum_labels
+from merak.graph.ir.operators import TRANSPOSED_CONVOLUTIONS, family
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -162,14 +163,19 @@ def separate(op: Operator) -> Decision:
 
 
 def convolution(op: Operator) -> Decision:
-    """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …)."""
+    """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …).
+
+    That of their transposes, conv_transpose1d, …, is (inputs, outputs, …).
+    """
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
     of_x = op.placement(x)
+    is_transposed = family(op.node.target) in TRANSPOSED_CONVOLUTIONS
     if op.arg("groups", 1) != 1 and not (isinstance(of_x, Shard) and of_x.dim == 0):
         return _grouped_convolution(op)
     pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
     kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
-    operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, ("out", "in", *kernel))]
+    sides = ("in", "out") if is_transposed else ("out", "in")
+    operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, (*sides, *kernel))]
     if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Shard)):
         raise op.error("convolves pixels that are split")
     result = ("row", "out", *pixels)
@@ -185,8 +191,10 @@ def _grouped_convolution(op: Operator) -> Decision:
     """
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
     groups = op.arg("groups", 1)
-    inputs, outputs = shape_of(x)[1] // groups, shape_of(weight)[0] // groups
-    dims = {x: (1, inputs), weight: (0, outputs)} | ({bias: (0, outputs)} if bias else {})
+    inputs, own, outputs = (
+        size // groups for size in (shape_of(x)[1], shape_of(weight)[0], shape_of(op.node)[1])
+    )
+    dims = {x: (1, inputs), weight: (0, own)} | ({bias: (0, outputs)} if bias else {})
     lead = next(iter(op.sharded().values()))
     ways = set()
     for node, placed in op.sharded().items():
