@@ -22,8 +22,17 @@ from merak.graph.ir.state_read import StateRead
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.kept import shown
+from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.slots import Slot
-from merak.graph.trace.state.watch import StateChange, StateWatch
+from merak.graph.trace.state.snapshot import Snapshot
+from merak.graph.trace.state.watch import (
+    StateWatch,
+    has_weights,
+    is_number,
+    is_tensor,
+    sentence,
+    where,
+)
 from merak.graph.weights.laid_out import methods_allowed
 
 logger = logging.getLogger(__name__)
@@ -102,7 +111,7 @@ class PythonState:
         """What has changed since the model was traced, as text, for ranks to compare."""
         watched = self._watched()
         self.is_stale = bool(watched or any(map(self._is_other_kind, self._numbers())))
-        changed = self._changed | {c.label: c.new for c in watched}
+        changed = self._changed | {str(c): c.new for c in watched}
         changed |= {name: slot.get() for name, slot in self._numbers().items()}
         found = {name: shown(value) for name, value in changed.items()}
         return found | {f"{name}.requires_grad": "False" for name in self.frozen()}
@@ -123,13 +132,14 @@ class PythonState:
     def _numbers(self) -> Mapping[str, Slot]:
         return self._source.numbers
 
-    def changes(self) -> list[StateChange]:
+    def changes(self) -> list[StateLeft]:
         """What has changed since it was traced with, but for numbers that are inputs."""
         found = self._watched()
         for name, slot in list(self._numbers().items()):
             if self._is_other_kind(name):
                 del self._source.numbers[name]
-                found.append(StateChange(name, self._last.get(name), slot.get(), slot))
+                (place,) = Snapshot.of_slots([slot]).places
+                found.append(StateLeft(place, "", self._last.get(name), slot.get()))
                 self._watch.add([slot.read])
         return found
 
@@ -138,11 +148,11 @@ class PythonState:
         is_whole = not self._dtypes[name].is_floating_point
         return type(self._numbers()[name].get()) not in ((int,) if is_whole else (float, int))
 
-    def _watched(self) -> list[StateChange]:
+    def _watched(self) -> list[StateLeft]:
         with methods_allowed(self._source.model):  # refusals are no code of the user
             return self._watch.changes()
 
-    def adopt(self, changes: Sequence[StateChange], trace: Callable[[], object]) -> None:
+    def adopt(self, changes: Sequence[StateLeft], trace: Callable[[], object]) -> None:
         """Trace the model with what has changed.
 
         Args:
@@ -154,29 +164,30 @@ class PythonState:
         """
         started = time.perf_counter()
         for change in changes:
-            if change.has_weights:
+            if has_weights(change):
                 raise TraceError(
-                    f"{change}, with parameters or buffers that training has not begun with; set "
-                    "it before training, or write into them in place."
+                    f"{sentence(change)}, with parameters or buffers that training has not begun "
+                    "with; set it before training, or write into them in place."
                 )
         with methods_allowed(self._source.model):  # as it was looked at
             self._watch.accept(changes)
-        self._changed |= {change.label: change.new for change in changes}
-        numbers = [change for change in changes if change.is_number]
+        self._changed |= {str(change): change.new for change in changes}
+        numbers = [change for change in changes if is_number(change)]
         for c in numbers:
             is_whole = type(c.old) is type(c.new) is int
-            self._dtypes[c.label] = torch.int64 if is_whole else self._dtype
-        inputs = self._make_inputs([c.slot for c in numbers if c.slot], trace)
+            self._dtypes[str(c)] = torch.int64 if is_whole else self._dtype
+        inputs = self._make_inputs([c.place.owner for c in numbers], trace)
         if not inputs:
             self._trace_anew(changes, trace)
         for change in changes:
-            if change.label in inputs:
-                self._watch.remove(change.label)
-                announce("%s: it is an input of the graph from now on", change)
+            label = str(change)
+            if label in inputs:
+                self._watch.remove(label)
+                announce("%s: it is an input of the graph from now on", sentence(change))
                 continue
-            self._num_traces[change.label] += 1
-            logger.info("%s: the model has been traced anew", change)
-            if self._num_traces[change.label] == MANY:
+            self._num_traces[label] += 1
+            logger.info("%s: the model has been traced anew", sentence(change))
+            if self._num_traces[label] == MANY:
                 self._warn(change, time.perf_counter() - started)
 
     def _make_inputs(self, slots: Sequence[Slot], trace: Callable[[], object]) -> set[str]:
@@ -216,25 +227,25 @@ class PythonState:
         source.opaque.adopt(before)
         return False
 
-    def _trace_anew(self, changes: Sequence[StateChange], trace: Callable[[], object]) -> None:
+    def _trace_anew(self, changes: Sequence[StateLeft], trace: Callable[[], object]) -> None:
         try:
             trace()
         except MerakError as error:
             change = changes[0]
             raise TraceError(
-                f"{change}, which forward reads{change.where}, and with that the training "
-                f"cannot go on: {str(error).rstrip('.')}; set it before training, or make two runs "
-                "of it."
+                f"{sentence(change)}, which forward reads{where(change)}, and with that the "
+                f"training cannot go on: {str(error).rstrip('.')}; set it before training, or make "
+                "two runs of it."
             ) from error
 
-    def _warn(self, change: StateChange, seconds: float) -> None:
+    def _warn(self, change: StateLeft, seconds: float) -> None:
         warn_once(
             logger,
             "%s has changed %d times, and each time the model is traced anew (%.1f s), since %s, "
             "or change it less often; forward reads it%s.",
-            change.label,
+            change,
             MANY,
             seconds,
-            _TENSOR if change.is_tensor else _VALUE if change.is_number else _OTHER,
-            change.where,
+            _TENSOR if is_tensor(change) else _VALUE if is_number(change) else _OTHER,
+            where(change),
         )

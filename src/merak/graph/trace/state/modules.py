@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.state.slots import MISSING
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-_Change = tuple[StateRead, Any, Any]
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Code:
+    """The code of a module, as the owner of a place.
 
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """The code of a module as it was: its path, itself, its attributes, and what they held."""
+    Args:
+        usual: the class's `forward`, which may be another one later.
+        own: the module's attributes.
+        forward: its own `forward` as it was.
+        children: as they were.
+        is_hooked: whether it had hooks.
+    """
 
-    path: str
-    module: nn.Module
+    usual: Callable[[], Any]
     own: dict[str, Any]
     forward: Any
     children: tuple[nn.Module | None, ...]
-    hooks: tuple[tuple[Any, ...], ...]
     is_hooked: bool
 
-    @classmethod
-    def of(cls, path: str, module: nn.Module) -> _Code:
+    @staticmethod
+    def of(module: nn.Module) -> Code:
+        """Code of a module as it is."""
         own = vars(module)
-        hooks = tuple(_own_hooks(own[kind]) for kind in _HOOKS)
-        children = tuple(own["_modules"].values())
-        return cls(path, module, own, own.get("forward", MISSING), children, hooks, any(hooks))
+        forward, children = own.get("forward", MISSING), tuple(own["_modules"].values())
+        is_hooked = any(_own_hooks(own[kind]) for kind in _HOOKS)
+        return Code(lambda: type(module).forward, own, forward, children, is_hooked)
 
-    def is_same(self) -> bool:
+    def now(self) -> dict[str, Any]:
+        """Forward, names of children, children and hooks as they are, by name."""
+        own = self.own
+        hooks = {kind: _own_hooks(own[kind]) for kind in _HOOKS}
+        names = tuple(own["_modules"])  # whose order counts
+        forward = own.get("forward", self.usual())
+        return {"forward": forward, "_modules": names, **own["_modules"], **hooks}
+
+    def seems_same(self) -> bool:
         """Whether nothing has changed, as far as a glance tells: models have 50,000 modules."""
         own = self.own
         return (
@@ -51,66 +63,32 @@ class _Code:
             )
         )
 
-    def changes(self) -> Iterator[_Change]:
-        """What is other code now."""
-        path, module, own = self.path, self.module, self.own
-        if own.get("forward", MISSING) is not self.forward:
-            usual = type(module).forward
-            old = usual if self.forward is MISSING else self.forward
-            yield _read(path, module, "forward"), old, own.get("forward", usual)
-        now = tuple(own["_modules"].values())
-        if len(now) != len(self.children) or any(a is not b for a, b in zip(now, self.children)):
-            yield from _children(path, module, self.children)
-        for kind, hooks in zip(_HOOKS, self.hooks, strict=True):
-            if _own_hooks(own[kind]) != hooks:
-                yield _read(path, module, kind), hooks, _own_hooks(own[kind])
 
-
-class ModuleWatch:
-    """The code that a model's modules had.
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeOfClass:
+    """The code of a class of modules, as the owner of a place.
 
     Args:
-        model: the model.
+        cls: the class.
+        forward: as it was.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.named_modules())
-        self._known = [_Code.of(path, module) for path, module in modules]
-        classes = {type(module): path for path, module in reversed(modules)}
-        self._forwards = [(path, cls, cls.forward) for cls, path in classes.items()]
+    cls: type[nn.Module]
+    forward: Any
 
-    def changes(self) -> Iterator[_Change]:
-        """What is other code now: its place, the old value and the new one."""
-        for code in self._known:
-            if not code.is_same():
-                yield from code.changes()
-        for path, cls, forward in self._forwards:
-            if cls.forward is not forward:
-                yield StateRead(MODEL, path, ("forward",), line_of(forward)), forward, cls.forward
+    def now(self) -> dict[str, Any]:
+        """Forward as it is, by name."""
+        return {"forward": self.cls.forward}
+
+    def seems_same(self) -> bool:
+        """Whether nothing has changed."""
+        return self.cls.forward is self.forward
 
 
 def line_of(function: Any) -> str:
     """The line that a function begins at, as "file:number"; "" where it is not in Python."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
-
-
-def _read(path: str, module: nn.Module, name: str) -> StateRead:
-    return StateRead(MODEL, path, (name,), line_of(type(module).forward))
-
-
-def _children(
-    path: str, module: nn.Module, children: tuple[nn.Module | None, ...]
-) -> Iterator[_Change]:
-    """The children that are others now; where their number is another, all of them."""
-    now = list(module._modules.items())
-    if len(now) != len(children):
-        old, new = (nn.ModuleList(m for m in ms if m) for ms in (children, dict(now).values()))
-        yield _read(path, module, "_modules"), old, new
-        return
-    for (name, new_child), old_child in zip(now, children, strict=True):
-        if new_child is not old_child:
-            yield _read(path, module, name), old_child, new_child
 
 
 def _own_hooks(hooks: dict[int, Any]) -> tuple[Any, ...]:

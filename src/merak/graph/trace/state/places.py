@@ -6,7 +6,7 @@ import random
 import types
 from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.graph.trace.state.holders import closure, slot_names
-from merak.graph.trace.state.kept import is_equal
+from merak.graph.trace.state.kept import is_same
+from merak.graph.trace.state.modules import Code
 from merak.graph.trace.state.outside import Outside
 from merak.graph.trace.state.slots import MISSING, Slot, is_plain
 from merak.graph.weights.empty_weights import ORIGIN_ATTRIBUTE
@@ -51,11 +52,12 @@ class Place:
         items: the values that it held, by name, index or key; of a set, by themselves.
         kind: type of the owner; `Slot` for a global, `object` for an object's attributes, `type`
             for a class's, a function's for the variables of its closure, a tensor's for what is
-            written into it, `Iterator` for one or a generator of random numbers, `Outside` for
-            what is outside of the model.
+            written into it, `Iterator` for one or a generator of random numbers, `Code` for a
+            module's code, `Outside` for what is outside of the model.
         root: as of `StateRead`.
         attribute: identity of the attributes of the object that has it, and its name there.
         source: the line that reads it, where that is known beforehand.
+        glance: whether it seems to hold what it held, in a microsecond; None where nothing tells.
     """
 
     label: str
@@ -65,6 +67,7 @@ class Place:
     root: str
     attribute: tuple[int, str] | None = None
     source: str = ""
+    glance: Callable[[], bool] | None = None
 
     def now(self) -> dict[Any, Any]:
         """What it holds now."""
@@ -166,7 +169,7 @@ class StateLeft:
 
 def _is_equal(old: Any, new: Any) -> bool:
     try:
-        return is_equal(old, new)
+        return is_same(old, new)
     except Exception:  # of objects' own code
         return True
 
@@ -186,7 +189,7 @@ def held_items(owner: Any, kind: Any) -> dict[Any, Any]:
         return {"": owner.copy()}
     if kind is Slots:
         return {n: getattr(owner, n) for n in slot_names(type(owner).__mro__) if hasattr(owner, n)}
-    if kind is Outside:
+    if kind in (Code, Outside):
         return dict(owner.now())
     if kind is Parts:
         whole = (nn.Module, nn.Parameter, type(None))

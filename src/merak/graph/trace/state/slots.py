@@ -59,6 +59,7 @@ class Slot:
         self.read = read
         self.label = str(read)
         *self._steps, self._last = read.steps
+        self._is_attribute = self._last != CONTEXT and self._last[0] not in "[("
         try:
             self._root = _root(read, model, loss_fn)
             self._container()
@@ -68,7 +69,8 @@ class Slot:
     def get(self) -> Any:
         """The value now; `MISSING` where there is none."""
         try:
-            return _step(self._container(), self._last)
+            found = self._container() if self._steps else self._root
+            return getattr(found, self._last) if self._is_attribute else _step(found, self._last)
         except Exception:  # whatever the user's own attributes raise
             return MISSING
 

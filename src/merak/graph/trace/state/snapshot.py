@@ -12,7 +12,7 @@ import gc
 import random
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,9 +37,9 @@ from merak.graph.trace.state.holders import (
     loss_holders,
     slot_names,
 )
-from merak.graph.trace.state.kept import version
-from merak.graph.trace.state.modules import line_of
-from merak.graph.trace.state.outside import CONTEXT, OUTSIDE, Outside
+from merak.graph.trace.state.kept import is_same, kept, version
+from merak.graph.trace.state.modules import Code, CodeOfClass, line_of
+from merak.graph.trace.state.outside import CONTEXT, LASTING, OUTSIDE, Outside
 from merak.graph.trace.state.places import (
     CONTAINER_KINDS,
     Parts,
@@ -151,11 +151,30 @@ class Snapshot:
         ]
         return Snapshot(tuple(places), tuple(tensors))
 
+    @staticmethod
+    def between_steps(model: nn.Module) -> Snapshot:
+        """Snapshot of what code a model's modules have, and of settings that hold between steps."""
+        modules = dict(model.named_modules())
+        places = [_code(path, type(m), Code.of(m)) for path, m in modules.items()]
+        for cls, path in {type(m): path for path, m in reversed(modules.items())}.items():
+            places.append(_code(path, cls, CodeOfClass(cls, cls.forward)))
+        now = LASTING.now()
+        places.append(
+            Place("", LASTING, now, Outside, GLOBALS, glance=lambda: now == LASTING.now())
+        )
+        return Snapshot(tuple(places), ())
+
+    @staticmethod
+    def of_slots(slots: Iterable[Slot]) -> Snapshot:
+        """Snapshot of what some places hold, whose values are kept as in `kept`."""
+        return Snapshot(tuple(map(_read, slots)), ())
+
     def changes(self) -> list[StateLeft]:
         """What is other now, by place; writes into tensors of modules are none."""
         written = (held for held in self.tensors if held.is_written)
         shared = [StateLeft(h.place, "", h.values, h.tensor) for h in written if h.is_shared]
-        return [found for place in self.places for found in place.changes()] + shared
+        others = [p for p in self.places if (glance := p.glance) is None or not glance()]
+        return [found for place in others for found in place.changes()] + shared
 
     def written(self) -> list[HeldTensor]:
         """The plain tensors of modules, and of what these hold, that have been written into."""
@@ -370,6 +389,22 @@ class _Walk:
             self.place(Place(label, value, items, Slots, root, None, source))
             for name, held in items.items():
                 self.value(held, f"{label}.{name}", root, None, source, depth + 1)
+
+
+def _code(path: str, cls: type[nn.Module], code: Code | CodeOfClass) -> Place:
+    label = str(StateRead(MODEL, path, (), ""))
+    line = line_of(cls.forward)
+    return Place(label, code, code.now(), Code, MODEL, source=line, glance=code.seems_same)
+
+
+def _read(slot: Slot) -> Place:
+    old, read, get = kept(slot.get()), slot.read, slot.get
+
+    def glance() -> bool:
+        new = get()
+        return new is old or is_same(old, new)
+
+    return Place(slot.label, slot, {"": old}, Slot, read.root, source=read.source, glance=glance)
 
 
 def _is_same(old: Any, new: Any) -> bool:

@@ -17,7 +17,7 @@ from merak.graph.ir.state_read import StateRead
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.slots import MISSING, Slot
-from merak.graph.trace.state.watch import StateWatch
+from merak.graph.trace.state.watch import StateWatch, sentence
 
 SCALE = 2.0
 UNREAD = 1.0
@@ -179,7 +179,7 @@ def test_only_what_has_changed_is_said() -> None:
     model.names.append("y")
     model.config.inner = Inner(power=3)
     change(0.25)
-    changes = {str(change) for change in watch.changes()}
+    changes = {sentence(change) for change in watch.changes()}
     assert changes == {
         "model.weight has changed from 1.0 to 3.0",
         "model.weights['b'] has changed from 2.0 to 4.0",
@@ -191,7 +191,7 @@ def test_only_what_has_changed_is_said() -> None:
     assert watch.changes() == []
     del model.weights["b"]
     model.shift = math.nan
-    changes = {str(change) for change in watch.changes()}
+    changes = {sentence(change) for change in watch.changes()}
     assert changes == {
         "model.weights has changed from the keys ['a', 'b'] to the keys ['a']",
         "model.weights['b'] has changed from 4.0 to nothing",
