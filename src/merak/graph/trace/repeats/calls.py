@@ -45,6 +45,7 @@ from merak.graph.trace.repeats.region import (
 from merak.graph.trace.state.holders import attributes
 from merak.graph.trace.state.kept import is_equal
 from merak.graph.trace.state.record import StateReads
+from merak.graph.trace.state.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class _Before:
 
     block: Block
     state: State
-    around: Any
+    around: Snapshot
     given: _Values
     versions: tuple[int, ...]
     followed: tuple[bool, ...]
@@ -260,7 +261,7 @@ class RepeatedCalls:
             not is_equal(then.given.rest, now.given.rest)
             or then.followed != now.followed
             or then.aliases != now.aliases
-            or not is_equal(then.around, now.around)
+            or then.around.changes()
         ):
             return None
         mine, theirs = then.given.tensors, now.given.tensors
@@ -287,7 +288,7 @@ class RepeatedCalls:
             list(map(id, before.given.tensors)) != list(map(id, after.given.tensors))
             or before.versions != after.versions
             or not is_equal(before.given.rest, after.given.rest)
-            or not is_equal(before.around, after.around)
+            or before.around.changes()
         ):
             raise NotRepeatable(f"{before.block.path} changes what it is given")
         arguments = {id(t): i for i, t in reversed(list(enumerate(before.given.tensors)))}

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from merak.graph.trace.repeats.block import copied, is_constant
+from merak.graph.trace.repeats.block import is_constant
 from merak.graph.trace.state.functions import function_reads
 from merak.graph.trace.state.holders import Holder, attributes
-from merak.graph.trace.state.outside import torch_settings
 from merak.graph.trace.state.slots import Slot, slots_of
+from merak.graph.trace.state.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class OuterState:
     """Objects that modules share, such as configs, and globals that their code reads.
 
     Args:
-        shared: attributes of each object, by its identity.
+        shared: each object, by the identity of its attributes.
         slots: of globals and closures.
     """
 
-    shared: Mapping[int, Mapping[str, Any]]
+    shared: Mapping[int, Any]
     slots: tuple[Slot, ...]
 
     @staticmethod
@@ -41,16 +41,19 @@ class OuterState:
             holders: modules and the objects that they hold, by the identity of their attributes.
         """
         shared = {
-            key: attributes(holder.value)
+            key: holder.value
             for key, holder in holders.items()
             if not isinstance(holder.value, nn.Module)
         }
         slots = tuple(slots_of(function_reads(model, loss_fn), model, loss_fn))
         found = OuterState(shared, slots)
-        while opaque := [k for k, own in shared.items() if not all(map(found.holds, own.values()))]:
+        while opaque := [k for k, one in shared.items() if not found._holds_all(one)]:
             for key in opaque:
                 del shared[key]
         return found
+
+    def _holds_all(self, value: Any) -> bool:
+        return all(map(self.holds, attributes(value).values()))
 
     def holds(self, value: Any) -> bool:
         """Whether a value is a constant, or an object all of whose attributes are looked at."""
@@ -61,10 +64,9 @@ class OuterState:
         except AttributeError:
             return False
 
-    def now(self) -> tuple[Any, ...]:
-        """What they are now, to be compared by `is_equal`."""
-        shared = tuple(copied(own) for own in self.shared.values())
-        return (torch_settings(), shared, tuple(copied(slot.get()) for slot in self.slots))
+    def now(self) -> Snapshot:
+        """Snapshot of them, and of torch's settings."""
+        return Snapshot.of_values(self.shared.values(), self.slots)
 
 
 def following_modes() -> list[Callable[[torch.Tensor], bool]]:

@@ -1,8 +1,8 @@
 """Values of watched places as they were: what the values of now are compared with.
 
-A `Snapshot` compares places by what they hold now, after a call; the watch compares, before each
-step, what a graph has as constants. So a small tensor or a list in the place of an equal one is no
-change here, and is one there.
+What `Snapshot.of_slots` keeps of each place, as the values that a graph has as constants. So a
+small tensor or a list in the place of an equal one is no change, as it is one in a snapshot before
+a call, which has every container as a place of its own.
 
 Tensors are compared by identity and version, functions by identity, lists and dicts item by item,
 and dicts of plain values, whose items are watched, by their keys: so a comparison before each step

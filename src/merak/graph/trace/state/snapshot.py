@@ -3,7 +3,8 @@
 Attributes of modules, of tensors and of the objects that they hold, lists and dicts in these,
 globals and variables of closures, which submodules, parameters and buffers there are, and what is
 outside of the model; taken, compared and restored. Values of parameters and buffers are no part
-of it.
+of it. Before and after a call it is of all of that; before each step, of what graphs have as
+constants (`of_slots`) and of code and settings (`between_steps`), whose places tell by a glance.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from merak.graph.trace.state.holders import (
 )
 from merak.graph.trace.state.kept import is_same, kept, version
 from merak.graph.trace.state.modules import Code, CodeOfClass, line_of
-from merak.graph.trace.state.outside import CONTEXT, LASTING, OUTSIDE, Outside
+from merak.graph.trace.state.outside import CONTEXT, LASTING, OUTSIDE, SETTINGS, Outside
 from merak.graph.trace.state.places import (
     CONTAINER_KINDS,
     Parts,
@@ -150,6 +151,22 @@ class Snapshot:
             for name, b in model.named_buffers()
         ]
         return Snapshot(tuple(places), tuple(tensors))
+
+    @staticmethod
+    def of_values(objects: Iterable[Any], slots: Iterable[Slot]) -> Snapshot:
+        """Snapshot of some objects and variables, what is in them, and of torch's settings.
+
+        Args:
+            objects: with attributes.
+            slots: the variables.
+        """
+        walk = _Walk(copies=False, of_modules=())
+        for one in objects:
+            walk.object(one, type(one).__name__, GLOBALS)
+        for slot in slots:
+            walk.variable(slot)
+        walk.place(Place("", SETTINGS, SETTINGS.now(), Outside, GLOBALS))
+        return walk.found()
 
     @staticmethod
     def between_steps(model: nn.Module) -> Snapshot:
