@@ -50,6 +50,7 @@ class Model(nn.Module):
         super().__init__()
         self.layer = Layer()
         self.norm = nn.Identity()
+        self.acts = nn.Sequential(nn.Tanh(), nn.Softplus())
         self.t = torch.tensor([1.0, 2.0, 3.0, 4.0])
         self.config = Config()
         self.options = SimpleNamespace(power=2)
@@ -59,7 +60,7 @@ class Model(nn.Module):
         return x * getattr(self.config, "scale", 1.0)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = self.norm(self.layer(x)) * self.t
+        out = self.norm(self.acts(self.layer(x))) * self.t
         out = self.scaled(out) ** getattr(self.options, "late", self.options.power)
         if hasattr(self, "shift"):
             out = out + self.shift
@@ -81,6 +82,10 @@ def new_method(model: Any) -> None:
     model.scaled = lambda x: x * 7
 
 
+def in_reverse(modules: nn.Sequential) -> dict[str, nn.Module]:
+    return dict(reversed(modules._modules.items()))
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a tensor replaced": lambda m: setattr(m, "t", torch.tensor([4.0, 0.0, 1.0, 2.0])),
     "a tensor of another shape": lambda m: setattr(m, "t", torch.tensor(5.0)),
@@ -97,12 +102,17 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a function": lambda m: setattr(m.layer, "act", torch.sigmoid),
     "a hook": lambda m: m.layer.register_forward_hook(lambda *a: a[2] * 5),
     "a hook before": lambda m: m.layer.register_forward_pre_hook(lambda _, a: (a[0] * 5,)),
+    "another order of children": lambda m: setattr(m.acts, "_modules", in_reverse(m.acts)),
+    "one more child": lambda m: m.acts.append(nn.Sigmoid()),
+    "one child less": lambda m: m.acts.pop(1),
+    "the forward of a class": lambda m: setattr(nn.Softplus, "forward", lambda _, x: x * 3),
     "a child without weights": lambda m: setattr(m, "norm", nn.Softplus()),
 }
 
 
 @pytest.fixture
-def clean_classes() -> Iterator[None]:
+def clean_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(nn.Softplus, "forward", nn.Softplus.forward)  # to be put back
     yield
     OFFSET.zero_()
     for cls, name in ((Model, "is_doubled"), (Options, "gain")):
@@ -150,7 +160,7 @@ def test_a_tensor_of_every_step_is_better_a_buffer(caplog: pytest.LogCaptureFixt
     (warned,) = [r.getMessage() for r in caplog.records if "traced anew" in r.getMessage()]
     assert warned.startswith(f"model.t has changed {MANY} times")
     assert "register_buffer" in warned
-    assert "`out = self.norm(self.layer(x)) * self.t`" in warned
+    assert "`out = self.norm(self.acts(self.layer(x))) * self.t`" in warned
 
 
 def test_a_change_that_cannot_be_traced_is_refused_with_its_line() -> None:
@@ -163,7 +173,7 @@ def test_a_change_that_cannot_be_traced_is_refused_with_its_line() -> None:
         "model.t has changed from tensor([1.0, 2.0, 3.0, 4.0]) to tensor([1.0, 1.0, 1.0]), which "
         "forward reads at "
     )
-    assert "`out = self.norm(self.layer(x)) * self.t`" in str(caught.value)
+    assert "`out = self.norm(self.acts(self.layer(x))) * self.t`" in str(caught.value)
 
 
 def test_new_weights_are_refused() -> None:
