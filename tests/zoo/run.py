@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
@@ -80,14 +81,16 @@ def main() -> None:
     known = {k: r for k, r in read(arguments.results).items() if k[1] != EAGER or r.reason}
     if arguments.again:
         known = {key: r for key, r in known.items() if r.report and r.report["ok"]}
-    pool = RankPool()
-    try:
-        for name in names:
-            missing = [n for n in arguments.layouts if (name, n) not in known]
-            if missing and ((name, EAGER) not in known):
-                _check(name, missing, pool, Writer(arguments.results))
-    finally:
-        pool.close()
+    with tempfile.TemporaryDirectory() as traces:
+        os.environ.setdefault("MERAK_CACHE", traces)  # ranks share what they trace there
+        pool = RankPool()
+        try:
+            for name in names:
+                missing = [n for n in arguments.layouts if (name, n) not in known]
+                if missing and ((name, EAGER) not in known):
+                    _check(name, missing, pool, Writer(arguments.results))
+        finally:
+            pool.close()
 
 
 def read(file: Path) -> dict[tuple[str, str], Result]:
