@@ -33,6 +33,21 @@ class Block(nn.Module):
         return out
 
 
+class Standardised(nn.Conv2d):
+    """A convolution whose weight is normalised over its inputs, as of BiT."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(flat, None, None, training=True).reshape_as(self.weight)
+        return F.conv2d(x, weight, self.bias, padding=1)
+
+
+def standardised(between: Between) -> nn.Module:
+    made = convolved(between)
+    made.up = Standardised(WIDTH, WIDE, 3)
+    return made
+
+
 def convolved(between: Between, groups: int = 1) -> nn.Module:
     up = nn.Conv2d(WIDTH, WIDE, 3, padding=1, groups=groups)
     return Block(between, up, nn.Conv2d(WIDE, WIDTH, 3, padding=1, groups=groups))
@@ -70,9 +85,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "instances": lambda: convolved(instances),
     "resized": lambda: resized(groups),
     "enlarged": lambda: enlarged(nn.BatchNorm2d),
+    "standardised": lambda: standardised(groups),
     "in groups": lambda: convolved(nn.BatchNorm2d, groups=4),
 }
-ESSENTIAL = ("batch", "resized")
+ESSENTIAL = ("batch", "resized", "standardised")
 
 
 class Images(nn.Module):

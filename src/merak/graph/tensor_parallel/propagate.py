@@ -244,14 +244,15 @@ def _split_dim(node: fx.Node, name: str, num_dims: int, attribute: Attribute | N
     if num_dims < 2:
         return 0 if isinstance(attribute, Column) and num_dims == 1 else None
     dims = weight_dims(node)
-    if len(dims) != 1:
+    sides = [out if isinstance(attribute, Column) else into for out, into in dims]
+    if len(dims) != 1 or None in sides:
         how = "no matrix product multiplies by it" if not dims else "it is used in two ways"
+        how = how if len(dims) != 1 else "its inputs are taken together before its product"
         raise ShardError(
             f"{name} cannot be a {type(attribute).__name__} weight: {how}; give it Replicate() in "
             "the feature dict, or leave it out."
         )
-    ((out_dim, in_dim),) = dims
-    return out_dim if isinstance(attribute, Column) else in_dim
+    return sides[0]
 
 
 def vocabulary_dim(node: fx.Node) -> int | None:
@@ -267,12 +268,18 @@ def vocabulary_dim(node: fx.Node) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def weight_dims(node: fx.Node) -> tuple[tuple[int, int], ...]:
+def weight_dims(node: fx.Node) -> tuple[tuple[int, int | None], ...]:
     """Output and input dims of a parameter, for every way in which GEMMs use it.
 
-    Of several output dims, as of heads and what each has, the first.
+    Of several output dims, as of heads and what each has, the first. None for the input dim of a
+    weight that is normalised over it before its product.
     """
-    return tuple((outs[0], ins[0]) for outs, ins in weight_ways(node, weights_only(node.graph)))
+    return first_dims(weight_ways(node, weights_only(node.graph)))
+
+
+def first_dims(ways: Ways) -> tuple[tuple[int, int | None], ...]:
+    """The first output dim of every way, and the first input dim; None where there is none."""
+    return tuple((outs[0], ins[0] if ins else None) for outs, ins in ways)
 
 
 Ways = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -283,7 +290,7 @@ _Dims = tuple[int | None, ...]
 
 
 def weight_ways(node: fx.Node, weights: Collection[fx.Node]) -> Ways:
-    """Ways in which GEMMs use a parameter, each with an output and an input dim of it at least.
+    """Ways in which GEMMs use a parameter, each with an output dim of it at least.
 
     Args:
         node: the parameter.
@@ -292,7 +299,7 @@ def weight_ways(node: fx.Node, weights: Collection[fx.Node]) -> Ways:
     dims: _Dims = tuple(range(len(shape_of(node))))
     found = _gemm_dims(node, dims, weights) if len(dims) > 1 else ()
     known = (tuple(tuple(d for d in own if d is not None) for own in way) for way in found)
-    return tuple(dict.fromkeys((outs, ins) for outs, ins in known if outs and ins))
+    return tuple(dict.fromkeys((outs, ins) for outs, ins in known if outs))
 
 
 def _gemm_dims(
@@ -328,10 +335,9 @@ def _gemm_dims(
 def _computed_dims(user: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[fx.Node, _Dims]]:
     """What an operator computes of a weight, and which dims of that are the weight's."""
     name = family(user.target)
-    if name in RESHAPES:
-        sources = split_dims(shape_of(node), shape_of(user))
-        if sources is not None:
-            yield user, tuple(dims[d] for d in sources)
+    sources = split_dims(shape_of(node), shape_of(user)) if name in RESHAPES else None
+    if sources is not None:
+        yield user, tuple(dims[d] for d in sources)
         return
     if name in SPLITS:
         is_taken = name == "unbind"
@@ -348,7 +354,7 @@ def _computed_dims(user: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[
         placements = dict.fromkeys(user.all_input_nodes, REPLICATE) | {node: shard}
         with suppress(ShardError):
             placed = decide(Operator(user, placements, 1)).result
-            if isinstance(placed, Shard):
+            if isinstance(placed, Shard) and found[placed.dim] is None:  # of merged dims, the first
                 found[placed.dim] = dim
     yield user, tuple(found)
 

@@ -31,6 +31,7 @@ from merak.graph.tensor_parallel.propagate import (
     Propagation,
     capacities,
     decide_or_gather,
+    first_dims,
     propagate,
     weight_ways,
 )
@@ -126,7 +127,7 @@ class Search:
         self.scale = math.prod(largest_value(segment))
         self._weights = weights_only(self.graph)
         ways = {n: weight_ways(node, self._weights) for n, node in self.nodes.items()}
-        self.dims = {n: [(outs[0], ins[0]) for outs, ins in own] for n, own in ways.items()}
+        self.dims = {n: first_dims(own) for n, own in ways.items()}
         self.outs = {n: list(dict.fromkeys(d for o, _ in w for d in o)) for n, w in ways.items()}
         self.tokens = activation_tokens(segment)
         self._gemm_share = self._gemm_shares(self.tokens)
