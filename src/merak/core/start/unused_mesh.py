@@ -107,7 +107,8 @@ def _warn_at_end(pid: int) -> None:
         warn_on_rank0(
             logger,
             "This process ends, and nothing has run on the mesh of merak.init(%s): neither "
-            "merak.MerakTrainer nor merak.parallelize has laid out a model. Whatever it trained, each rank "
-            "trained by itself or as a replica; use one of the two, or leave the degrees out.",
+            "merak.MerakTrainer nor merak.parallelize has laid out a model. Whatever it trained, "
+            "each rank trained by itself or as a replica; use one of the two, or leave the degrees "
+            "out.",
             degrees,
         )
