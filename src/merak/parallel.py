@@ -26,6 +26,8 @@ from merak.core.errors import (
     ScheduleError,
     TrainingError,
     WeightsError,
+    caused_by,
+    did_you_mean,
     keyword_names,
     refuse_unknown,
 )
@@ -78,6 +80,39 @@ class NotFinite:
 
     stops: bool
     locate: bool
+
+
+_STEPPED = "step(batch) runs forward, backward, clipping and optimizer"
+_GATHERED = "gather_state_dict() gives the whole model's on rank 0"
+_OF_MODEL = "it is an attribute of the model that was laid out: `.model`"
+_ON_DEVICE = "merak.init(device=…) chooses where it computes, autocast=… or the model's dtype how"
+
+_HABITS: Mapping[str, str] = MappingProxyType(
+    {
+        "__call__": f"{_STEPPED}, evaluate(batch) gives the loss alone",
+        "forward": f"{_STEPPED}, evaluate(batch) gives the loss alone",
+        "backward": _STEPPED,
+        "zero_grad": f"{_STEPPED}, and clears gradients before",
+        "clip_grad_norm_": "the argument max_grad_norm=… clips",
+        "no_sync": "num_microbatches=… accumulates gradients, reduced once a step",
+        "train": "step(batch) trains, whatever the mode; leave it out",
+        "eval": "evaluate(batch) computes without dropout and gradients; leave it out",
+        "requires_grad_": "freeze parameters of the model before merak.parallelize",
+        "parameters": "optimizer=lambda parameters: … gets this rank's; `.model` names them",
+        "named_parameters": f"`.model` has this rank's, and {_GATHERED}",
+        "state_dict": f"{_GATHERED}, save_checkpoint(folder) saves it with the optimizer",
+        "load_state_dict": "load_checkpoint(folder) loads what save_checkpoint(folder) has saved; "
+        "weights of another file are loaded into the model before merak.parallelize",
+        "save_pretrained": "save_checkpoint(folder), then `.model.save_pretrained(…)`",
+        "generate": "save_checkpoint(folder) and `merak export` make a folder that "
+        "from_pretrained loads, to generate in one process",
+        "module": _OF_MODEL,
+        "config": f"{_OF_MODEL}.config",
+        "device": "`.engine.mesh.device` is this rank's",
+        **dict.fromkeys(("to", "cuda", "cpu", "half", "bfloat16", "float"), _ON_DEVICE),
+    }
+)
+"""What habits of loops in PyTorch are here, by the attribute that a `ParallelModel` lacks."""
 
 
 class ParallelModel:
@@ -227,6 +262,26 @@ class ParallelModel:
                 "were skipped too, so the model has diverged; go on from earlier weights with a "
                 "lower learning rate, or look at the data."
             )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse an attribute that there is not.
+
+        Raises:
+            ArgumentsError: always, an AttributeError too; it says what does its work here.
+        """
+        known = _HABITS.get(name)
+        fix = f"; {known}." if known else did_you_mean(name, vars(ParallelModel))
+        raise caused_by(AttributeError(), f"what merak.parallelize makes has no {name}{fix}")
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        """Refuse to be called as the model is.
+
+        Raises:
+            ArgumentsError: always, a TypeError too.
+        """
+        raise caused_by(
+            TypeError(), f"what merak.parallelize makes is not called; {_HABITS['__call__']}."
+        )
 
     def check_replicas(self) -> None:
         """Refuse to go on where copies of a parameter differ; all ranks call it together.

@@ -14,6 +14,7 @@ from merak.cli.doctor.doctor import doctor
 from merak.cli.export import export
 from merak.cli.launch.launch import app as launch
 from merak.cli.memory import memory
+from merak.cli.options import ModelCommand
 from merak.cli.plan.plan import plan
 from merak.cli.profile import profile
 from merak.cli.rehearse import rehearse
@@ -50,15 +51,18 @@ app = typer.Typer(
 )
 app.command(
     "trace",
+    cls=ModelCommand,
     epilog="Example: merak trace --model GPT2LMHeadModel --config '{\"n_layer\": 48}' --batch 4",
 )(trace)
 app.command("schedule", epilog="Example: merak schedule 1f1b --stages 4 --microbatches 8")(schedule)
 app.command(
     "check",
+    cls=ModelCommand,
     epilog="Example: merak check --model LlamaForCausalLM --tp 2 --pp 2",
 )(check)
 app.command(
     "memory",
+    cls=ModelCommand,
     epilog="Example: merak memory --model GPT2LMHeadModel --pp 4 --microbatches 8 --recompute 0.5",
 )(memory)
 app.command(
@@ -67,11 +71,13 @@ app.command(
 )(profile)
 app.command(
     "plan",
+    cls=ModelCommand,
     epilog="Example: merak plan --model GPT2LMHeadModel --cluster h100:8x4 --global-batch 512 "
     "--seq 1024",
 )(plan)
 app.command(
     "rehearse",
+    cls=ModelCommand,
     epilog="Example: merak rehearse --model GPT2LMHeadModel --cluster h100:8x4 --dp 4 --pp 8 "
     "--rank 9",
 )(rehearse)

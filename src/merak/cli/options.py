@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from merak.core.errors import CommandError
 from merak.core.files.json_file import parse_value
@@ -199,6 +200,23 @@ def argument(default: Any, placeholder: str, help: str, **settings: Any) -> Any:
     """
     made = typer.Argument(metavar=placeholder, help=help, **settings)
     return field(default=default, metadata={_TYPER: made})
+
+
+class ModelCommand(TyperCommand):
+    """Command with `--model`, whose flag may be left out before a model or recipe."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line; a word that belongs to no option is the model.
+
+        Args:
+            ctx: of the command.
+            args: words after the command.
+        """
+        options, words, _ = self.make_parser(ctx).parse_args(args=list(args))
+        if words and "model" not in options:
+            ctx.allow_extra_args = len(words) == 1
+            ctx.default_map = {**(ctx.default_map or {}), "model": words[0]}
+        return super().parse_args(ctx, args)
 
 
 def takes(kind: type[Request]) -> Callable[[Callable[[Request], None]], Callable[..., None]]:

@@ -238,3 +238,19 @@ def test_all_that_is_wrong_with_a_cluster_file_is_said_at_once(tmp_path: Path) -
     assert ":2:5: nodes[0] has no field 'devize'; did you mean device" in lines[0]
     assert any("nodes[1].device is 'h100x'" in line for line in lines)
     assert any("nodes[2] has no field 'devices_per_node'" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", ["check", "plan", "memory", "trace", "rehearse"])
+def test_a_model_needs_no_flag(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "missing.yaml"
+    cluster = ["--cluster", "h100:8"] if command in ("plan", "rehearse") else []
+    rank = ["--rank", "0"] if command == "rehearse" else []
+    words = [command, *cluster, *rank, str(folder)]
+    assert main(words) == 2
+    without = capsys.readouterr().err
+    assert main([*words[:-1], "--model", str(folder)]) == 2
+    assert without == capsys.readouterr().err and str(folder) in without
+    assert main([*words, "more"]) == 2
+    assert "Got unexpected extra arguments" in capsys.readouterr().err.replace("(s)", "s")

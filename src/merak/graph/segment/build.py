@@ -112,8 +112,9 @@ def _refuse_tensor_classes(model: nn.Module) -> None:
             raise TraceError(
                 f"{name} of {type(model).__name__} is a {cls.__name__}, a class of tensor with "
                 "code of its own, such as packed weights, which ranks could not make again from "
-                "its values; hold the values in a plain tensor, and the rest in attributes of its "
-                "module."
+                "its values; load the model without quantization (frozen base weights may be "
+                "bfloat16), or hold the values in a plain tensor, and the rest in attributes of "
+                "its module."
             )
 
 
