@@ -68,7 +68,7 @@ TRAINER: Mapping[str, str] = {
 
 
 def accepted_arguments(names: Iterable[str]) -> list[str]:
-    """Those of the names of arguments that a job can set: suggestions name no others.
+    """Argument names that a job can set, of those given: suggestions name no others.
 
     Args:
         names: of fields of training arguments.

@@ -65,7 +65,7 @@ ABANDON_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds beside parameters and optimizer.
+    """State that a checkpoint holds beside parameters and optimizer.
 
     Args:
         values: small values by name, such as the state of the learning rate schedule.

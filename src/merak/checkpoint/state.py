@@ -47,7 +47,7 @@ OUTER = "outer/"
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank holds of a model and its optimizer.
+    """Tensors of a model and its optimizer that a rank holds.
 
     Args:
         model: the user's model, holding this rank's parameters.

@@ -110,7 +110,7 @@ def merak(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run the command that the command line names, and return its exit status.
 
     Args:
         arguments: the words after `merak`; those of this process by default.

@@ -31,7 +31,7 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Global rank of this process."""
 
     @property
     def device_mesh(self) -> Any:

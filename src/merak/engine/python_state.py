@@ -108,7 +108,7 @@ class PythonState:
         return frozen
 
     def described(self) -> dict[str, str]:
-        """What has changed since the model was traced, as text, for ranks to compare."""
+        """Changes of Python state since the trace, as text that ranks compare."""
         watched = self._watched()
         self.is_stale = bool(watched or any(map(self._is_other_kind, self._numbers())))
         changed = self._changed | {str(c): c.new for c in watched}
@@ -133,7 +133,7 @@ class PythonState:
         return self._source.numbers
 
     def changes(self) -> list[StateLeft]:
-        """What has changed since it was traced with, but for numbers that are inputs."""
+        """Changes of Python state since the trace, but for numbers that are inputs of the graph."""
         found = self._watched()
         for name, slot in list(self._numbers().items()):
             if self._is_other_kind(name):

@@ -132,7 +132,7 @@ def batches_from_experts(
 
 
 def own_experts(values: torch.Tensor, axis: str) -> torch.Tensor:
-    """What a value with a row for each expert has for the rank's own experts.
+    """Rows of the rank's own experts, of a value with a row for each expert.
 
     Args:
         values: (experts, …), the same on every rank.

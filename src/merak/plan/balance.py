@@ -44,7 +44,7 @@ class Timed(Protocol):
 
     @property
     def forward_s(self) -> float:
-        """Seconds of a forward."""
+        """Seconds of one microbatch's forward."""
 
     @property
     def backward_s(self) -> float:

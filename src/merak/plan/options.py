@@ -323,7 +323,7 @@ class ParallelOptions:
                 raise ArgumentsError(problem)
 
     def priced(self) -> dict[str, Any]:
-        """Those that all layouts of a job have and that change their time or memory, by name."""
+        """Options common to a job's layouts that change their time or memory, by name."""
         return {name: getattr(self, name) for name in PRICED}
 
     @property

@@ -55,7 +55,7 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the idle time, s."""
         return self.end_s - self.start_s
 
 

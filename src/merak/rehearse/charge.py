@@ -18,7 +18,7 @@ TRANSFERS = ("send", "receive")
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What the calls of one kind in a step would take, one after another.
+    """Collectives of one kind in a step, and the seconds they would take one after another.
 
     Args:
         axis: of the mesh, along which the ranks lie; "pp" for transfers, "job" for groups over

@@ -56,7 +56,7 @@ class Traffic:
     calls: list[Call] = field(default_factory=list)
 
     def add(self, kind: str, tensors: Iterable[torch.Tensor], ranks: tuple[int, ...]) -> None:
-        """Record a call."""
+        """Record a collective's kind, bytes and group."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         self.calls.append(Call(kind, num_bytes, ranks, self.running()))
 
@@ -169,7 +169,7 @@ class FakeGroup(_ProcessGroup):  # type: ignore[misc]
         return self._called("all_to_all", [own] * self.size())
 
     def send(self, tensors: list[torch.Tensor], peer: int, *_: Any) -> dist.Work:
-        """Send nothing."""
+        """Record a send; nothing is sent."""
         return self._called("send", tensors, peer)
 
     @torch.no_grad()

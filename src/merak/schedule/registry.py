@@ -36,7 +36,7 @@ def names() -> tuple[str, ...]:
 
 
 def summary(name: str) -> str:
-    """What a schedule does, in a line: the first of its builder's file.
+    """Summary of a schedule in a line: the first of its builder's file.
 
     Raises:
         ScheduleError: there is no schedule of this name.

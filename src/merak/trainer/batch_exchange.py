@@ -216,7 +216,7 @@ class BatchExchange:
         return everyone
 
     def of_replica(self, everyone: Sequence[T], dp_rank: int) -> list[T]:
-        """What the ranks of one data parallel coordinate have given, of what `gather` returns.
+        """Values of the ranks of one data parallel coordinate, of those that `gather` returns.
 
         Args:
             everyone: in the order of `gather`.

@@ -25,7 +25,7 @@ from merak.zoo.workload import example_batch, example_workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileJob:
-    """What to measure; sent to ranks by pickle.
+    """Measurements that a profile job takes; sent to ranks by pickle.
 
     Args:
         degrees: dp, tp and pp of the ranks.

@@ -34,7 +34,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """Version of a model.
+    """Version of a model (smaller, or as the user has it) that a check may train.
 
     Args:
         jobs: makes jobs that train it on different batches, the most wanted one first; it is given

@@ -57,7 +57,7 @@ _CHUNK_BYTES = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was exported.
+    """Files, step and sizes of an exported model.
 
     Args:
         files: names of all files, in their order.

@@ -31,7 +31,7 @@ class DoctorRequest:
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One finding.
+    """Row of the doctor's table: one check of a host and its finding.
 
     Args:
         name: of the check.

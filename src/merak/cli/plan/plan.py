@@ -62,7 +62,7 @@ def plan(request: PlanRequest) -> None:
 
 
 def plan_report(request: PlanRequest) -> PlanReport:
-    """Plan a job.
+    """Search for the fastest layout of a job, and report it.
 
     Args:
         request: the model, the devices, the batch, and what is pinned.

@@ -109,7 +109,7 @@ def _mention(keys: Keys) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Content of a recipe.
+    """Fields of a recipe as its YAML file has them, with their line numbers.
 
     Args:
         fields: what it holds; a mapping, unless the recipe is wrong.

@@ -20,7 +20,7 @@ USED_BY = "torch.compile in your own code needs it; Merak runs without"
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """What compiles code while a job runs.
+    """C++ compiler, Python headers and Triton, which compile code while a job runs.
 
     Args:
         named: the variable CXX; empty where it is not set.

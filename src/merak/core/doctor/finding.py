@@ -21,7 +21,7 @@ class Level(StrEnum):
 
 
 class Judgement(NamedTuple):
-    """What a check makes of the state of the system.
+    """Verdict of a check: its level, the finding, and what to do.
 
     Attributes:
         level: how bad it is.

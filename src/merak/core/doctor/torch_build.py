@@ -19,7 +19,7 @@ GPU_MAKERS = {"cuda": "NVIDIA", "rocm": "AMD"}
 
 @dataclass(frozen=True, slots=True)
 class TorchBuild:
-    """What torch is built for, and what the host has.
+    """Platform and libraries that torch is built for, and GPUs that the host has.
 
     Args:
         version: of torch.

@@ -69,7 +69,7 @@ RULES = (
 
 
 def read_variables(system: System) -> Mapping[str, str]:
-    """Return the environment.
+    """Environment variables of a system.
 
     Args:
         system: whose environment it is.

@@ -68,7 +68,7 @@ class Pace:
 
 
 def this_job(environment: Mapping[str, str] = os.environ) -> Owner:
-    """Name this process's job.
+    """Owner of output folders that this process's job is: its run id, or its agent's host and pid.
 
     Args:
         environment: of the process.

@@ -162,7 +162,7 @@ class Watchdog:
         self._reporters.insert(0, reporter)
 
     def remove(self, reporter: Reporter) -> None:
-        """Remove a reporter."""
+        """Stop watching a reporter of progress."""
         if reporter in self._reporters:
             self._reporters.remove(reporter)
 

@@ -26,10 +26,10 @@ from merak.plan.cluster.hierarchy import Hierarchy, hierarchy_of
 
 
 class Waitable(Protocol):
-    """What tells when a collective is done."""
+    """Handle of a collective in flight, as `torch.distributed.Work` is one."""
 
     def wait(self) -> Any:
-        """Wait for it."""
+        """Wait until the collective is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class ReplicaCollectives:
         self._here = here
 
     def on_current_stream(self) -> ReplicaCollectives:
-        """The same, on the stream that they are called on."""
+        """Replica collectives that run on the current stream, not on one of their own."""
         return ReplicaCollectives(self._levels, here=True)
 
     def _of(self, group: dist.ProcessGroup | None) -> Levels | None:

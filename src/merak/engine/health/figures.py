@@ -18,7 +18,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Training between two logs.
+    """Tokens, steps and seconds of training between two logs.
 
     Args:
         seconds: without evaluations and checkpoints.
@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class OwnFigures:
-    """Figures of one rank.
+    """Memory of one rank, and its busy time in each of its last steps.
 
     Args:
         memory_bytes: that it holds; None where the system does not tell.
@@ -50,7 +50,7 @@ class OwnFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of the job.
+    """Logged figures of the job, and memory and busy fraction of each pp rank.
 
     Args:
         values: by name, as they are logged.

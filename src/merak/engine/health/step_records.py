@@ -49,7 +49,7 @@ class HostClock:
     runs_behind = False
 
     def mark(self) -> Mark:
-        """This moment, s."""
+        """Record the current time of the host's clock, s."""
         return time.perf_counter()
 
     def is_past(self, mark: Mark) -> bool:
@@ -57,7 +57,7 @@ class HostClock:
         return True
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
-        """The marks themselves, s."""
+        """Times of all recorded marks, s."""
         return list(marks)
 
 

@@ -25,7 +25,7 @@ from merak.plan.optimizer.trial import Findings
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the ranks of a job know of their optimizers together.
+    """Verdict on a job's optimizer class, agreed by its ranks.
 
     Args:
         name: of the class.
@@ -73,7 +73,7 @@ class Judgement:
         return None
 
     def remark(self) -> str | None:
-        """What is worth knowing of an optimizer that is allowed; None for nothing."""
+        """Remark on an optimizer that is allowed, for the job's summary; None for nothing."""
         if not self.findings.unknown:
             return None
         if self.findings.draws:

@@ -28,7 +28,7 @@ Found = Mapping[int, tuple["weakref.ref[nn.Parameter]", nn.Parameter | None]]
 
 
 def tensors_by_id(model: nn.Module, own: OptimizerParams, originals: Originals) -> Found:
-    """What the optimizer of this rank steps in the place of each parameter, by the latter's id.
+    """Optimizer tensors of this rank by the id of the parameter that each stands for.
 
     Args:
         model: the user's, as the engine has laid it out.

@@ -88,7 +88,7 @@ class WholeTensors:
             yield tensor, ShardLayout(source, (), is_stepped=False)
 
     def stepped(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What the optimizer steps in the place of a rank's tensor; None where another rank does.
+        """Whole tensor that the optimizer steps for a rank's shard; None where another rank does.
 
         Args:
             tensor: of this rank, cut or whole.

@@ -21,7 +21,7 @@ _BESIDE_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Measured links.
+    """Bandwidths and latencies measured between the ranks of a job.
 
     Args:
         links: messages by kind of link.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Description of a job.
+    """Model, layout, cluster and options of a job, as its record describes them.
 
     Args:
         job: as it was laid out; None on other ranks than 0, and where it cannot be described.

@@ -42,7 +42,7 @@ class LoopFigures:
             self._since_s = time.perf_counter()
 
     def end_step(self, microbatches: int) -> None:
-        """Count a step.
+        """Count a finished step, and the time since the one before.
 
         Args:
             microbatches: of all replicas.

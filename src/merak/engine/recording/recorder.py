@@ -49,7 +49,7 @@ class RunRecorder:
         self._num_logs = 0
 
     def start(self, step: int) -> None:
-        """Begin to record.
+        """Begin to record a job's steps on this rank.
 
         Args:
             step: optimizer steps so far; above 0 the logs of the run before are left.

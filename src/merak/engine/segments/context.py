@@ -32,7 +32,7 @@ class ShardedParameters(Protocol):
         weights: ParamLeaves,
         compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor, ...]:
-        """Call the segment."""
+        """Call a segment with its sharded parameters gathered."""
 
     def end(self, names: Sequence[str]) -> None:
         """Free the parameters of a segment that has ended."""

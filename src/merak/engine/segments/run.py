@@ -46,7 +46,7 @@ class SavedForward:
 def forward(
     run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
 ) -> SavedForward:
-    """Run a segment.
+    """Run the forward of a segment from detached inputs, and save what its backward needs.
 
     Args:
         run: the segment.
@@ -209,7 +209,7 @@ def call(
     save: bool,
     saving: Saving | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Call a segment's function.
+    """Call a segment's compiled function with its parameters, buffers and inputs.
 
     Args:
         program: the segment.

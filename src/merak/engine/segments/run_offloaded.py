@@ -49,7 +49,7 @@ class OffloadedForward:
 def forward(
     program: SegmentProgram, values: TensorDict, offload: ActivationOffload, run: Run
 ) -> OffloadedForward:
-    """Run a segment forward.
+    """Run the forward of a segment, and copy its activations to host memory.
 
     Args:
         program: the segment.
@@ -82,7 +82,7 @@ def backward(
     offload: ActivationOffload,
     leaf_gradients: Callable[[], LeafGradients] = tuple,
 ) -> None:
-    """Run a segment's backward.
+    """Run the backward of a segment whose activations come back from host memory.
 
     Args:
         program: the segment.

@@ -20,7 +20,7 @@ class Discards(Protocol):
         """Let the device leave a step out where it is not finite."""
 
     def discard_step(self, found: StepNumbers) -> None:
-        """Leave a step out."""
+        """Undo the last training step, which was not finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def runs_behind(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What the end of a step has found, as numbers of the host; equal on all ranks.
+    """Loss, norm and finiteness of a step as numbers of the host, equal on all ranks.
 
     Args:
         is_finite: whether its losses and the norm of its gradients are.
@@ -69,7 +69,7 @@ class StepNumbers:
 
 
 class StepEnd:
-    """What the end of a step has found, on the device and on its way to the host.
+    """Loss, norm and finiteness of a step as device tensors, being copied to the host.
 
     Args:
         norm: of all gradients of the model, a scalar.

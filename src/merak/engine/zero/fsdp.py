@@ -128,7 +128,7 @@ class ShardLeaf:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This replica's rows of the gradient."""
+        """Gradient shard of this replica, along dim 0."""
         found: Any = self._shard.grad
         return None if found is None else found.to_local()
 
@@ -190,7 +190,7 @@ class FsdpParameters:
         return self._modules[name].shards[self._positions[name]]
 
     def shard(self, name: str) -> torch.Tensor:
-        """This replica's rows of a parameter, in the type of its optimizer tensor."""
+        """Parameter shard of this replica, along dim 0, in the dtype of its optimizer tensor."""
         found: torch.Tensor = self._shard_of(name).to_local().detach()
         return found
 

@@ -45,7 +45,7 @@ class Writer:
         self._meta_places: dict[TensorMeta, int] = {}
 
     def write(self, value: Any) -> Any:
-        """JSON of a value.
+        """Write a value of a trace as JSON.
 
         Raises:
             NotStorable: it holds an object that is no data.

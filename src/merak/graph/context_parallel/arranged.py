@@ -97,7 +97,7 @@ class NotARoundTripError(Exception):
 
 
 class Arrangements:
-    """What is known of values in a rank's own order.
+    """Values of a segment that are in a rank's own order, as rows sorted by expert are.
 
     Args:
         refused: sorts that see all tokens.

@@ -105,7 +105,7 @@ class ExpertParallel:
         return replace(own, graph=graph), shards
 
     def like(self, segment: Segment) -> Hashable:
-        """What segments share whose rewritings differ in names alone.
+        """Key of a segment's rewriting: segments with equal keys differ in names alone.
 
         With context parallelism it is the segment itself: what tokens mix depends on its place.
 

@@ -27,7 +27,7 @@ INDUCTOR = "inductor"
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """How `torch.compile` compiles.
+    """Options with which `torch.compile` compiles segments.
 
     Args:
         backend: of torch, by name.

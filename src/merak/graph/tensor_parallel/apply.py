@@ -125,7 +125,7 @@ class TensorParallel:
         return replace(segment, graph=local), shards
 
     def like(self, segment: Segment) -> Hashable:
-        """What segments share whose rewritings differ in names alone: the first of them.
+        """First segment of those whose rewritings differ in names alone.
 
         Args:
             segment: of the graph that `fit` has seen.

@@ -92,7 +92,7 @@ class Rewriter:
         self.split: list[fx.Node] = []
 
     def run(self, graph: fx.Graph) -> fx.Graph:
-        """Graph of one rank."""
+        """Rewrite a segment's graph into that of one rank."""
         for node in graph.nodes:
             if node.op == "output":
                 self.leave(node)

@@ -242,7 +242,7 @@ class Place:
     is_whole: bool
 
     def of_copy(self, memo: Mapping[int, Any]) -> Place:
-        """The same place in a copy of the model or of the module, which is being made."""
+        """Place of a module in a copy of its model that is being made."""
         model, module = (_ref(memo.get(id(given()))) for given in (self.model, self.module))
         return Place(model, module, self.path, self.is_whole)
 
@@ -372,7 +372,7 @@ def engine_of(model: nn.Module) -> Any:
 
 
 def part_of(model: nn.Module) -> Part | None:
-    """What this rank has of a model that is laid out; None for a whole model."""
+    """Part of a laid-out model that this rank has; None for a whole model."""
     found = vars(model).get("state_dict")
     return found.part if isinstance(found, Refusal) and not found.place.path else None
 

@@ -229,7 +229,7 @@ class ShardTensor(torch.Tensor):
         return found
 
     def copied(self, *, is_followed: bool) -> torch.Tensor:
-        """A copy.
+        """Copy of the shard, as a shard of the same parameter.
 
         Args:
             is_followed: whether a script gets it.

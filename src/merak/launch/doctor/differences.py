@@ -22,7 +22,7 @@ OF_ONE_HOST = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "MERAK_CACHE")
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What should be equal on all hosts of a job, by name.
+    """Versions and settings that should be equal on all hosts of a job, by name.
 
     Args:
         versions: of packages; ranks that differ may run different code.

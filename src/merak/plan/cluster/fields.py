@@ -15,7 +15,7 @@ from merak.core.files.yaml_file import UnreadableYaml, parse_yaml, place_of
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """Field of a file.
+    """Value in a cluster file, with its path for messages.
 
     Args:
         file: the file's path.
@@ -47,7 +47,7 @@ class Field:
     def mapping(
         self, known: Collection[str] | None, required: Collection[str] = ()
     ) -> dict[str, Field]:
-        """Its fields by name.
+        """Mapping at this path of the file: its fields by name.
 
         Args:
             known: the names that it may have; None for any.
@@ -81,7 +81,7 @@ class Field:
         return found
 
     def items(self) -> list[Field]:
-        """Its elements.
+        """List at this path of the file: its elements.
 
         Raises:
             PlanError: it is no list, or an empty one.
@@ -94,7 +94,7 @@ class Field:
         ]
 
     def text(self) -> str:
-        """Its text.
+        """Text at this path of the file.
 
         Raises:
             PlanError: it is no text.
@@ -104,7 +104,7 @@ class Field:
         return str(self.node.value)
 
     def number(self, least: float = -math.inf, above: float = -math.inf) -> float:
-        """Its number.
+        """Number at this path of the file.
 
         Args:
             least: the smallest that it may be.
@@ -124,7 +124,7 @@ class Field:
         return value
 
     def count(self) -> int:
-        """Its number of things, 1 or more.
+        """Count at this path of the file: a whole number, 1 or more.
 
         Raises:
             PlanError: it is no whole number of 1 or more.

@@ -77,7 +77,7 @@ class DataSheet:
 
     @property
     def efficiency(self) -> Efficiency:
-        """What its operators achieve."""
+        """Fractions of its peak rates that operators of the device achieve."""
         return GENERATIONS[self.generation]
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What the operators of a generation of devices achieve.
+    """Fractions of the peak rates that operators achieve on a generation of devices.
 
     Args:
         product: of the peak FLOPs, in matrix products of many whole tiles and endless depth, as

@@ -79,7 +79,7 @@ class SegmentMemory:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGraphs:
-    """What runs on fake tensors have found, for several layouts of one model.
+    """Memory measured by runs on fake tensors, for several layouts of one model.
 
     Args:
         found: by what was measured, the ranks of the layout where the graph depends on them, and
@@ -161,7 +161,7 @@ def storage_bytes(segment: Segment, device: torch.device) -> dict[str, int]:
 
 
 def saved_and_outputs(segment: Segment, device: torch.device, kernels: str) -> tuple[int, int]:
-    """What a segment holds of a microbatch for its backward, without a measurement of the rest.
+    """Bytes that a segment saves of a microbatch for its backward, and those of its outputs.
 
     Args:
         segment: by the shapes in its graph.

@@ -57,7 +57,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of the stage in all."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 

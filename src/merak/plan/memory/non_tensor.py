@@ -68,7 +68,7 @@ class NonTensorMemory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes that hold no tensor, in all."""
         return self.context + self.communicators + self.workspaces + self.gaps
 
     def __str__(self) -> str:

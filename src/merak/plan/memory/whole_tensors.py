@@ -39,7 +39,7 @@ def stepped_whole(
     zero: ZeroSharding,
     mesh: Mesh,
 ) -> list[dict[str, TensorMeta]]:
-    """What each rank of a pipeline stage steps where all parameters are stepped whole, by name.
+    """Parameters that each rank of a stage steps, where all are stepped whole, by name.
 
     Args:
         metas: parameters as a rank has them, in the type that is stepped.

@@ -96,7 +96,7 @@ class SmallTensor:
         return found | {name: min(value, _SOON) for name, value in counts.items()}
 
     def shard(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """What a rank steps of a whole tensor."""
+        """Shard of a whole tensor that a rank's optimizer steps."""
         if cut.axis == "tp" and self.of.cut_dim is not None:
             parts = whole.tensor_split(self.of.cut_degree, dim=self.of.cut_dim)
             return parts[0 if cut.first else -1]

@@ -41,7 +41,7 @@ _ATTEMPTS = ((torch.float64, False), (torch.float32, False), (torch.float64, Tru
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a trial has found.
+    """Findings of a trial of an optimizer on small tensors.
 
     Args:
         across: whether a tensor is stepped otherwise without the others.

@@ -17,7 +17,7 @@ from merak.schedule.traits import Traits
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What the graphs of a rank depend on: candidates that share it have the same segments.
+    """Choices that a rank's graphs depend on: candidates that share them have the same segments.
 
     Args:
         microbatch: samples of one microbatch.
@@ -74,7 +74,7 @@ class Candidate:
     ep: int = 1
 
     def options(self) -> dict[str, Any]:
-        """Its options, by name, as plain values."""
+        """Options of the candidate by name, as plain values."""
         found = {name: getattr(self, name) for name in LAYOUT}
         partition = None if self.partition is None else list(self.partition)
         return found | {
@@ -84,7 +84,7 @@ class Candidate:
 
     @property
     def world_size(self) -> int:
-        """Devices that it takes."""
+        """Number of devices that the candidate takes."""
         return self.stage_ranks * self.pp
 
     @property
@@ -108,7 +108,7 @@ class Candidate:
 
     @property
     def form(self) -> Form:
-        """What its graphs depend on."""
+        """Choices of the candidate that its graphs depend on."""
         sequence_parallel = self.sequence_parallel and self.tp > 1
         return Form(self.microbatch, self.tp, sequence_parallel, self.cp, self.ep)
 

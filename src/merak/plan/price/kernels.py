@@ -89,7 +89,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class SegmentKernels:
-    """What a segment runs for one microbatch.
+    """Kernels and collectives that a segment runs for one microbatch.
 
     Args:
         forward: in order.

@@ -9,7 +9,7 @@ from merak.plan.price.candidate import Candidate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Price of a candidate.
+    """Predicted time and memory of a candidate's step.
 
     Args:
         candidate: what was priced, with its partition and everything that "auto" has chosen.

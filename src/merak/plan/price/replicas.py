@@ -52,7 +52,7 @@ class StageExchange:
 
 
 def zero_sharding(candidate: Candidate, workload: Workload, float32: bool) -> ZeroSharding:
-    """What replicas of a candidate shard.
+    """State that the replicas of a candidate shard by ZeRO.
 
     Args:
         candidate: how the job is laid out.
@@ -244,7 +244,7 @@ def beside_s(compute_s: float, collective_s: float, interference: float = INTERF
 
 
 def interference_of(group: Group) -> float:
-    """What was measured of the slowest link of a group, or else the usual."""
+    """Interference of computation with a group's slowest link: measured, or else the usual."""
     link = group.network if group.network is not None else group.link
     measured = None if link is None else link.interference
     return INTERFERENCE if measured is None else measured

@@ -105,7 +105,7 @@ class Workload:
         return self.source.autocast
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What follows from the workload, made when it is first asked for.
+        """Value that follows from the workload, computed when it is first asked for.
 
         Args:
             key: what it is, and all that it depends on besides.

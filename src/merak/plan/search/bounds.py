@@ -37,7 +37,7 @@ _SELECTIVE = 0.3
 
 
 class Pricing(Protocol):
-    """What a search asks about candidates."""
+    """Prices, bounds and estimates of candidates that a search asks for."""
 
     def rough_s(self, candidate: Candidate) -> float:
         """Estimate of its step, for the order of the search."""
@@ -46,7 +46,7 @@ class Pricing(Protocol):
         """Seconds that its step takes at least."""
 
     def quick_bound_s(self, candidate: Candidate) -> float:
-        """The same where it takes no time to find; else 0."""
+        """Lower bound of its step where no graph has to be made for it; else 0."""
 
     def state_bytes(self, candidate: Candidate) -> float:
         """Bytes that parameters, gradients and optimizer take on its fullest rank at least."""
@@ -55,14 +55,14 @@ class Pricing(Protocol):
         """Estimate of the memory of its fullest rank, for the order of the search."""
 
     def price(self, candidate: Candidate) -> Price:
-        """Its price.
+        """Price of the candidate's step.
 
         Raises:
             MerakError: the model or the schedule does not allow it.
         """
 
     def price_if_fits(self, candidate: Candidate) -> Price | Misfit:
-        """Its price, unless a pp rank that is looked at first has not the memory; as `price`."""
+        """Price of the candidate, or the misfit of a pp rank looked at first; as `price`."""
 
     @property
     def device_bytes(self) -> float:
@@ -205,7 +205,7 @@ class JobPricing:
         return price(self.workload, self.cluster, candidate)
 
     def price_if_fits(self, candidate: Candidate) -> Price | Misfit:
-        """Its price, unless the first pp rank has not the memory."""
+        """Price of the candidate, or the misfit of its first pp rank."""
         return price_if_fits(self.workload, self.cluster, candidate)
 
     def bound_s(self, candidate: Candidate) -> float:
@@ -221,7 +221,7 @@ class JobPricing:
         return least_s
 
     def quick_bound_s(self, candidate: Candidate) -> float:
-        """The same where the graph is there already; else 0."""
+        """Lower bound of its step where its graph is there already; else 0."""
         return self.bound_s(candidate) if _key(candidate) in self._forms else 0.0
 
     def rough_s(self, candidate: Candidate) -> float:

@@ -41,7 +41,7 @@ class Neighbours:
             self._variants.setdefault(own.choices(*_FREE), []).append(own)
 
     def of(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Those of one candidate: other microbatches and degrees first, then other options."""
+        """Candidates that differ from one in a single choice: microbatches and degrees first."""
         for own in _microbatches(candidate):
             yield from self._same(own)
         for own in (candidate, *_degrees(candidate)):  # of which each has its own expert degrees

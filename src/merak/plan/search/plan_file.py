@@ -56,7 +56,7 @@ class PlanFile:
 
     @property
     def world_size(self) -> int:
-        """Ranks that it takes."""
+        """Number of ranks that the plan takes."""
         return self.candidate.world_size
 
 

@@ -39,7 +39,7 @@ _WORTH_PRICING = 1.15
 
 @dataclass(slots=True)
 class Ranked:
-    """Outcome of ranking.
+    """Plans that fit, fastest first, and the rejections of all other candidates.
 
     Args:
         plans: that fit, fastest first.

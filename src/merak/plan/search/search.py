@@ -160,7 +160,7 @@ def _undivided(workload: Workload, job: Job, pinned: Pinned) -> Iterator[str]:
 def job_of(
     workload: Workload, cluster: Cluster, pinned: Pinned, cps: tuple[int, ...] = (1,)
 ) -> Job:
-    """What the space of a job depends on.
+    """Degrees, batch and model facts that the search space of a job depends on.
 
     Args:
         workload: the job.

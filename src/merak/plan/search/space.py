@@ -43,7 +43,7 @@ RECOMPUTES = ("off", "selective", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the space of a job depends on.
+    """Degrees, batch and model facts that the search space of a job depends on.
 
     Args:
         num_devices: of the cluster.

@@ -31,7 +31,7 @@ _RECENT = 0.1
 
 
 class JobBoard:
-    """What there is to show of a job, which the trainer keeps up to date.
+    """Progress and figures of a job for its display, which the trainer keeps up to date.
 
     Attributes:
         job: as it was laid out; None until then.

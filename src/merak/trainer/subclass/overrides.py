@@ -19,7 +19,7 @@ from merak.trainer.subclass.methods import Found, calls, describe, overrides_of,
 
 
 class Decision(Enum):
-    """What becomes of a method that a subclass overrides."""
+    """Decision about a method that a subclass overrides: called, extended, or refused."""
 
     CALLED = "called as in transformers"
     EXTENDED = "called; must call super()"

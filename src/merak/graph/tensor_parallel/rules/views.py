@@ -56,7 +56,7 @@ def reshaped(old: Sequence[int], new: Sequence[int], placed: Shard, degree: Degr
 
 
 def split_dims(old: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
-    """For every dim of a new shape, the dim that it is a part of; None where some are merged."""
+    """Old dim that each new dim of a reshape is a part of; None where some are merged."""
     if math.prod(old) == 0 or 1 in new:
         return None
     found: list[int] = []

@@ -35,7 +35,7 @@ _SAME = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What is dropped of a model: stacks of residual blocks, or what it drops itself.
+    """Stacks of residual blocks that layer dropping skips, or what the model skips itself.
 
     Args:
         blocks: by stack, its blocks in order, by their names in the model.

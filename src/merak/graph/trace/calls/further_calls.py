@@ -160,7 +160,7 @@ def _carried(
 
 
 def described_call(exported: Exported) -> dict[str, str]:
-    """What a traced call returns and leaves in buffers: keys, by name, that are equal where it is.
+    """Keys of a traced call's results and buffers, by name: equal keys mean equal graphs.
 
     Args:
         exported: a trace of one call; its graph is consumed.
@@ -184,7 +184,7 @@ def reads_other_shape(
     earlier: Columns,
     buffers: Mapping[str, torch.Tensor],
 ) -> str | None:
-    """What a batch reads, behind one of another shape, and that makes it compute something else.
+    """Reads of state by which a batch of one shape changes what one of another shape computes.
 
     Each shape has a graph of its own, which begins with what the model had before training. A
     table that grows with the longest batch may do so as long as its first rows stay as they are.

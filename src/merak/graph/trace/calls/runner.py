@@ -49,7 +49,7 @@ def columns_of_calls(batches: Sequence[Mapping[str, TensorMeta]]) -> dict[str, T
 
 @dataclass(slots=True)
 class Run:
-    """What a run has found out; export undoes what forward sets on a module itself.
+    """Findings of a traced run; export undoes what forward sets on a module itself.
 
     Args:
         outputs: names of the outputs.

@@ -247,7 +247,7 @@ def _flop_counter() -> FlopCounterMode:
 
 
 def called(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Any:
-    """The module's result.
+    """Result of the module's call on real tensors.
 
     Raises:
         CannotBeOpaque: it keeps a tensor for others or for its next call, or draws on the host.

@@ -67,7 +67,7 @@ def blocks_of(model: nn.Module) -> dict[int, Block]:
 
 @dataclass(slots=True)
 class State:
-    """What a block's forward could read, at some moment.
+    """Python state that a block's forward could read, at some moment.
 
     Args:
         attributes: of each of its modules, without tensors and modules, by name.

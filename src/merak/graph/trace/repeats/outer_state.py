@@ -70,6 +70,6 @@ class OuterState:
 
 
 def following_modes() -> list[Callable[[torch.Tensor], bool]]:
-    """Of each function mode that follows tensors: whether it knows more of one than others do."""
+    """Function modes that follow tensors: whether each knows more of one tensor than others do."""
     every = (getattr(mode, "follows", None) for mode in _get_current_function_mode_stack())
     return [follows for follows in every if follows is not None]

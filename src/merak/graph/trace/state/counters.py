@@ -14,7 +14,7 @@ _MOST_VALUES = 8
 
 
 class Counter:
-    """What the values of a counter have been compared with.
+    """Counter in Python state: its value before a call, and the values it was compared with.
 
     Args:
         value: of the counter before a call.

@@ -44,7 +44,7 @@ class LeftState:
 
     @staticmethod
     def of(left: StateLeft, reads: StateReads) -> LeftState:
-        """What is left, in words.
+        """Text of the state that a forward leaves behind.
 
         Args:
             left: as of a snapshot.

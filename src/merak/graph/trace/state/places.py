@@ -70,11 +70,11 @@ class Place:
     glance: Callable[[], bool] | None = None
 
     def now(self) -> dict[Any, Any]:
-        """What it holds now."""
+        """Values that the place holds now, by name, index or key."""
         return held_items(self.owner, self.kind)
 
     def changes(self) -> Iterator[StateLeft]:
-        """What it holds that it did not, and what it holds no longer."""
+        """Changes of the place: values that are new, other, or gone."""
         try:
             now = self.now()
             keys = dict.fromkeys((*self.items, *now))
@@ -175,7 +175,7 @@ def _is_equal(old: Any, new: Any) -> bool:
 
 
 def held_items(owner: Any, kind: Any) -> dict[Any, Any]:
-    """What a place holds now, by name, index or key.
+    """Values that an owner of state holds now, by name, index or key.
 
     Args:
         owner: as of `Place`.

@@ -280,7 +280,7 @@ class StateReads:
         written: Set[tuple[int, str] | None],
         opaque: Collection[str],
     ) -> tuple[StateRead, ...]:
-        """The reads of constants.
+        """Reads of Python state that a trace has made constants of.
 
         Args:
             left: what the model has set, which is none.

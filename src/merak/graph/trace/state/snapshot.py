@@ -187,7 +187,7 @@ class Snapshot:
         return Snapshot(tuple(map(_read, slots)), ())
 
     def changes(self) -> list[StateLeft]:
-        """What is other now, by place; writes into tensors of modules are none."""
+        """Changes since the snapshot, by place; writes into tensors of modules are none."""
         written = (held for held in self.tensors if held.is_written)
         shared = [StateLeft(h.place, "", h.values, h.tensor) for h in written if h.is_shared]
         others = [p for p in self.places if (glance := p.glance) is None or not glance()]

@@ -124,7 +124,7 @@ class Around(TorchFunctionMode):
             yield
 
     def program(self, result: Any) -> Program:
-        """What the module computes, without what nobody reads.
+        """Program of an experts' module, without results that nobody reads.
 
         Raises:
             NotALoopError: it returns something else, or the sum goes nowhere.

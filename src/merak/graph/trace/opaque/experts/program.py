@@ -50,7 +50,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a module computes.
+    """Program of a module that loops over experts: calls before, steps of each, calls after.
 
     Args:
         before: calls that lead to what the loop reads.

@@ -27,7 +27,7 @@ from merak.graph.trace.opaque.operator import OpaqueCall
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Experts that compute alike.
+    """Group of experts that run the same steps on their rows.
 
     Args:
         first: the first of them.
@@ -42,7 +42,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class ExpertLoop:
-    """What a module computes that loops over experts.
+    """Loop over experts of a module, as steps on rows.
 
     Args:
         program: what it does around the loop.

@@ -17,7 +17,7 @@ class NotALoopError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an earlier step gives, or one of several values that it gives."""
+    """Result of an earlier step, or one of its several results."""
 
     step: int
     item: int | None = None

@@ -33,7 +33,7 @@ class Subject:
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
-        """What it is called with."""
+        """Arguments that the module is called with."""
         return self.tensors[len(self.call.states) :]
 
     @property

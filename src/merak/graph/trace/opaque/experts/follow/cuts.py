@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What a function takes from a tensor.
+    """Parts of a tensor's first dim that a function takes, and an index along the others.
 
     Args:
         ends: where each of its parts begins and ends.
@@ -26,7 +26,7 @@ class Cut:
 
 
 def cut_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cut | None:
-    """What a function of that name takes from its first argument; None for other functions."""
+    """Part that a function, by its name, takes of its first argument; None for other functions."""
     x, *rest = args
     if name in ("__getitem__", "__setitem__"):
         return _indexed(x, rest[0])

@@ -29,7 +29,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """An expert's own weight."""
+    """Meaning of a tensor: one expert's own weight."""
 
     expert: int
     weight: Weight
@@ -37,7 +37,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a step gives for an expert's rows."""
+    """Meaning of a tensor: the result of a step for one expert's rows."""
 
     expert: int
     result: Result
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What dropout multiplies rows by.
+    """Meaning of a tensor: the mask that dropout multiplies rows by.
 
     Args:
         row: the rows.

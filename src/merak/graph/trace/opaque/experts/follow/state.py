@@ -90,7 +90,7 @@ class Loop:
 
     @property
     def templates(self) -> dict[int, Template]:
-        """What each expert does with its rows; experts that add nothing are left out."""
+        """Steps of each expert on its rows; experts that add nothing are left out."""
         return {expert: tuple(self.steps[expert]) for expert in self.ends}
 
     @contextmanager
@@ -103,7 +103,7 @@ class Loop:
             self.is_paused = False
 
     def meaning(self, value: Any) -> Meaning | None:
-        """What a value is; None for anything that is not followed."""
+        """Meaning of a value in the loop over experts; None for one that is not followed."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
@@ -113,7 +113,7 @@ class Loop:
         return made
 
     def forget(self, made: torch.Tensor) -> Meaning:
-        """What a tensor was, which nothing reads."""
+        """Forget the meaning of a tensor that nothing reads."""
         _, meaning = self._known.pop(id(made))
         return meaning
 
