@@ -35,7 +35,7 @@ from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
-from merak.data import check_tensors, drop_non_tensors, signature, split_non_tensors
+from merak.data import check_tensors, drop_non_tensors, signature, signatures, split_non_tensors
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
@@ -185,15 +185,16 @@ class ParallelModel:
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
-        signatures = [signature(b, ends=True).columns for b in microbatches]
+        found = signatures(microbatches, self.engine.queried_masks)
+        columns = [one.columns for one in found]
         loss_scale = 1.0 if self.scaler is None else self.scaler.current()
         losses = self.engine.train_step(
-            self.num_steps, signatures, microbatches, scale, self._update, loss_scale
+            self.num_steps, columns, microbatches, scale, self._update, loss_scale
         )
         loss = losses.sum()
         self.engine.all_reduce(loss, "dp", "losses")
 
-        ran = self.num_steps, signatures, microbatches, scale, loss_scale
+        ran = self.num_steps, columns, microbatches, scale, loss_scale
         locate = partial(self.engine.locate_non_finite, *ran)
         is_left_out = self._is_left_out(loss, locate)
         if not is_left_out and not self.engine.updates_inside:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,56 @@ def signature(batch: Mapping[str, Any], *, ends: bool = False) -> BatchSignature
         return replace(found, ones=bool((column == 1).all()), ignored=ignored)
 
     return BatchSignature(tuple((name, meta(value)) for name, value in sorted(batch.items())))
+
+
+def signatures(
+    batches: Sequence[Mapping[str, Any]], masks: Collection[str] = ()
+) -> list[BatchSignature]:
+    """The signatures of a training step's microbatches, with where their samples end.
+
+    Args:
+        batches: tensors by column, of each microbatch.
+        masks: columns whose ones make another program. Of those on an accelerator these are looked
+            at, in one read for the whole step, and nothing where there are none.
+
+    Raises:
+        DataError: a column that is not a tensor.
+    """
+    return [signature(batch, ends=True) for batch in _looked_at(batches, masks)]
+
+
+def _looked_at(
+    batches: Sequence[Mapping[str, Any]], masks: Collection[str]
+) -> list[dict[str, Any]]:
+    """Batches whose masks on an accelerator, and what these may hide, are copies on the host."""
+    found = [dict(batch) for batch in batches]
+    for batch in found:
+        check_tensors(batch)
+    asked = [
+        (batch, name)
+        for batch in found
+        for name, column in batch.items()
+        if any(_may_hide(batch.get(mask), column) for mask in masks)
+    ]
+    if asked:
+        flat = torch.cat([batch[name].flatten().to(torch.int64) for batch, name in asked]).cpu()
+        parts = flat.split([batch[name].numel() for batch, name in asked])
+        for (batch, name), part in zip(asked, parts, strict=True):
+            batch[name] = part.view(batch[name].shape).to(batch[name].dtype)
+    return found
+
+
+def _may_hide(mask: torch.Tensor | None, column: torch.Tensor) -> bool:
+    """Whether a column on an accelerator is a mask, or of integers where it says which are read."""
+    if mask is None or not _is_away(mask) or mask.device != column.device:
+        return False
+    metas = (TensorMeta(tuple(one.shape), one.dtype) for one in (mask, column))
+    return mask.shape == column.shape and all(meta.may_be_ones for meta in metas)
+
+
+def _is_away(column: torch.Tensor) -> bool:
+    """Whether the host waits for a device where it reads a column."""
+    return column.device.type not in ("cpu", "meta")
 
 
 def _begins_with_one(column: torch.Tensor) -> bool:

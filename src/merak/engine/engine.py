@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -198,6 +198,11 @@ class Engine:
         """The columns of a batch that this rank reads."""
         self._state.program_for.refresh()
         return self._state.program_for.columns(signature, training)
+
+    @property
+    def queried_masks(self) -> Collection[str]:
+        """Columns of a batch whose ones make another program."""
+        return self._state.program_for.queried
 
     def outputs(self, signature: Signature) -> tuple[str, ...]:
         """Names of the model's outputs in evaluation, in its order, of all ranks."""

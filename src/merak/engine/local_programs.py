@@ -114,7 +114,8 @@ class ProgramCache:
         self.state = PythonState(source)
         self.state.add(graph.reads)
         self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
-        self._queried = graph.queried
+        self.queried = graph.queried
+        """Columns whose ones make another program."""
         self._tries_padded = mesh.device.type not in MASKED_AS_FAST
         self._parameters = {options.trains: _parameters(graph)}
         self._max_shapes = options.max_shapes
@@ -167,8 +168,8 @@ class ProgramCache:
         makes another program where the model asks whether it is; so does one that ends samples in
         training, where nothing reads what is behind their ends.
         """
-        padded = self._queried if training and self._tries_padded else ()
-        signature = known_masks(signature, self._queried, padded)
+        padded = self.queried if training and self._tries_padded else ()
+        signature = known_masks(signature, self.queried, padded)
         if (signature, training) == self._base_key and not self._is_base_stale:
             return self.base
         return self._compiled((*signature, *self.state.signature), training)
@@ -198,9 +199,9 @@ class ProgramCache:
         graph = self._graph_of(signature, training)
         self.state.add(graph.reads)
         own = _parameters(graph)
-        if self._queried and self._parameters.setdefault(training, own) != own:
+        if self.queried and self._parameters.setdefault(training, own) != own:
             # Replicas may know different things of their batches, and reduce gradients together.
-            self._queried = frozenset()
+            self.queried = frozenset()
             if _known(signature):
                 return self(known_masks(signature), training)
         ended = [name for name, meta in signature if meta.ignored]
@@ -230,7 +231,7 @@ class ProgramCache:
         kinds = (signature, known_masks(signature))
         found = dict.fromkeys(c for kind in kinds for c in self(kind, training).columns)
         if found:  # what a rank knows of labels may depend on it
-            found |= dict.fromkeys(name for name, _ in signature if name in self._queried)
+            found |= dict.fromkeys(name for name, _ in signature if name in self.queried)
         numbers = self.state.columns()
         return tuple(name for name in found if name not in numbers)
 

@@ -6,7 +6,7 @@ and what a script has changed in Python, since all ranks must run the same model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from merak.core.errors import DataError, TraceError, TrainingError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
-from merak.data import BatchSignature, agreed, signature, union
+from merak.data import BatchSignature, agreed, signatures, union
 from merak.data.digest import INDICES, SampleDigests, differing
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
@@ -94,6 +94,7 @@ class BatchExchange:
         state: Mapping[str, str] = MappingProxyType({}),
         *,
         may_change: bool = False,
+        masks: Collection[str] = (),
     ) -> ExchangedBatches:
         """Exchange some rounds of microbatches; all ranks call it together.
 
@@ -103,16 +104,15 @@ class BatchExchange:
             samples: per round, digests of what this rank has read for it.
             state: Python state of this rank's model that has changed, as text.
             may_change: whether the script may still change values, so that none are known.
+            masks: as of `merak.data.signature.signatures`.
 
         Raises:
             DataError: ranks see one column differently, or have read different samples.
             TrainingError: ranks have changed their models differently.
         """
         every = metadata or [{} for _ in batches]
-        own = [
-            (signature(batch, ends=True), dict(one))
-            for batch, one in zip(batches, every, strict=True)
-        ]
+        looked = signatures(batches, () if may_change else masks)
+        own = [(seen, dict(one)) for seen, one in zip(looked, every, strict=True)]
         digests = list(samples or [SampleDigests() for _ in batches])
         self._compare_tp(digests, "microbatch", state)
         gathered = self.gather((own, digests, dict(state)))

@@ -159,6 +159,7 @@ class Stepping(Saving):
             samples,
             state,
             may_change=any(overriding(self, name) is not None for name in of_script),
+            masks=self.engine.queried_masks,
         )
         self._step = StepInputs(batches, exchanged)  # which transformers' loop iterates
         across = self.args.average_tokens_across_devices

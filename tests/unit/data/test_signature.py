@@ -1,13 +1,15 @@
 """What ranks without data are told about a microbatch."""
 
 import pickle
+import sys
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from merak.core.errors import DataError
 from merak.core.tensor_meta import TensorMeta
-from merak.data import BatchSignature, agreed, signature, union
+from merak.data import BatchSignature, agreed, signature, signatures, union
 
 
 def test_a_signature_is_the_shapes_of_a_batch():
@@ -90,3 +92,37 @@ def test_columns_elsewhere_are_not_looked_at() -> None:
     elsewhere = torch.ones(2, 3, dtype=torch.int64, device="meta")
     ((_, meta),) = signature({"mask": elsewhere}, ends=True).columns
     assert not meta.ones and not meta.ignored
+
+
+class Reads(TorchFunctionMode):
+    """Counts what a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") == "cpu"
+        return func(*args, **(kwargs or {}))
+
+
+def test_masks_on_an_accelerator_are_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, ones = torch.full((2, 3), 7), torch.ones(2, 3, dtype=torch.int32)
+    padded = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    labels = torch.tensor([[5, 6, -100], [5, 6, 7]])
+    batches = [
+        {"ids": ids, "mask": ones, "w": torch.ones(2, 3)},
+        {"mask": padded, "labels": labels},
+    ]
+    on_host = signatures(batches)
+    assert on_host[0]["mask"].ones and on_host[1]["mask"].ignored == ("labels",)
+    own = sys.modules["merak.data.signature"]
+    monkeypatch.setattr(own, "_is_away", lambda column: True)
+    with Reads() as reads:
+        assert signatures(batches, ["mask"]) == on_host
+        assert reads.count == 1
+        signatures(batches, ["other"])
+        assert reads.count == 1
+
+
+def test_columns_on_a_device_are_not_looked_at_unasked() -> None:
+    batch = {"mask": torch.ones(2, 3, dtype=torch.int64, device="meta")}
+    assert not signatures([batch], ["mask"])[0]["mask"].ones
