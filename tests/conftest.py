@@ -25,6 +25,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import causes
 from tests.mutations.mutation import apply_named
 
 # How long examples take says how busy the machine is.
@@ -35,6 +36,7 @@ settings.load_profile("merak")
 def pytest_configure() -> None:
     """Let a process of tests that ends itself say where: what it has printed is lost with it."""
     apply_named()
+    causes.count()
     own, leave, stderr = os.getpid(), os._exit, os.dup(2)
 
     def say_and_leave(status: int) -> NoReturn:
@@ -60,3 +62,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let a run fail whose tests cause more than the budget of their tier."""
+    is_whole = "PYTEST_XDIST_WORKER" not in os.environ
+    if is_whole and causes.over_budget(session.config.option.markexpr, causes.counts()):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what the tests of the run have caused."""
+    counted = causes.counts()
+    if counted:
+        terminalreporter.section("causes of time")
+        terminalreporter.line(", ".join(f"{n} {cause}" for cause, n in sorted(counted.items())))
+    for sentence in causes.over_budget(config.option.markexpr, counted):
+        terminalreporter.line(sentence, red=True)

@@ -171,12 +171,13 @@ def _serve(connection: Connection) -> None:
     """Run the jobs that come through the pipe, one after another, until it closes."""
     import torch
 
-    from tests import shared_cache
+    from tests import causes, shared_cache
     from tests.mutations.mutation import apply_named
 
     torch.set_num_threads(1)
     shared_cache.share()
     apply_named()
+    causes.count()
     while True:
         try:
             message = connection.recv_bytes()

@@ -45,6 +45,7 @@ def torchrun(*words: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_it_joins_the_ranks_of_torchrun() -> None:
     words = ["-m", "merak.cli.main", "doctor", "--device", "cpu", "--json"]
     done = torchrun(*words, NCCL_DEBUG="INFO")

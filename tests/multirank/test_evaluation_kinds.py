@@ -160,14 +160,20 @@ def _quiet(trainer: Trainer) -> Trainer:
 
 @pytest.mark.nccl_rules
 @pytest.mark.parametrize(
-    "layout", [(1, 1, 2), *(slow(layout) for layout in LAYOUTS if layout != (1, 1, 2))]
+    ("layout", "kinds"),
+    [
+        ((1, 1, 2), ("masked", "nested")),
+        *(slow(layout, kinds) for layout, kinds in LAYOUTS.items()),
+    ],
 )
-def test_evaluation_of_all_kinds_equals_one_process(pool: RankPool, layout: Layout) -> None:
-    (expected,) = pool.run(evaluate_alone, 1, LAYOUTS[layout])
+def test_evaluation_of_all_kinds_equals_one_process(
+    pool: RankPool, layout: Layout, kinds: tuple[str, ...]
+) -> None:
+    (expected,) = pool.run(evaluate_alone, 1, kinds)
     dp, tp, pp = layout
-    ranks = pool.run(evaluate_merak, dp * tp * pp, LAYOUTS[layout], layout, str(FOLDER))
+    ranks = pool.run(evaluate_merak, dp * tp * pp, kinds, layout, str(FOLDER))
     for rank in ranks:
-        assert tuple(rank) == LAYOUTS[layout]
+        assert tuple(rank) == kinds
         for name, seen in rank.items():
             _assert_same(name, seen, expected[name])
 

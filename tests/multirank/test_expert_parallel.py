@@ -82,7 +82,7 @@ def losses(
         slow("six_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
         slow("six_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
         slow("six_heads", (1, 8, 1, 1), (2, 4, 1, 1), 3),
-        ("six_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
+        slow("six_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
     ],
 )
 def test_checkpoints_go_on_with_weights_split_otherwise(

@@ -18,7 +18,15 @@ from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
 from merak.graph.trace.opaque.loops import MOST_PASSES
 from tests.multirank.compare import assert_gradients_close
-from tests.multirank.opaque_models import BLOCKS, Gated, HitExperts, Stack, batch_of, case_of
+from tests.multirank.opaque_models import (
+    BLOCKS,
+    Gated,
+    HitExperts,
+    Mapped,
+    Stack,
+    batch_of,
+    case_of,
+)
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph.loop_models import Blocks, DeltaRule, Selective
@@ -49,12 +57,16 @@ def check(pool: RankPool, block: type[nn.Module], job: tuple[Layout, str], folde
         assert report.tp_sharded_fraction > 0  # of what is around the blocks
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+PIPELINED = (HitExperts, Mapped)
+"""The blocks that `make test` trains as a pipeline; it splits the others."""
+
+
+@pytest.mark.parametrize("block", [b if b in PIPELINED else slow(b) for b in BLOCKS])
 def test_as_a_pipeline(pool: RankPool, block: type[nn.Module], tmp_path: Path) -> None:
     check(pool, block, (Layout(pp=2), "early_recompute"), tmp_path)
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", [slow(b) if b in PIPELINED else b for b in BLOCKS])
 def test_split(pool: RankPool, block: type[nn.Module], tmp_path: Path) -> None:
     check(pool, block, (Layout(tp=2), "1f1b"), tmp_path)
 
@@ -63,7 +75,7 @@ def test_replicas_that_choose_other_experts(pool: RankPool, tmp_path: Path) -> N
     check(pool, HitExperts, (Layout(dp=2, pp=2), "zero_bubble_h1"), tmp_path)
 
 
-@pytest.mark.parametrize(("block", "tp"), [(Selective, 2), slow(DeltaRule, 4)])
+@pytest.mark.parametrize(("block", "tp"), [slow(Selective, 2), slow(DeltaRule, 4)])
 def test_loops_on_shards(pool: RankPool, block: type[nn.Module], tp: int, tmp_path: Path) -> None:
     """Functions that loop over the tokens, each called with a rank's channels or heads."""
 

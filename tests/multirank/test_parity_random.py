@@ -8,7 +8,6 @@ import torch
 from tests.multirank.compare import assert_close, assert_same_losses_everywhere, whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import FAMILIES, Layout, Outcome, Setup, train_merak
-from tests.tiers import slow
 
 DROPPING = [
     Setup(
@@ -29,9 +28,10 @@ def one_rank(pool: RankPool, cache: str) -> list[Outcome]:
     return list(outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [slow((2, 1, 1)), (1, 2, 1), slow((1, 1, 4)), slow((2, 2, 2))],
+    [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2)],
     ids=lambda x: "x".join(map(str, x)),
 )
 def test_layouts_agree_with_dropout_from_empty_weights(
@@ -50,6 +50,7 @@ def test_layouts_agree_with_dropout_from_empty_weights(
                 assert torch.allclose(final[name], value, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_dropout_drops(pool: RankPool, one_rank: list[Outcome], cache: str) -> None:
     still = [Setup("bert", num_samples=46, empty=True, arguments=DROPPING[2].arguments)]
     ((without,),) = pool.run(train_merak, 1, (1, 1, 1), still, cache)

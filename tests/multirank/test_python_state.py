@@ -179,7 +179,7 @@ def reference(number: int) -> dict[str, Any]:
         return seen(trainer)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
 def test_changes_take_effect(pool: RankPool, cache: str, layout: Layout) -> None:
     numbers = list(range(len(CHANGES)))
     for number, *ranks in zip(numbers, *pool.run(train, 2, layout, numbers, cache), strict=True):

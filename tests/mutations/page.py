@@ -14,7 +14,7 @@ from tests.mutations.table import MUTATIONS
 HEAD = """# What the tests notice
 
 Mistakes that distributed training is known for, made on purpose, each in one function of Merak
-(`tests/mutations`). `make test-all` makes all of them, `make test` six, and each time runs the
+(`tests/mutations`). `make test-all` makes all of them, `make test` three, and each time runs the
 test that the row names, which must fail; so does a mistake whose function has gone. In the last
 column is the `merak check` that finds it in a user's own model, or what else would. `python -m
 tests.mutations.page docs/mutations.md` writes this page.

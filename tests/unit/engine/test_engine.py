@@ -20,6 +20,7 @@ from merak.engine.engine import Engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.trainer.optimizer_like import LocalParameters
+from tests.tiers import slow
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -153,7 +154,7 @@ KINDS = {(0, True): True, (3, True): True, (3, False): False}
 """Zeros of a mask and whether labels are ignored there; and whether training needs no mask then."""
 
 
-@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("first", [(0, True), slow((3, True)), slow((3, False))])
 def test_what_is_known_of_masks_makes_programs(
     first: tuple[int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,71 @@
+"""What makes a run of tests long, counted: the same numbers on every machine, which times are not.
+
+Every process of a run counts into one file of the run's folder; the process that has started them
+compares the sums with the budget of the tier.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+BUDGETS: Mapping[str, Mapping[str, int]] = {
+    "not slow": {"jobs of ranks": 900, "processes started": 900, "models traced": 9000},
+}
+"""The most that a tier may have, by the expression of marks that chooses its tests."""
+
+
+def _counted(owner: Any, name: str, cause: str) -> None:
+    """Count the calls of a method or function of a module."""
+    called: Callable[..., Any] = getattr(owner, name)
+
+    @functools.wraps(called)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with _file().open("a") as file:  # a line at once, from whichever process
+            file.write(cause + "\n")
+        return called(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def _file() -> Path:
+    return Path(os.environ["MERAK_CACHE"]) / "causes"
+
+
+@functools.cache
+def count() -> None:
+    """Count what this process causes from now on."""
+    import torch
+
+    from tests.multirank.ranks import RankPool
+
+    _counted(RankPool, "run", "jobs of ranks")
+    _counted(subprocess.Popen, "__init__", "processes started")
+    _counted(multiprocessing.process.BaseProcess, "start", "processes started")
+    _counted(torch.export, "export", "models traced")
+
+
+def counts() -> Mapping[str, int]:
+    """How often each cause has come so far, in all processes of the run."""
+    return Counter(_file().read_text().splitlines() if _file().exists() else ())
+
+
+def over_budget(tier: str, counted: Mapping[str, int]) -> list[str]:
+    """A sentence for each cause that a tier has more often than its budget allows.
+
+    Args:
+        tier: the expression of marks that chose the tests.
+        counted: how often each cause came, of all tests of the tier or of some.
+    """
+    return [
+        f"{counted[cause]} {cause}, where the tests marked `{tier}` may have {most}: share what "
+        f"others have computed, mark rows as slow, or raise the budget in {__name__}."
+        for cause, most in BUDGETS.get(tier, {}).items()
+        if counted.get(cause, 0) > most
+    ]

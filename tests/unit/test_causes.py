@@ -1,0 +1,26 @@
+"""What tests cause is counted, in every process of a run, and compared with a budget."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import causes
+
+
+def test_started_processes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+    assert causes.counts() == {}
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert causes.counts() == {"processes started": 1}
+
+
+def test_a_tier_over_its_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes, "BUDGETS", {"not slow": {"jobs of ranks": 2}})
+    assert causes.over_budget("not slow", {"jobs of ranks": 2}) == []
+    assert causes.over_budget("slow", {"jobs of ranks": 3}) == []
+    (sentence,) = causes.over_budget("not slow", {"jobs of ranks": 3})
+    assert sentence.startswith("3 jobs of ranks, where the tests marked `not slow` may have 2")
