@@ -153,8 +153,8 @@ def delays(schedule: str, pp: int, per_update: int) -> Any:
     ("schedule", "degrees", "counts", "per_update"),
     [
         ("pipedream", (1, 1, 3), [6, 1, 4], 1),
-        ("pipedream", (2, 1, 2), [5, 5], 1),
-        ("pipedream_2bw", (1, 1, 3), [9, 7, 2], 3),
+        slow("pipedream", (2, 1, 2), [5, 5], 1),
+        slow("pipedream_2bw", (1, 1, 3), [9, 7, 2], 3),
         ("pipedream_2bw", (2, 1, 2), [6, 4], 2),
     ],
 )
@@ -177,7 +177,7 @@ def test_every_update_is_that_of_one_process_with_delayed_weights(
     assert worst > 1e-3
 
 
-@pytest.mark.parametrize("schedule", ["pipedream", slow("pipedream_2bw")])
+@pytest.mark.parametrize("schedule", [slow("pipedream"), slow("pipedream_2bw")])
 def test_halves_use_the_weights_of_their_microbatch(pool, schedule):
     job = (schedule, (1, 2, 2), [5, 4], torch.float32)
     whole, halves = (pool.run(run_merak, 4, *job, choice) for choice in ("off", "on"))

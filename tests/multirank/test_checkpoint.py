@@ -24,6 +24,7 @@ from merak.core.start.init import init
 from merak.graph.weights.empty_weights import empty_weights
 from merak.graph.weights.materialize import materialize
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 CPU = torch.device("cpu")
 LAYERS, HIDDEN, VOCABULARY = 4, 16, 61  # which tp does not divide
@@ -105,7 +106,7 @@ def share(layout: Layout, seeds: list[int]) -> int:
     return broadcast.call_count
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [slow((2, 1, 1)), slow((1, 2, 1)), (1, 2, 2)])
 def test_every_rank_gets_the_values_of_rank_0(pool: RankPool, layout: Layout) -> None:
     num_ranks = layout[0] * layout[1] * layout[2]
     counts = pool.run(share, num_ranks, layout, list(range(5, 5 + num_ranks)))
@@ -151,7 +152,7 @@ LAYOUTS: list[Layout] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [x if x == (1, 2, 2) else slow(x) for x in LAYOUTS])
 def test_every_layout_starts_from_and_writes_the_same_model(
     pool: RankPool, layout: Layout, tmp_path: Path
 ) -> None:
@@ -302,9 +303,9 @@ def without_a_break() -> dict[str, Any]:
     ("before", "after"),
     [
         ((1, 2, 2), (1, 4, 1)),
-        ((1, 4, 1), (2, 1, 2)),
-        ((1, 1, 4), (1, 2, 1)),
-        ((2, 1, 1), (1, 2, 2)),
+        slow((1, 4, 1), (2, 1, 2)),
+        slow((1, 1, 4), (1, 2, 1)),
+        slow((2, 1, 1), (1, 2, 2)),
         ((2, 2, 1), (1, 1, 2)),
     ],
 )

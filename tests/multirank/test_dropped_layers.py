@@ -14,6 +14,7 @@ from tests.multirank.compare import assert_gradients_close, whole
 from tests.multirank.ranks import RankError, RankPool
 from tests.multirank.test_oom_replan import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
 from tests.multirank.training import Layout, Outcome
+from tests.tiers import slow
 from tests.unit.graph.dropped_layers import Skipping, Stack, same_draws
 from tests.unit.graph.masked import Masked, same_masks
 
@@ -84,14 +85,14 @@ def run_alone(kind: type[Stack]) -> tuple[Outcome, int]:
     "layout,options",
     [
         ((1, 1, 2), {"schedule": "1f1b", "recompute": True}),
-        ((1, 1, 2), {"schedule": "1f1b", "recompute": "off", "offload_activations": "full"}),
+        slow((1, 1, 2), {"schedule": "1f1b", "recompute": "off", "offload_activations": "full"}),
         ((1, 2, 1), {"schedule": "1f1b"}),
-        ((2, 1, 1), {}),
-        ((2, 1, 1), {"zero": 1}),
+        slow((2, 1, 1), {}),
+        slow((2, 1, 1), {"zero": 1}),
         ((2, 1, 1), {"zero": 2}),
-        ((1, 2, 1), {"sub_pipelining": "on"}),
+        slow((1, 2, 1), {"sub_pipelining": "on"}),
         ((1, 2, 2), {"schedule": "1f1b", "sub_pipelining": "on", "recompute": True}),
-        ((1, 2, 2), {"schedule": "zero_bubble_h1"}),
+        slow((1, 2, 2), {"schedule": "zero_bubble_h1"}),
     ],
     ids=[
         "pp-recompute",

@@ -15,6 +15,7 @@ from torch.nn import functional
 from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
 from merak.check.reference import reference
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import expert_loops
 
 WORDS, WIDTH, LENGTH = 12, 16, 6
@@ -60,8 +61,8 @@ def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
-        (Layout(pp=2), "zero_bubble_h1"),
-        (Layout(tp=2), "1f1b"),
+        slow(Layout(pp=2), "zero_bubble_h1"),
+        slow(Layout(tp=2), "1f1b"),
         (Layout(dp=2, pp=2), "interleaved_1f1b"),
         (Layout(tp=2, pp=2), "early_recompute"),
     ],

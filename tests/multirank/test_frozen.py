@@ -26,6 +26,7 @@ from tests.multirank.training import (
     llama,
     loss_of_logits,
 )
+from tests.tiers import slow
 
 MICROBATCHES, SAMPLES, STEPS = 4, 2, 2
 
@@ -224,11 +225,11 @@ def run_alone(kind: str) -> Outcome:
     ("kind", "layout", "schedule"),
     [
         ("adapted", (1, 2, 2), "early_recompute"),
-        ("adapted", (1, 1, 3), "zero_bubble_h1"),
-        ("adapted", (1, 1, 2), "chimera"),
+        slow("adapted", (1, 1, 3), "zero_bubble_h1"),
+        slow("adapted", (1, 1, 2), "chimera"),
         ("head alone", (2, 1, 2), "interleaved_1f1b"),
         ("frozen tie", (1, 1, 3), "zero_bubble_v"),
-        ("peft", (1, 1, 2), "shifted_critical_path"),
+        slow("peft", (1, 1, 2), "shifted_critical_path"),
     ],
 )
 def test_what_is_trained_gets_the_gradients_of_one_process(

@@ -17,6 +17,7 @@ from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_agains
 from merak.check.reference import reference
 from merak.core.errors import ScheduleError
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 WIDTH, WORDS, LENGTH = 16, 12, 6
 Batch = dict[str, torch.Tensor]
@@ -70,9 +71,9 @@ def batch_of(step: int, samples: int) -> Batch:
     ("layout", "schedule"),
     [
         (Layout(pp=2), "gpipe"),
-        (Layout(pp=2), "interleaved_1f1b"),
-        (Layout(tp=2), "1f1b"),
-        (Layout(dp=2, pp=2), "zero_bubble_h1"),
+        slow(Layout(pp=2), "interleaved_1f1b"),
+        slow(Layout(tp=2), "1f1b"),
+        slow(Layout(dp=2, pp=2), "zero_bubble_h1"),
         (Layout(tp=2, pp=2), "early_recompute"),
     ],
 )

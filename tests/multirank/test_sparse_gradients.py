@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.multirank.ranks import RankError, RankPool
+from tests.tiers import slow
 
 Layout = tuple[int, int, int]
 ROWS, WIDTH, SAMPLES, MICROBATCHES, STEPS = 20, 8, 16, 2, 3
@@ -84,9 +85,9 @@ def expected(optimizer: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "options", "optimizer"),
     [
-        ((2, 1, 1), {}, "SGD"),
+        slow((2, 1, 1), {}, "SGD"),
         ((2, 1, 1), {"zero": 2}, "Adagrad"),
-        ((2, 1, 1), {"zero": 3}, "SGD"),
+        slow((2, 1, 1), {"zero": 3}, "SGD"),
         ((1, 2, 1), {}, "SGD"),
         ((1, 1, 2), {}, "SGD"),
     ],

@@ -10,6 +10,7 @@ from torch import nn
 
 import merak
 from tests.multirank.ranks import RankPool, as_script
+from tests.tiers import slow
 
 STEPS, WIDTH = 5, 8
 WRITES = ("in place", "alias", "data", "one row", "shards")
@@ -85,9 +86,12 @@ def losses_of_one_process(how: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize(
-    ("degrees", "options"), [({"dp": 2}, {"zero": 1}), ({"pp": 2}, {})], ids=["zero1", "pp"]
+    ("degrees", "options", "how"),
+    [
+        *(({"dp": 2}, {"zero": 1}, how) for how in WRITES),
+        *(slow({"pp": 2}, {}, how) for how in WRITES),
+    ],
 )
 def test_writes_of_a_script_stay(
     pool: RankPool, degrees: dict[str, int], options: dict[str, int], how: str

@@ -64,9 +64,7 @@ SAMPLE = {
 LAYOUTS = (Layout(pp=2), Layout(tp=2))
 ESSENTIAL = (
     "DeepseekV3ForCausalLM",
-    "GPTNeoXForCausalLM",
     "MixtralForCausalLM",
-    "AlbertForMaskedLM",
     "T5ForConditionalGeneration",
     "ViTForImageClassification",
 )
