@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.calls.call import LossFunction
@@ -139,3 +139,30 @@ def _backward(record: Record, gradients: Tensors) -> None:
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient by name; None where it has none."""
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def check_structure(graph: ModelGraph) -> None:
+    """Placeholders are what the segment says, in order; values are made before they are read.
+
+    What depends on the batch alone is made of columns and buffers, of no parameter.
+    """
+    made_of = {n.meta["kind"] for n in graph.prologue.graph.find_nodes(op="placeholder")}
+    assert made_of <= {Kind.COLUMN, Kind.BUFFER}
+    known: set[str] = set()
+    for segment in (graph.prologue, *graph.segments):
+        parts = {
+            Kind.PARAMETER: segment.parameters,
+            Kind.BUFFER: segment.buffers,
+            Kind.COLUMN: segment.columns,
+            Kind.VALUE: segment.inputs,
+            Kind.BATCH_ONLY: segment.batch_only,
+        }
+        said = [(kind, name) for kind, names in parts.items() for name in names]
+        placeholders = segment.graph.find_nodes(op="placeholder")
+        assert [(n.meta["kind"], n.meta["name"]) for n in placeholders] == said
+        assert set(segment.inputs) <= known
+        assert set(segment.batch_only) <= set(graph.prologue.outputs)
+        if segment is not graph.prologue:
+            known |= set(segment.outputs)
+    assert set(graph.outputs.values()) <= known
+    assert not {name for s in graph.segments for name in s.inputs} & set(graph.prologue.outputs)

@@ -21,16 +21,17 @@ from merak.graph.trace.calls.call import Call, LossFunction, call_model
 from merak.graph.trace.trace import parameter_names, trace
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers
-from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
+from tests.unit.graph.stages import Pipeline, built, check_structure, gradients_of, metas
 
 
 def compare(
     model: nn.Module, batch: Mapping[str, Tensor], loss_fn: LossFunction | None = None
 ) -> None:
-    """Loss, every gradient and every buffer bit for bit; then every output in evaluation."""
+    """Structure; loss, gradients and buffers bit for bit; then every output in evaluation."""
     eager = copy.deepcopy(model).train()
     call = Call(tuple(batch), {}, loss_fn, ())
     graph = built(model, batch, loss_fn=loss_fn)
+    check_structure(graph)
     for _ in range(2):  # buffers that the first step writes are read by the second
         model.zero_grad()
         eager.zero_grad()
