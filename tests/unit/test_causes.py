@@ -12,7 +12,7 @@ from tests import causes
 
 
 def test_started_processes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERAK_CACHE", str(tmp_path))
+    monkeypatch.setattr(causes, "FILE", tmp_path / "causes")
     assert causes.counts() == {}
     subprocess.run([sys.executable, "-c", ""], check=True)
     assert causes.counts() == {"processes started": 1}
