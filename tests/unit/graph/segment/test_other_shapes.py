@@ -13,6 +13,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
+from tests.tiers import slow
 
 WIDTH, KNOWN = 4, 6
 
@@ -107,7 +108,7 @@ def trace(rows: Any, lengths: tuple[int, ...], training: bool = True) -> None:
         graphs({"x": TensorMeta((2, length, WIDTH), torch.float32)})
 
 
-@pytest.mark.parametrize("lengths", [(4, 9), (9, 4), (9, 8)])
+@pytest.mark.parametrize("lengths", [(4, 9), slow((9, 4)), slow((9, 8))])
 @pytest.mark.parametrize(
     "rows",
     [
@@ -126,7 +127,7 @@ def test_a_table_that_serves_every_batch(
     trace(rows(), lengths, training=False)
 
 
-@pytest.mark.parametrize("lengths", [(4, 9), (9, 4), (9, 8)])
+@pytest.mark.parametrize("lengths", [(4, 9), (9, 4), slow((9, 8))])
 @pytest.mark.parametrize(
     "rows",
     [
