@@ -1,7 +1,8 @@
 """Collectives in traced graphs: plain functions, each with its own backward.
 
 They come in pairs of what a tensor is on the ranks of an axis (replicated, a partial sum, a slice)
-and what it becomes; backward does the opposite for the gradient. Every transfer goes through
+and what it becomes; backward does the opposite for the gradient. Forward and adjoint are plain
+functions of tensors, and what each sends stands beside its name. Every transfer goes through
 `_all_reduce`, `_all_gather` or `_reduce_scatter`: nothing is synchronised with the host, and a
 version that starts early and is waited for later has these places to change.
 
@@ -11,9 +12,7 @@ Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g); Korthi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,11 @@ import torch.distributed as dist
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join, take
 from merak.ops.flat_collectives import all_gather, reduce_scatter
+from merak.ops.linear import linear, sends, with_gradient
 from merak.ops.sharded_saved import note_gathered
 
-Collective = Callable[[torch.Tensor, int, tuple[int, ...], str], torch.Tensor]
-"""Of a tensor, the dim that is split, the sizes of its fused parts, and the mesh axis."""
 
-
+@sends(back="all_reduce")
 def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Identity whose gradient is all-reduced: a replicated tensor enters sharded work.
 
@@ -40,6 +38,7 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return with_gradient(tensor, partial(_all_reduce, axis=axis))
 
 
+@sends(back="all_reduce")
 def copy_parts_to(
     tensor: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -58,6 +57,7 @@ def copy_parts_to(
     return with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
+@sends(back="all_reduce", size=lambda own, _, copies, __: own * (copies - 1) // copies)
 def copy_shared_to(tensor: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     """Identity whose gradient is summed over the ranks that hold the same shard.
 
@@ -69,6 +69,7 @@ def copy_shared_to(tensor: torch.Tensor, copies: int, axis: str) -> torch.Tensor
     return with_gradient(tensor, partial(_sum_shared, copies=copies, axis=axis))
 
 
+@sends("all_reduce")
 def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """All-reduce of partial sums, whose gradient passes as it is.
 
@@ -79,10 +80,10 @@ def reduce_from(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The sum, on every rank; its gradient goes to every summand as it is.
     """
-    result: torch.Tensor = _ReduceFrom.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _reduced(tensor, axis)
 
 
+@sends("all_gather")
 def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     """All-gather of slices, whose backward keeps the rank's slice of the gradient.
 
@@ -95,9 +96,10 @@ def gather_from(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: st
     Returns:
         The whole tensor, on every rank; backward keeps the rank's own slice of the gradient.
     """
-    return _with_adjoint(tensor, _all_gather, _local_slice, (dim, parts, axis))
+    return _gathered(tensor, dim, parts, axis)
 
 
+@sends("all_gather")
 def gather_shared(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], copies: int, axis: str
 ) -> torch.Tensor:
@@ -114,12 +116,11 @@ def gather_shared(
         The whole tensor, on every rank; backward keeps the slice of the gradient, divided among
         the ranks that hold it.
     """
-    layout = (dim, parts, axis)
-    gather = partial(_all_gather, copies=copies)
-    back = partial(_local_slice, copies=copies)
-    return _with_adjoint(with_gradient(tensor, lambda g: g / copies), gather, back, layout)
+    shared = with_gradient(tensor, lambda gradient: gradient / copies)
+    return _gathered(shared, dim, parts, axis, copies)
 
 
+@sends("all_gather")
 def gather_parts(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], whole: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -143,10 +144,10 @@ def gather_parts(
         pieces = enumerate(gradient.split(sizes, dim))
         return torch.cat([piece / degree if i in whole else piece for i, piece in pieces], dim)
 
-    gather, back = partial(_all_gather, whole=whole), partial(_local_slice, whole=whole)
-    return _with_adjoint(with_gradient(tensor, divided), gather, back, (dim, parts, axis))
+    return _gathered(with_gradient(tensor, divided), dim, parts, axis, 1, whole)
 
 
+@sends()
 def own_share(
     tensor: torch.Tensor,
     dim: int,
@@ -172,6 +173,7 @@ def own_share(
     return take(tensor, ParameterShard(dim, local, copies, copies=kept), axis_rank(axis) % copies)
 
 
+@sends(back="all_gather")
 def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     """Local slice of a replicated tensor, whose backward is an all-gather.
 
@@ -184,9 +186,10 @@ def slice_to(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) 
     Returns:
         The slice; backward puts the slices of the gradient together.
     """
-    return _with_adjoint(tensor, _local_copy, _all_gather, (dim, parts, axis))
+    return _sliced(tensor, dim, parts, axis)
 
 
+@sends("reduce_scatter", "all_gather")
 def reduce_scatter_to(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -201,9 +204,10 @@ def reduce_scatter_to(
     Returns:
         The slice; backward puts the slices of the gradient together, for every summand.
     """
-    return _with_adjoint(tensor, _reduce_scatter, _all_gather, (dim, parts, axis))
+    return _scattered(tensor, dim, parts, axis)
 
 
+@sends("all_gather", "reduce_scatter", is_repeated=True)
 def gather_with_partial_grad(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -219,11 +223,12 @@ def gather_with_partial_grad(
         The whole tensor, on every rank; its gradient, of which each rank has a part, is all-reduced
         over the axis, and backward keeps the rank's own slice.
     """
-    result = _with_adjoint(tensor, _all_gather, _reduce_scatter, (dim, parts, axis))
+    result = _gathered_for_split(tensor, dim, parts, axis)
     note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
     return result
 
 
+@sends()
 def local_slice(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str, copies: int = 1
 ) -> torch.Tensor:
@@ -242,6 +247,7 @@ def local_slice(
     return _local_slice(tensor, dim, parts, axis, copies)
 
 
+@sends()
 def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Identity whose gradient is divided among the ranks: the inverse of `copy_to`.
 
@@ -252,9 +258,10 @@ def leave_partial_grad(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The tensor; its gradient, which every rank has whole, is divided among the ranks.
     """
-    return with_gradient(tensor, lambda gradient: gradient / axis_degree(axis))
+    return with_gradient(tensor, partial(_divided, axis=axis))
 
 
+@sends()
 def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Partial sum of a replicated tensor: an equal summand on every rank.
 
@@ -265,29 +272,7 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     Returns:
         The rank's summand; the sum's gradient is the tensor's.
     """
-    result: torch.Tensor = _ReplicateToPartial.apply(tensor, axis)  # type: ignore[no-untyped-call]
-    return result
-
-
-def with_gradient(
-    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Identity whose gradient is changed on its way back.
-
-    By a hook, since what a function of autograd's own returns may not be written in place. Where
-    backward gives no gradient, it gives none on every rank, and nothing is changed or sent.
-
-    Args:
-        tensor: any values.
-        change: makes of the gradient, where there is one, the gradient of `tensor`.
-
-    Returns:
-        A view of the tensor.
-    """
-    entering = tensor.view_as(tensor)
-    if entering.requires_grad:
-        entering.register_hook(lambda found: None if found is None else change(found))
-    return entering
+    return _summand(tensor, axis)
 
 
 def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
@@ -343,54 +328,12 @@ def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     return received.view(-1)[: gradient.numel()].view(gradient.shape)
 
 
-class _ReplicateToPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
-        return tensor / axis_degree(axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+def _same(gradient: torch.Tensor, axis: str) -> torch.Tensor:
+    return gradient
 
 
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: str) -> torch.Tensor:
-        return _all_reduce(tensor, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _WithAdjoint(torch.autograd.Function):
-    """Collective whose backward is another collective."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        there: Collective,
-        back: Collective,
-        layout: tuple[int, tuple[int, ...], str],
-    ) -> torch.Tensor:
-        """Run the collective."""
-        ctx.back, ctx.layout = back, layout
-        return there(tensor, *layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.back(gradient, *ctx.layout), None, None, None
-
-
-def _with_adjoint(
-    tensor: torch.Tensor,
-    there: Collective,
-    back: Collective,
-    layout: tuple[int, tuple[int, ...], str],
-) -> torch.Tensor:
-    result: torch.Tensor = _WithAdjoint.apply(tensor, there, back, layout)  # type: ignore[no-untyped-call]
-    return result
+def _divided(tensor: torch.Tensor, axis: str) -> torch.Tensor:
+    return tensor / axis_degree(axis)
 
 
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
@@ -447,3 +390,11 @@ def _local_slice(
 
 def _local_copy(tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str) -> torch.Tensor:
     return _local_slice(tensor, dim, parts, axis).contiguous()
+
+
+_reduced = linear(_all_reduce, _same)
+_summand = linear(_divided, _same)
+_gathered = linear(_all_gather, _local_slice)
+_sliced = linear(_local_copy, _all_gather)
+_scattered = linear(_reduce_scatter, _all_gather)
+_gathered_for_split = linear(_all_gather, _reduce_scatter)

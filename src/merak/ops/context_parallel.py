@@ -14,6 +14,7 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join, take
 from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.linear import linear, sends
 from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
@@ -23,6 +24,13 @@ Rows = tuple[tuple[int, ...], str]
 """(parts, axis) of the queries that a rank has."""
 
 
+def _held_by_all(own: int, shard: Any, held: Side, *_: Any) -> int:
+    """Bytes of the whole of a tensor that all ranks hold shards of."""
+    dim, parts = held
+    return own * sum(parts) // int(shard.shape[dim])
+
+
+@sends("all_to_all", "all_to_all", size=_held_by_all)
 def exchange_shards(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
     """All-to-all from shards along one dim to shards along another; its backward is the reverse.
 
@@ -35,21 +43,11 @@ def exchange_shards(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -
     Returns:
         The shard along the other dim.
     """
-    result: torch.Tensor = _Exchange.apply(tensor, held, wanted, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _exchanged(tensor, held, wanted, axis)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, held: Side, wanted: Side, axis: str
-    ) -> torch.Tensor:
-        ctx.layout = wanted, held, axis
-        return _all_to_all(tensor, held, wanted, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.layout), None, None, None
+def _exchanged_back(gradient: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
+    return _all_to_all(gradient, wanted, held, axis)
 
 
 def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
@@ -63,6 +61,9 @@ def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> to
     if group is not None:  # a mesh that is only pretended has none
         dist.all_to_all_single(received, sent, group=group)
     return join(received.unbind(0), mine)
+
+
+_exchanged = linear(_all_to_all, _exchanged_back)
 
 
 def token_cross_entropy(

@@ -9,16 +9,21 @@ Source: GShard (arXiv 2006.16668, section 3.2); MegaBlocks (arXiv 2211.15841), w
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.flat_collectives import all_gather
+from merak.ops.linear import linear, sends
+
+_exchanges = sends(
+    "all_to_all", "all_to_all", size=lambda own, _, counts, *__: own * counts.shape[0]
+)
+"""Of rows that every rank has others of; counts have a row for every rank."""
 
 
+@sends("all_gather", counts=True)
 def expert_counts(offsets: torch.Tensor, axis: str) -> torch.Tensor:
     """Numbers of rows that every rank has for every expert.
 
@@ -53,6 +58,7 @@ def own_offsets(offsets: torch.Tensor, counts: torch.Tensor, axis: str) -> torch
     return ends.to(offsets.device, offsets.dtype, non_blocking=True)
 
 
+@_exchanges
 def to_experts(rows: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
     """All-to-all of rows to the ranks that have their experts.
 
@@ -64,10 +70,10 @@ def to_experts(rows: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Ten
     Returns:
         (rows of the own experts, …), sorted by expert, and each expert's by rank.
     """
-    result: torch.Tensor = _ToExperts.apply(rows, counts, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _there(rows, counts, rows.shape[0], axis)
 
 
+@_exchanges
 def from_experts(
     rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str
 ) -> torch.Tensor:
@@ -82,10 +88,10 @@ def from_experts(
     Returns:
         (num_rows, …), sorted by expert.
     """
-    result: torch.Tensor = _FromExperts.apply(rows, counts, num_rows, axis)  # type: ignore[no-untyped-call]
-    return result
+    return _back(rows, counts, num_rows, axis)
 
 
+@sends("all_gather", counts=True)
 def batch_counts(batches: torch.Tensor, axis: str) -> torch.Tensor:
     """`expert_counts` of rows that lie in batches.
 
@@ -98,6 +104,7 @@ def batch_counts(batches: torch.Tensor, axis: str) -> torch.Tensor:
     return expert_counts(steps * num_rows, axis)
 
 
+@_exchanges
 def batches_to_experts(batches: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
     """`to_experts` of rows that lie in batches.
 
@@ -113,6 +120,7 @@ def batches_to_experts(batches: torch.Tensor, counts: torch.Tensor, axis: str) -
     return rows.view(counts.shape[1] // counts.shape[0], -1, *batches.shape[2:])
 
 
+@_exchanges
 def batches_from_experts(
     batches: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str
 ) -> torch.Tensor:
@@ -167,35 +175,7 @@ def value_of_each_row(
     return _repeat_each(values, counted)
 
 
-class _ToExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
-        ctx.save_for_backward(counts)
-        ctx.axis, ctx.num_rows = axis, rows.shape[0]
-        return _to_experts(rows, counts, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (counts,) = ctx.saved_tensors
-        return _from_experts(gradient, counts, ctx.num_rows, ctx.axis), None, None
-
-
-class _FromExperts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str
-    ) -> torch.Tensor:
-        ctx.save_for_backward(counts)
-        ctx.axis = axis
-        return _from_experts(rows, counts, num_rows, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (counts,) = ctx.saved_tensors
-        return _to_experts(gradient, counts, ctx.axis), None, None, None
-
-
-def _to_experts(rows: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
+def _to_experts(rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str) -> torch.Tensor:
     group = current_mesh().group(axis)
     if group is None:  # of a mesh that is only pretended: as many rows as in the mean
         return rows.clone()
@@ -218,6 +198,10 @@ def _from_experts(
     returned = rows.new_zeros((num_rows, *rows.shape[1:]))
     dist.all_to_all_single(returned[: sum(sent)], by_rank, sent, received, group=group)
     return returned
+
+
+_there = linear(_to_experts, _from_experts)
+_back = linear(_from_experts, _to_experts)
 
 
 def _own(counts: torch.Tensor, axis: str) -> torch.Tensor:

@@ -8,12 +8,12 @@ rows, whatever the routing, and nothing is read on the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.grouped_product import grouped_product, product_by_kernel
+from merak.ops.linear import linear
 
 
 def enter_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
@@ -28,8 +28,7 @@ def enter_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch
         The rotated rows; of their gradient, each rank has a part.
     """
     start, _ = _own_rows(offsets, axis)
-    result: torch.Tensor = _Rotated.apply(rows, start)  # type: ignore[no-untyped-call]
-    return result
+    return _enter(rows, start)
 
 
 def leave_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch.Tensor:
@@ -43,9 +42,7 @@ def leave_experts(rows: torch.Tensor, offsets: torch.Tensor, axis: str) -> torch
     Returns:
         The rank's summand of the whole value.
     """
-    start, stop = _own_rows(offsets, axis)
-    result: torch.Tensor = _Returned.apply(rows, start, stop)  # type: ignore[no-untyped-call]
-    return result
+    return _leave(rows, *_own_rows(offsets, axis))
 
 
 def grouped_mm_rows(
@@ -165,34 +162,21 @@ def pick_expert_rows(values: torch.Tensor, experts: torch.Tensor, axis: str) -> 
     return picked.masked_fill(_as_column(is_other, picked), 0)
 
 
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(start)
-        return _rotated(rows, start)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (start,) = ctx.saved_tensors
-        return _rotated(gradient, -start), None
+def _rotated_back(rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    return _rotated(rows, -start)
 
 
-class _Returned(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, start: torch.Tensor, stop: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(start, stop)
-        returned = _rotated(rows, -start)
-        place = torch.arange(rows.shape[0], device=rows.device)
-        return returned.masked_fill_(_as_column((place < start) | (place >= stop), rows), 0)
+def _returned(rows: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    """Own rows in their places, zeros in those of the others."""
+    place = torch.arange(rows.shape[0], device=rows.device)
+    is_other = _as_column((place < start) | (place >= stop), rows)
+    return _rotated(rows, -start).masked_fill_(is_other, 0)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        start, stop = ctx.saved_tensors
-        entered = _rotated(gradient, start)
-        place = torch.arange(gradient.shape[0], device=gradient.device)
-        return entered.masked_fill_(_as_column(place >= stop - start, gradient), 0), None, None
+
+def _entered(rows: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
+    """Own rows in front, zeros behind."""
+    place = torch.arange(rows.shape[0], device=rows.device)
+    return _rotated(rows, start).masked_fill_(_as_column(place >= stop - start, rows), 0)
 
 
 def _rotated(rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -226,3 +210,7 @@ def _own_ends(offsets: torch.Tensor, axis: str) -> torch.Tensor:
 
 def _as_column(mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *(1 for _ in rows.shape[1:]))
+
+
+_enter = linear(_rotated, _rotated_back)
+_leave = linear(_returned, _entered)

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard
-from merak.ops.collectives import axis_degree, axis_rank, with_gradient
+from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.linear import with_gradient
 
 Layout = tuple[int, int, str]
 """(dim, whole size, axis): what is split, and over which axis."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import fx
 
-from merak.graph.context_parallel.arranged import EACH_ELEMENT
 from merak.graph.ir.einsum import einsum_labels
 from merak.graph.ir.operators import CROSS_ENTROPIES, MATMULS, NLL_LOSSES
 from merak.graph.tensor_parallel.placement import (
@@ -39,6 +38,7 @@ from merak.ops.context_parallel import (
     token_nll,
     token_vocab_parallel_cross_entropy,
 )
+from merak.ops.linear import SENDS
 from merak.ops.sharded_dropout import attend_sharded
 
 Found = Decision | None
@@ -336,14 +336,8 @@ def vocab_parallel_loss(op: Operator) -> Found:
     return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {}, sums=(1,))
 
 
-def each_element(op: Operator) -> Found:
-    """Collectives over another axis that send every element by itself."""
-    placed = op.placement(op.node.args[0])
-    return Decision(placed) if isinstance(placed, Shard) else None
-
-
-def along_other_dim(op: Operator) -> Found:
-    """Collectives over another axis, along another dim than the tokens'."""
+def collective(op: Operator) -> Found:
+    """Collectives over another axis, along another dim than the tokens' or of every element."""
     placed = op.placement(op.node.args[0])
     if not isinstance(placed, Shard) or op.arg("dim") == placed.dim:
         return None
@@ -364,19 +358,6 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
     "vocab_parallel_embedding": embedding,
     "vocab_parallel_cross_entropy": vocab_parallel_loss,
-    **{function.__name__: each_element for function in EACH_ELEMENT},
-    **{
-        function.__name__: along_other_dim
-        for function in (
-            collectives.copy_parts_to,
-            collectives.gather_from,
-            collectives.gather_shared,
-            collectives.own_share,
-            collectives.slice_to,
-            collectives.local_slice,
-            collectives.reduce_scatter_to,
-            collectives.gather_with_partial_grad,
-        )
-    },
+    **{f.__name__: collective for f in SENDS if f.__module__ == collectives.__name__},
 }
 """Families to the rules that decide before those of tensor parallelism."""

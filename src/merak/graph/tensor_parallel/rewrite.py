@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,41 +14,20 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import Role, role_of
 from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
+from merak.graph.tensor_parallel.conversion import Step, Ways, entering, last_step
 from merak.graph.tensor_parallel.placement import (
     AXIS,
-    PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
-    ExpertRows,
-    Partial,
-    PartlySharded,
     Placement,
-    Shard,
     local_meta,
     need_of,
     where,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
 from merak.graph.trace.opaque.operator import at_cost, cost_of, is_opaque
-from merak.ops.collectives import (
-    copy_parts_to,
-    copy_shared_to,
-    copy_to,
-    gather_from,
-    gather_parts,
-    gather_shared,
-    gather_with_partial_grad,
-    leave_partial_grad,
-    local_slice,
-    own_share,
-    reduce_from,
-    reduce_scatter_to,
-    replicate_to_partial,
-    slice_to,
-)
-from merak.ops.context_parallel import exchange_shards
-from merak.ops.expert_rows import enter_experts, leave_experts
+from merak.ops.collectives import reduce_from
 
 
 def rewrite(graph: fx.Graph, propagation: Propagation, degree: int) -> fx.Graph:
@@ -86,6 +64,7 @@ class Rewriter:
         self.propagation = propagation
         self.degree = degree
         self.axis = axis
+        self.ways = Ways(axis, propagation.scatters, propagation.exchanges)
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.converted: dict[tuple[fx.Node, Placement], fx.Node] = {}
@@ -115,20 +94,9 @@ class Rewriter:
         placed = self.propagation.placements[node]
         if not isinstance(meta, TensorMeta) or not meta.requires_grad:
             return
-        if placed == REPLICATE_PARTIAL_GRAD:
-            self.env[node] = self.insert(
-                copy_to, (self.env[node], self.axis), node, REPLICATE_PARTIAL_GRAD
-            )
-        elif isinstance(placed, PartlySharded):
-            local = tuple(
-                size if i in placed.whole else size // self.degree
-                for i, size in enumerate(placed.parts)
-            )
-            args = (self.env[node], placed.dim, local, tuple(sorted(placed.whole)), self.axis)
-            self.env[node] = self.insert(copy_parts_to, args, node, placed)
-        elif isinstance(placed, Shard) and placed.copies > 1:
-            own = (self.env[node], placed.copies, self.axis)
-            self.env[node] = self.insert(copy_shared_to, own, node, placed)
+        step = entering(placed, self.degree, self.axis)
+        if step is not None and not isinstance(placed, tuple):
+            self.env[node] = self.insert(step, self.env[node], node, placed)
 
     def local(self, node: fx.Node) -> dict[str, Any]:
         """Metadata of a rank's share of a value."""
@@ -178,15 +146,7 @@ class Rewriter:
     def become(self, node: fx.Node, new: fx.Node, placed: Placement, wanted: Placement) -> fx.Node:
         """Result of an operator, converted at once."""
         new.meta["tensor"] = local_meta(node.meta["tensor"], placed, self.degree)
-        return self.exchanged(node, new, placed, wanted)
-
-    def exchanged(
-        self, node: fx.Node, new: fx.Node, placed: Placement, wanted: Placement
-    ) -> fx.Node:
-        """Shards along one dim, converted to shards along another."""
-        assert isinstance(placed, Shard) and isinstance(wanted, Shard)
-        args = (new, (placed.dim, placed.parts), (wanted.dim, wanted.parts), self.axis)
-        return self.insert(exchange_shards, args, node, wanted)
+        return self.insert(last_step(placed, wanted, self.ways), new, node, wanted)
 
     def call(
         self,
@@ -218,81 +178,17 @@ class Rewriter:
 
     def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
         """Value converted from one placement to another."""
-        if isinstance(need, ExpertRows):
-            rows = (self.convert(node, REPLICATE_PARTIAL_GRAD), self.env[need.offsets], self.axis)
-            return self.insert(enter_experts, rows, node, need)
-        if isinstance(placed, ExpertRows) and isinstance(need, Partial):
-            rows = (self.env[node], self.env[placed.offsets], self.axis)
-            return self.insert(leave_experts, rows, node, need)
-        if isinstance(placed, ExpertRows) and need == REPLICATE:
-            return self.insert(reduce_from, (self.convert(node, PARTIAL), self.axis), node, need)
-        is_shared = isinstance(placed, Shard) and placed.copies > 1
-        if is_shared and (isinstance(need, Shard) or need == REPLICATE):
-            return self.unshared(node, placed, need)
-        if isinstance(need, Shard) and need.copies > 1:
-            whole = self.convert(node, REPLICATE_PARTIAL_GRAD)
-            own = (whole, need.dim, need.parts, self.axis, need.copies)
-            return self.insert(local_slice, own, node, need)
-        if self.propagation.exchanges and isinstance(placed, Shard) and isinstance(need, Shard):
-            return self.exchanged(node, self.env[node], placed, need)
-        if self.propagation.scatters and isinstance(placed, (Partial, Shard)) and not is_shared:
-            scattered = self.scattered(node, placed, need)
-            if scattered is not None:
-                return scattered
-        if isinstance(need, Partial):
-            return self.insert(
-                replicate_to_partial, (self.convert(node, REPLICATE), self.axis), node, need
-            )
-        if placed == REPLICATE_PARTIAL_GRAD and isinstance(need, Shard):
-            args = (self.env[node], need.dim, need.parts, self.axis)
-            return self.insert(local_slice, args, node, need)
-        if placed == REPLICATE_PARTIAL_GRAD:
-            return self.insert(leave_partial_grad, (self.env[node], self.axis), node, need)
-        if need == REPLICATE_PARTIAL_GRAD:
-            return self.insert(copy_to, (self.convert(node, REPLICATE), self.axis), node, need)
-        if isinstance(need, Shard):
-            assert not isinstance(placed, Shard), f"{node} is split along two dims"
-            whole = self.convert(node, REPLICATE)
-            return self.insert(slice_to, (whole, need.dim, need.parts, self.axis), node, need)
-        if isinstance(placed, Partial):
-            return self.insert(reduce_from, (self.env[node], self.axis), node, need)
-        assert isinstance(placed, (Shard, PartlySharded)) and need == REPLICATE
-        if isinstance(placed, PartlySharded):
-            whole_parts = tuple(sorted(placed.whole))
-            parts = (self.env[node], placed.dim, placed.parts, whole_parts, self.axis)
-            return self.insert(gather_parts, parts, node, need)
-        args = (self.env[node], placed.dim, placed.parts, self.axis)
-        return self.insert(gather_from, args, node, need)
+        try:
+            step = last_step(placed, need, self.ways)
+        except ShardError as error:
+            raise ShardError(f"{node} ({where(node)}) cannot be converted: {error}") from None
+        before = self.env[node] if step.source == placed else self.convert(node, step.source)
+        return self.insert(step, before, node, need)
 
-    def unshared(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
-        """Shards that are each on several ranks, converted to fewer of them, or to the whole."""
-        assert isinstance(placed, Shard)
-        shards = (self.env[node], placed.dim, placed.parts, placed.copies)
-        if isinstance(need, Shard):
-            assert need == replace(placed, copies=need.copies), f"{node} is split in two ways"
-            return self.insert(own_share, (*shards, need.copies, self.axis), node, need)
-        return self.insert(gather_shared, (*shards, self.axis), node, need)
-
-    def scattered(self, node: fx.Node, placed: Partial | Shard, need: Placement) -> fx.Node | None:
-        """Conversion from or to shards without an all-reduce; None where there is none."""
-        if isinstance(placed, Partial):
-            if not isinstance(need, Shard):
-                return None
-            args = (self.env[node], need.dim, need.parts, self.axis)
-            return self.insert(reduce_scatter_to, args, node, need)
-        if need == REPLICATE_PARTIAL_GRAD:
-            args = (self.env[node], placed.dim, placed.parts, self.axis)
-            return self.insert(gather_with_partial_grad, args, node, need)
-        if isinstance(need, Shard):
-            args = (self.convert(node, REPLICATE_PARTIAL_GRAD), need.dim, need.parts, self.axis)
-            return self.insert(local_slice, args, node, need)
-        return None
-
-    def insert(
-        self, target: Callable[..., Any], args: tuple[Any, ...], node: fx.Node, placed: Placement
-    ) -> fx.Node:
-        """New operator that converts an old value."""
-        new = self.call(target, args, {}, node)
+    def insert(self, step: Step, value: fx.Node, node: fx.Node, placed: Placement) -> fx.Node:
+        """Step of a conversion of an old value, by a new operator."""
+        args = fx.map_arg(step.args, lambda n: self.env[n])
+        new = self.call(step.target, (value, *args), {}, node)
         kept = {k: v for k, v in new.meta.items() if k in ("source", "module", "origin")}
         new.meta = {**kept, "tensor": local_meta(node.meta["tensor"], placed, self.degree)}
         return new

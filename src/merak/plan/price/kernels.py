@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
@@ -17,21 +15,12 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
-from merak.ops import collectives
 from merak.ops.context_parallel import (
-    exchange_shards,
     token_cross_entropy,
     token_nll,
     token_vocab_parallel_cross_entropy,
 )
-from merak.ops.expert_dispatch import (
-    batch_counts,
-    batches_from_experts,
-    batches_to_experts,
-    expert_counts,
-    from_experts,
-    to_experts,
-)
+from merak.ops.linear import SENDS, Sends
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import Work, is_view, node_work, outputs
@@ -102,31 +91,6 @@ class SegmentKernels:
     parameters: Mapping[str, TensorMeta]
 
 
-_COLLECTIVES: Mapping[Any, tuple[str | None, str | None]] = MappingProxyType(
-    {
-        collectives.copy_to: (None, "all_reduce"),
-        collectives.copy_parts_to: (None, "all_reduce"),
-        collectives.copy_shared_to: (None, "all_reduce"),
-        collectives.reduce_from: ("all_reduce", None),
-        collectives.gather_from: ("all_gather", None),
-        collectives.gather_shared: ("all_gather", None),
-        collectives.slice_to: (None, "all_gather"),
-        collectives.reduce_scatter_to: ("reduce_scatter", "all_gather"),
-        collectives.gather_with_partial_grad: ("all_gather", "reduce_scatter"),
-        exchange_shards: ("all_to_all", "all_to_all"),
-        to_experts: ("all_to_all", "all_to_all"),
-        from_experts: ("all_to_all", "all_to_all"),
-        batches_to_experts: ("all_to_all", "all_to_all"),
-        batches_from_experts: ("all_to_all", "all_to_all"),
-        expert_counts: ("all_gather", None),
-        batch_counts: ("all_gather", None),
-    }
-)
-"""Collectives of rewritten graphs, forward and backward."""
-
-_OF_EXPERTS = (to_experts, from_experts, batches_to_experts, batches_from_experts)
-"""Exchanges of experts' rows; their second argument has a row for every rank."""
-
 _TOKEN_LOSSES = (token_cross_entropy, token_vocab_parallel_cross_entropy, token_nll)
 
 
@@ -168,8 +132,9 @@ def _kernels(
     node: fx.Node, choice: KernelChoice, device_type: str
 ) -> tuple[list[Kernel], list[Kernel]]:
     """What one operator runs by itself, forward and backward."""
-    if node.target in _COLLECTIVES:
-        return _collective(node, choice)
+    sent = SENDS.get(node.target, Sends())
+    if sent.there or sent.back:
+        return _collective(node, sent, choice)
     if family(node.target) in ATTENTIONS and not choice.flash_attention:
         return _unfused_attention(node, choice)
     work = node_work(node, device_type)
@@ -200,32 +165,22 @@ def _kernels(
     return forward, backward
 
 
-def _collective(node: fx.Node, choice: KernelChoice) -> tuple[list[Kernel], list[Kernel]]:
+def _collective(
+    node: fx.Node, sent: Sends, choice: KernelChoice
+) -> tuple[list[Kernel], list[Kernel]]:
     """A collective, and the copies that torch's interface makes of its tensors."""
-    own = whole = max(
-        (meta.num_bytes for n in (node, *node.all_input_nodes) for meta in outputs(n)), default=0
-    )
-    needs_gradient = any(meta.requires_grad for meta in outputs(node))
+    sides = (node,) if sent.counts else (node, *node.all_input_nodes)
+    own = max((meta.num_bytes for n in sides for meta in outputs(n)), default=0)
+    whole = sent.size(own, *fx.map_arg(node.args, lambda n: n.meta["tensor"]))
+    copies = [] if choice.fused else [Kernel(Work(2 * own))]
     axis = str(node.args[-1])
-    if node.target is exchange_shards:  # of a tensor that all ranks hold shards of
-        side: Any = node.args[1]
-        dim, parts = side
-        whole = own * sum(parts) // outputs(node.all_input_nodes[0])[0].shape[dim]
-    if node.target is collectives.copy_shared_to:  # what the ranks with the same shard send
-        num_ranks = int(str(node.args[1]))
-        whole = own * (num_ranks - 1) // num_ranks
-    if node.target in _OF_EXPERTS:  # of rows that every rank has others of
-        whole = own * outputs(node.all_input_nodes[1])[0].shape[0]
-    elif node.target in (expert_counts, batch_counts):
-        own = whole = outputs(node)[0].num_bytes
-    passes = []
-    for kind in _COLLECTIVES[node.target]:
-        copies = [] if choice.fused else [Kernel(Work(2 * own))]
-        passes.append([*copies, Kernel(collective=(kind, whole, axis))] if kind else [])
-    if node.target is collectives.gather_with_partial_grad:
-        # Only the shard is saved, and gathered again for the weight's gradient.
-        passes[1] = [*passes[0], *passes[1]]
-    return passes[0], passes[1] if needs_gradient else []
+    there, back = (
+        [*copies, Kernel(collective=(kind, whole, axis))] if kind else []
+        for kind in (sent.there, sent.back)
+    )
+    if sent.is_repeated:  # only the shard is saved, and gathered again for the weight's gradient
+        back = [*there, *back]
+    return there, back if any(meta.requires_grad for meta in outputs(node)) else []
 
 
 def _weight_gradient(node: fx.Node) -> int | None:

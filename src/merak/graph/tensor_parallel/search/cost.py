@@ -21,12 +21,10 @@ from merak.graph.ir.operators import (
     family,
     weights_only,
 )
+from merak.graph.tensor_parallel.conversion import Step, Ways, entering, steps
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
-    REPLICATE_PARTIAL_GRAD,
     Decision,
-    ExpertRows,
-    Partial,
     PartlySharded,
     Placement,
     Shard,
@@ -34,21 +32,23 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
+from merak.ops.linear import SENDS, Sends
 
 
 class Collective(Enum):
-    """Collective of a conversion between placements."""
+    """Collective of a conversion between placements: its kind, and where it runs."""
 
-    REDUCE = "all-reduce in the forward"
-    GATHER = "all-gather in the forward"
-    COPY = "all-reduce in the backward"
-    SLICE = "all-gather in the backward"
-    SCATTER = "reduce-scatter in the forward"
-    SPREAD = "reduce-scatter in the backward"
-    INSIDE = "all-reduce inside an operator, in the forward"
+    REDUCE = ("all_reduce", "forward")
+    GATHER = ("all_gather", "forward")
+    COPY = ("all_reduce", "backward")
+    SLICE = ("all_gather", "backward")
+    SCATTER = ("reduce_scatter", "forward")
+    SPREAD = ("reduce_scatter", "backward")
+    INSIDE = ("all_reduce", "inside an operator, in the forward")
 
 
-FORWARD = frozenset((Collective.REDUCE, Collective.GATHER, Collective.SCATTER, Collective.INSIDE))
+_BACKWARD = (Collective.COPY, Collective.SLICE, Collective.SPREAD)
+FORWARD = frozenset(Collective) - frozenset(_BACKWARD)
 ALL_REDUCES = frozenset((Collective.REDUCE, Collective.COPY, Collective.INSIDE))
 
 
@@ -123,34 +123,23 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
             numel = numel * (placed.copies - 1) // (propagation.degree - 1)
         found[node, kind, apart] = Transfer(kind, numel, node in weights)
 
+    ways = Ways(scatters=propagation.scatters)
     for node, need in conversions(graph, propagation):
         placed = propagation.placements[node]
         assert not isinstance(placed, tuple)
         if isinstance(placed, PartlySharded) or isinstance(need, PartlySharded):
             raise ShardError(f"{node} would have to be joined from split and whole parts.")
-        if isinstance(need, Partial):
-            continue  # every rank takes its slice
-        if isinstance(placed, Shard) and isinstance(need, Shard) and need.copies < placed.copies:
-            continue  # every rank takes its share
-        if isinstance(need, Shard) and need.copies > 1:
-            need = REPLICATE_PARTIAL_GRAD  # of which every rank takes its slice
-        is_shared = isinstance(placed, Shard) and placed.copies > 1
-        is_split = isinstance(placed, Shard) or isinstance(need, Shard)
-        if propagation.scatters and is_split and not is_shared:
-            # What is gathered for split work and what is gathered whole are two values.
-            for kind in _kinds_scattered(placed, need, has_gradient(node)):
-                add(node, kind, need == REPLICATE)
-            continue
-        for kind in _kinds(placed, need, has_gradient(node)):
-            add(node, kind)
+        # What is gathered for split work and what is gathered whole are two values.
+        is_shard = isinstance(placed, Shard) and placed.copies == 1
+        apart = ways.scatters and is_shard and need == REPLICATE
+        for step in steps(placed, need, ways):
+            for kind in _kinds(step, has_gradient(node)):
+                add(node, kind, apart)
     for node, placed in propagation.placements.items():
-        entered = (
-            placed == REPLICATE_PARTIAL_GRAD
-            or isinstance(placed, PartlySharded)
-            or (isinstance(placed, Shard) and placed.copies > 1)
-        ) and node.op == "placeholder"
-        if entered and has_gradient(node):
-            add(node, Collective.COPY)
+        if node.op == "placeholder" and has_gradient(node):
+            first = entering(placed, propagation.degree, ways.axis)
+            for kind in () if first is None else _kinds(first, True):
+                add(node, kind)
     for node, decision in propagation.decisions.items():
         if decision.then:
             add(node, Collective.REDUCE)
@@ -158,31 +147,13 @@ def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
     return [*found.values(), *(Transfer(Collective.INSIDE, size, False) for size in sums)]
 
 
-def _kinds(placed: Placement, need: Placement, has_gradient: bool) -> Iterator[Collective]:
-    if placed == REPLICATE_PARTIAL_GRAD:
-        return  # every rank has it whole, and owes a part of the gradient
-    if isinstance(placed, (Partial, ExpertRows)):
-        yield Collective.REDUCE
-    elif isinstance(placed, Shard):
-        yield Collective.GATHER
-    if (need == REPLICATE_PARTIAL_GRAD or isinstance(need, ExpertRows)) and has_gradient:
-        yield Collective.COPY
-    elif isinstance(need, Shard) and has_gradient:
-        yield Collective.SLICE
-
-
-def _kinds_scattered(
-    placed: Placement, need: Placement, has_gradient: bool
-) -> Iterator[Collective]:
-    """Collectives of conversions from and to shards, without an all-reduce."""
-    if isinstance(placed, Partial):
-        yield Collective.SCATTER
-    if isinstance(placed, Shard):
-        yield Collective.GATHER
-        if has_gradient and need != REPLICATE:
-            yield Collective.SPREAD
-    elif has_gradient and placed != REPLICATE_PARTIAL_GRAD:
-        yield Collective.SLICE
+def _kinds(step: Step, has_gradient: bool) -> Iterator[Collective]:
+    """Collectives of one step, in the forward and in the backward."""
+    sent = SENDS.get(step.target, Sends())
+    if sent.there is not None:
+        yield Collective((sent.there, "forward"))
+    if sent.back is not None and has_gradient:
+        yield Collective((sent.back, "backward"))
 
 
 def has_gradient(node: fx.Node) -> bool:
