@@ -74,12 +74,12 @@ def test_ranks_equal_one_process(
 
 
 def build_with_another_search(folder: Path) -> str:
-    """The error of a rank of two, of which one derives another of two equally good programs."""
+    """The error of a rank of two, of which one finds no group of weights to split."""
     ranks = merak.init(tp=2, device="cpu")
     job = Job(case_of(BY_NAME["UNet"]), options=CheckOptions(microbatch=4))
     source = job.source(ranks.device, folder)
-    same = patch.object(Search, "_enter_earlier", lambda search, best: best)
-    with same if ranks.rank == 1 else nullcontext(), pytest.raises(PlanError) as error:
+    none = patch.object(Search, "_groups", lambda search, seeds: iter(()))
+    with none if ranks.rank == 1 else nullcontext(), pytest.raises(PlanError) as error:
         build_engine(source, tuple(job.sample().items()), ranks, EngineOptions())
     return str(error.value)
 

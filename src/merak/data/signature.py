@@ -82,16 +82,16 @@ def _looked_at(
     found = [dict(batch) for batch in batches]
     for batch in found:
         check_tensors(batch)
-    asked = [
+    wanted = [
         (batch, name)
         for batch in found
         for name, column in batch.items()
         if any(_may_hide(batch.get(mask), column) for mask in masks)
     ]
-    if asked:
-        flat = torch.cat([batch[name].flatten().to(torch.int64) for batch, name in asked]).cpu()
-        parts = flat.split([batch[name].numel() for batch, name in asked])
-        for (batch, name), part in zip(asked, parts, strict=True):
+    if wanted:
+        flat = torch.cat([batch[name].flatten().to(torch.int64) for batch, name in wanted]).cpu()
+        parts = flat.split([batch[name].numel() for batch, name in wanted])
+        for (batch, name), part in zip(wanted, parts, strict=True):
             batch[name] = part.view(batch[name].shape).to(batch[name].dtype)
     return found
 
