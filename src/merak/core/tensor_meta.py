@@ -24,6 +24,9 @@ class TensorMeta:
         ones: of a column of the batch, whether all elements are known to be one.
         ignored: of one that is known to be ones and then zeros in each row, the columns that have
             `IGNORED_LABEL` wherever it is zero.
+        documents: of positions that begin anew with each document of a row, and of an attention
+            mask that causality and such positions alone make: room for the documents of all rows;
+            0 where their number is not known.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +34,7 @@ class TensorMeta:
     requires_grad: bool = False
     ones: bool = False
     ignored: tuple[str, ...] = ()
+    documents: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -56,12 +60,19 @@ def known_masks(
     Args:
         columns: of a microbatch.
         names: of those that may be known to be ones.
-        padded: of those that may be known to be ones and then zeros, where not to be ones alone.
+        padded: of those that may be known to be ones and then zeros, where not to be ones alone,
+            or to be positions of documents.
     """
 
     def known(name: str, meta: TensorMeta) -> TensorMeta:
         ones = meta.ones and name in names
-        return replace(meta, ones=ones, ignored=meta.ignored if name in padded and not ones else ())
+        may_end = name in padded
+        return replace(
+            meta,
+            ones=ones,
+            ignored=meta.ignored if may_end and not ones else (),
+            documents=meta.documents if may_end else 0,
+        )
 
     return tuple((name, known(name, meta)) for name, meta in columns)
 

@@ -12,6 +12,9 @@ from merak.core.errors import DataError
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import IGNORED_LABEL, TensorMeta, known_masks
 
+_LEAST_DOCUMENTS = 16
+"""For which a program has room."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchSignature:
@@ -42,7 +45,8 @@ def signature(batch: Mapping[str, Any], *, ends: bool = False) -> BatchSignature
 
     Args:
         batch: tensors by column; may be empty.
-        ends: whether to look where samples end, too, and which labels are ignored from there on.
+        ends: whether to look where samples and packed documents end, too, and which labels are
+            ignored behind samples.
 
     Raises:
         DataError: a column that is not a tensor.
@@ -51,7 +55,9 @@ def signature(batch: Mapping[str, Any], *, ends: bool = False) -> BatchSignature
 
     def meta(column: torch.Tensor) -> TensorMeta:
         found = TensorMeta(tuple(column.shape), column.dtype)
-        if not found.may_be_ones or not _begins_with_one(column):
+        if ends and found.may_be_ones and _begins_with(0, column):
+            return replace(found, documents=_documents(column))
+        if not found.may_be_ones or not _begins_with(1, column):
             return found
         ignored = _ignored(column, batch) if ends else ()
         return replace(found, ones=bool((column == 1).all()), ignored=ignored)
@@ -109,10 +115,25 @@ def _is_away(column: torch.Tensor) -> bool:
     return column.device.type not in ("cpu", "meta")
 
 
-def _begins_with_one(column: torch.Tensor) -> bool:
-    """Whether a column that may be a mask does, on the host: elsewhere a look at it would wait."""
+def _begins_with(value: int, column: torch.Tensor) -> bool:
+    """Whether a column does, on the host: elsewhere a look at it would wait."""
     on_host = column.device.type == "cpu" and column.numel() > 0
-    return on_host and bool(column[(0,) * column.ndim] == 1)
+    return on_host and bool(column[(0,) * column.ndim] == value)
+
+
+def _documents(positions: torch.Tensor) -> int:
+    """Room for the documents of packed rows: 16 or 4 times as many and so on; 0 for other columns.
+
+    Few sizes make few programs, since each has one of its own.
+    """
+    begins = positions == 0
+    goes_on = positions[:, 1:] == positions[:, :-1] + 1
+    if positions.ndim != 2 or not bool(begins[:, 0].all() and (begins[:, 1:] | goes_on).all()):
+        return 0
+    number, room = int(begins.sum()), _LEAST_DOCUMENTS
+    while room < number:
+        room *= 4
+    return room if number > len(positions) else 0
 
 
 def _ignored(mask: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -165,7 +186,9 @@ def agreed(row: Sequence[BatchSignature], *, may_change: bool) -> tuple[BatchSig
         others = [own[name] for own in given if name in own]
         common = set(meta.ignored).intersection(*(other.ignored for other in others))
         ones = all(other.ones for other in others)
-        return replace(meta, ones=ones, ignored=tuple(sorted(common)))
+        rooms = [other.documents for other in others]
+        room = max(rooms) if all(rooms) else 0
+        return replace(meta, ones=ones, ignored=tuple(sorted(common)), documents=room)
 
     return tuple(BatchSignature(tuple((n, known(n, m)) for n, m in f.columns)) for f in row)
 
@@ -180,7 +203,12 @@ def union(*signatures: BatchSignature) -> BatchSignature:
     for name, meta in (column for each in signatures for column in each.columns):
         known = columns.setdefault(name, meta)
         seen = sorted({*meta.ignored, *known.ignored})  # by ranks that read both columns
-        columns[name] = replace(meta, ones=meta.ones and known.ones, ignored=tuple(seen))
+        columns[name] = replace(
+            meta,
+            ones=meta.ones and known.ones,
+            ignored=tuple(seen),
+            documents=min(meta.documents, known.documents),
+        )
         if (known.shape, known.dtype) != (meta.shape, meta.dtype):
             raise DataError(
                 f"ranks read column {name!r} of the same microbatch as {known.shape} "

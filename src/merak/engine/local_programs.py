@@ -297,7 +297,7 @@ def _parameters(graph: ModelGraph) -> list[tuple[str, ...]]:
 
 def _known(signature: Signature) -> frozenset[object]:
     """What is known of columns beside their shapes."""
-    known = ((name, meta.ones, meta.ignored) for name, meta in signature)
+    known = ((name, meta.ones, meta.ignored, meta.documents) for name, meta in signature)
     return frozenset(one for one in known if any(one[1:]))
 
 

@@ -38,6 +38,7 @@ class Role(Enum):
     GRADIENT_SWITCH = "requires_grad_()"
     KERNEL = "kernel"
     COLLECTIVE = "kernel of a rank's shard that sends to others"
+    MASK_OF_DOCUMENTS = "mask of causality and documents"
 
 
 @dataclass(frozen=True, slots=True)

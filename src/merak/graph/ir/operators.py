@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 
 _KNOWN = frozenset(("aten", "prims", "merak", "transformers"))
@@ -242,6 +243,18 @@ def family(target: Any) -> str:
 def multiplies_groups(node: fx.Node) -> bool:
     """Whether a node is a grouped product in the form that takes every type and width."""
     return node.op == "call_function" and family(node.target) == "grouped_mm_fallback"
+
+
+def room_for_documents(node: fx.Node) -> int:
+    """Room for the documents of attention with a mask of causality and documents; 0 for others."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return 0
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False))
+    mask = (given | node.kwargs).get("attn_mask")
+    if not isinstance(mask, fx.Node) or (given | node.kwargs).get("dropout_p", 0.0):
+        return 0
+    meta = mask.meta.get("tensor")
+    return meta.documents if isinstance(meta, TensorMeta) else 0
 
 
 @cache

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
-from merak.graph.ir.operators import multiplies_groups
+from merak.graph.ir.operators import multiplies_groups, room_for_documents
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
@@ -22,6 +22,7 @@ from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
 from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.grouped_product import grouped_product
+from merak.ops.packed_attention import attend_packed
 from merak.ops.sharded_saved import saving_shards
 
 BranchValues = tuple[bool, ...]
@@ -117,6 +118,9 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
                 node.target = dynamic_region_function(node.meta["region"])
             elif multiplies_groups(node):
                 node.target = grouped_product
+            elif room := room_for_documents(node):
+                node.target = attend_packed
+                node.kwargs = {**node.kwargs, "room": room}
         draw_in_logical_order(graph, to_compile=compiler is not None)
     forward: Function
     if observe is not None:
@@ -132,4 +136,4 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
 
 def _is_replaced(node: fx.Node) -> bool:
     is_own = is_opaque(node) or is_dynamic_region(node) or multiplies_groups(node)
-    return is_own or draws_by_memory(node)
+    return is_own or room_for_documents(node) > 0 or draws_by_memory(node)

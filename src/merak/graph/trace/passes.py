@@ -9,6 +9,7 @@ from torch import fx
 
 from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.expand import expand_autograd
+from merak.graph.trace.modes.known_ones import note_packed
 from merak.graph.trace.normalize import (
     Rewriting,
     drop_device_indices,
@@ -57,6 +58,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     ),
     (gather_regions, "after gradients are written out, so that a region holds their operators"),
     (set_metadata, "no size is symbolic now; replaces fake values by shapes, lines and storages"),
+    (lambda r: note_packed(r.graph), "metadata is there to note it in"),
     (erase_no_ops, "reads shapes and gradients from that metadata"),
     (_hoist_parameter_writes, "before copies of written tensors are made, of which it needs none"),
     (

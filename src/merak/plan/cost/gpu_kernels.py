@@ -24,9 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from merak.core.tensor_meta import TensorMeta
 from merak.core.units import counted
-from merak.graph.ir.operators import multiplies_groups
+from merak.graph.ir.operators import multiplies_groups, room_for_documents
 from merak.graph.segment.cut import copy_graph
 from merak.ops.grouped_product import grouped_product
+from merak.ops.packed_attention import attend_packed, packed_obstacle
 from merak.ops.sharded_dropout import (
     attend_by_kernel,
     attend_sharded,
@@ -68,12 +69,16 @@ def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
         return graph
     copy, _ = copy_graph(graph)
     for node in copy.nodes:
+        if room := room_for_documents(node):
+            node.kwargs = {**node.kwargs, "room": room, "device_type": device_type}
         node.target = _on_gpu(node) or node.target
     return copy
 
 
 def _on_gpu(node: fx.Node) -> Callable[..., Any] | None:
     """What an operator runs on a GPU, where that is something else than on the CPU."""
+    if room_for_documents(node):
+        return attend_packed
     return _product_on_gpu if multiplies_groups(node) else _ON_GPUS.get(node.target)
 
 
@@ -160,6 +165,9 @@ def _flash(
 
 
 FLASH, EFFICIENT, PRODUCTS = "flash", "memory-efficient", "products of matrices"
+PACKED = "flash inside documents"
+_POSITIONS = frozenset(("position_ids",))
+"""Columns that are asked where documents begin, not whether they are ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +249,9 @@ def attention_kernels(graph: fx.Graph) -> list[AttentionKernel]:
         given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | node.kwargs
         query, key, value = (given[n].meta["tensor"] for n in ("query", "key", "value"))
         mask, shares = given.get("attn_mask"), given.get("enable_gqa", False)
+        if room_for_documents(node) and not packed_obstacle(query, key, value):
+            found.append(AttentionKernel(PACKED))
+            continue
         found.append(attention_kernel(query, key, value, mask, shares))
     return found
 
@@ -262,8 +273,11 @@ def attention_sentence(graphs: Iterable[fx.Graph], queried: Collection[str] = ()
     advice = ""
     if any(kernel.obstacle == "its mask" for kernel in counts):
         advice = "; a causal model needs no attention_mask for batches without padding"
-        if queried:
-            advice = f"; a microbatch whose {' and '.join(sorted(queried))} is all ones has no mask"
+        masks, positions = set(queried) - _POSITIONS, _POSITIONS.intersection(queried)
+        if masks:
+            advice = f"; a microbatch whose {' and '.join(sorted(masks))} is all ones has no mask"
+        elif positions:
+            advice = "; a microbatch whose position_ids begin anew has flash attention in documents"
     return f"attention: {'; '.join(of_each)}{advice}"
 
 

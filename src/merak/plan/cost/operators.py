@@ -32,6 +32,7 @@ from merak.graph.ir.operators import (
     SEPARATE_GEMMS,
     SPLITS,
     family,
+    room_for_documents,
 )
 from merak.graph.trace.opaque.operator import cost_of
 from merak.plan.cost.efficiency import AttentionShape, ProductShape
@@ -380,7 +381,9 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
     scores = _size(query) // query.shape[-1] * key.shape[-2]
     fraction = 1.0
-    if fused and _argument(node, 5, "is_causal", False):
+    # Documents are at most as long as their rows.
+    is_causal = _argument(node, 5, "is_causal", False) or room_for_documents(node) > 0
+    if fused and is_causal:
         fraction = _causal_fraction(query.shape[-2], key.shape[-2])
     sizes, values = query.shape[-1], value.shape[-1]
     num_bytes = _num_bytes(query, key, value, mask, *outputs(node))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merak.core.errors import TraceError
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.modes.known_ones import KnownOnes
+from merak.graph.trace.modes.known_ones import MARK_PACKED, KnownOnes
 from merak.graph.trace.opaque.probe import host_generators
 
 
@@ -114,14 +114,55 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
     def can_skip_causal(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
         return can_skip(None if ones.ends(padding_mask) else padding_mask, *rest, **named)
 
-    with mock.patch.multiple(
-        masking_utils,
-        _ignore_causal_mask_sdpa=can_skip_causal,
-        find_packed_sequence_indices=find_packed_in_batch,
-        is_torchdynamo_exporting=lambda: False,
-        is_tracing=is_tracing_mask,
-        fast_all=torch.all,  # transformers counts the elements, which `KnownOnes` does not follow
-        create=True,  # older releases have not all of them
+    with (
+        _packed_masks(ones),
+        mock.patch.multiple(
+            masking_utils,
+            _ignore_causal_mask_sdpa=can_skip_causal,
+            find_packed_sequence_indices=find_packed_in_batch,
+            is_torchdynamo_exporting=lambda: False,
+            is_tracing=is_tracing_mask,
+            # transformers counts the elements, which `KnownOnes` does not follow
+            fast_all=torch.all,
+            create=True,  # older releases have not all of them
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def _packed_masks(ones: KnownOnes) -> Iterator[None]:
+    """Mark masks of causality and the documents of packed rows alone.
+
+    Args:
+        ones: knows for how many documents there must be room.
+    """
+    from transformers import masking_utils
+
+    separate = vars(masking_utils).get("packed_sequence_compatibility_function")
+    if separate is None:  # in older releases
+        yield
+        return
+    rooms: dict[Callable[..., Any], int] = {}
+    sdpa_mask = masking_utils.sdpa_mask
+
+    def separate_documents(function: Any, positions: torch.Tensor, *rest: Any) -> Any:
+        found = separate(function, positions, *rest)
+        if function is masking_utils.causal_mask_function:
+            rooms[found] = ones.documents(positions)
+        return found
+
+    def mark_packed(*args: Any, **named: Any) -> Any:
+        mask = sdpa_mask(*args, **named)
+        room = rooms.get(named.get("mask_function"), 0)
+        if mask is None or not room or named.get("attention_mask") is not None:
+            return mask
+        return MARK_PACKED(mask, room)
+
+    known_masks = masking_utils.AttentionMaskInterface._global_mapping
+    with (
+        mock.patch.dict(known_masks, sdpa=mark_packed),
+        mock.patch.object(masking_utils, separate.__name__, separate_documents),
     ):
         yield
 

@@ -8,10 +8,11 @@ to be ones, and notes of which columns they are asked, so that a batch of ones i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
@@ -20,8 +21,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, register
 
 _T = torch.Tensor
+
+MARK_PACKED = register(
+    "mark_packed(Tensor mask, int documents) -> Tensor",
+    Role.MASK_OF_DOCUMENTS,
+    lambda mask, documents: mask.clone(),
+    fake=lambda mask, documents: mask.clone(),
+)
+"""Marks a mask of causality and documents alone, until `note_packed` has noted it."""
+
+
+def note_packed(graph: fx.Graph) -> None:
+    """Note in the metadata of masks for how many documents they are made.
+
+    Args:
+        graph: changed in place.
+    """
+    for node in graph.find_nodes(op="call_function", target=MARK_PACKED):
+        mask, documents = node.args
+        mask.meta["tensor"] = replace(mask.meta["tensor"], documents=documents)
+        node.replace_all_uses_with(mask)
+        graph.erase_node(node)
 
 
 def _named(names: str) -> frozenset[Any]:
@@ -91,6 +114,18 @@ class KnownOnes(TorchFunctionMode):
             return False
         self.queried.add(found.column)
         return self._columns[found.column].ones
+
+    def documents(self, positions: torch.Tensor) -> int:
+        """Room for the documents of packed rows, if positions are a column that begins anew.
+
+        Args:
+            positions: of the tokens, as of the model.
+        """
+        found = self._uniform(positions)
+        if found is None:
+            return 0
+        self.queried.add(found.column)
+        return self._columns[found.column].documents
 
     def ends(self, tensor: torch.Tensor | None) -> bool:
         """Whether a mask is known to hide but what nothing reads, behind the ends of samples.

@@ -1,0 +1,137 @@
+"""Packed documents: their mask is recognised, and attention inside them equals masked attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import varlen
+
+from merak.core.tensor_meta import TensorMeta, known_masks
+from merak.data.signature import signature
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.operators import room_for_documents
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.ops.packed_attention import attend_packed, document_bounds, packed_obstacle
+from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence
+from tests.unit.graph import families
+from tests.unit.graph.stages import metas
+
+TOKENS = 8
+POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]])
+
+
+def mask_of(positions: torch.Tensor) -> torch.Tensor:
+    documents = (positions == 0).cumsum(-1)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+
+
+def by_document(query: Any, key: Any, value: Any, bounds: Any, *rest: Any, **named: Any) -> Any:
+    """`varlen_attn` in plain operators."""
+    assert named["window_size"] == (-1, 0)
+    found = []
+    for first, last in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        if first < last:
+            parts = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
+            attended = functional.scaled_dot_product_attention(
+                *parts, is_causal=True, scale=named["scale"]
+            )
+            found.append(attended[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def packed_graph(model: torch.nn.Module, room: int) -> ModelGraph:
+    ids = torch.ones_like(POSITIONS)
+    columns = metas({"input_ids": ids, "labels": ids, "position_ids": POSITIONS})
+    columns["position_ids"] = replace(columns["position_ids"], documents=room)
+    return build_graph(GraphSource(model), columns, training=True)
+
+
+def rooms(graph: ModelGraph) -> list[int]:
+    targets = torch.ops.aten.scaled_dot_product_attention.default
+    found = [s.graph.find_nodes(op="call_function", target=targets) for s in graph.segments]
+    return [room_for_documents(node) for nodes in found for node in nodes]
+
+
+def test_bounds_of_documents_fill_their_room() -> None:
+    bounds = document_bounds(mask_of(POSITIONS), 6)
+    assert bounds.dtype == torch.int32
+    assert bounds.tolist() == [0, 3, 4, 8, 16, 16, 16]
+
+
+def test_attention_inside_documents_equals_masked_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's kernel has no implementation on the CPU; one in plain operators stands for it."""
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 2, TOKENS, 8, requires_grad=True) for _ in range(3)]
+    gradient = torch.randn(2, 2, TOKENS, 8)
+    mask = mask_of(POSITIONS)
+    expected = functional.scaled_dot_product_attention(*operands, mask, scale=0.3)
+    monkeypatch.setattr("merak.ops.packed_attention.has_packed_kernel", lambda *_: True)
+    monkeypatch.setattr(varlen, "varlen_attn", by_document)
+    found = attend_packed(*operands, mask, room=16, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    pairs = [torch.autograd.grad(x, operands, gradient) for x in (found, expected)]
+    for own, whole in zip(*pairs, strict=True):
+        torch.testing.assert_close(own, whole)
+
+
+@pytest.mark.parametrize(
+    ("positions", "room"),
+    [
+        (POSITIONS, 16),
+        (POSITIONS[1:], 0),
+        (torch.zeros(4, 8, dtype=torch.long), 64),
+        (POSITIONS * 2, 0),
+        (POSITIONS[:, :3].float(), 0),
+        (POSITIONS.flip(1), 0),
+    ],
+)
+def test_the_host_counts_documents_by_their_positions(positions: torch.Tensor, room: int) -> None:
+    batch = {"position_ids": positions}
+    assert signature(batch, ends=True)["position_ids"].documents == room
+    assert signature(batch)["position_ids"].documents == 0
+    found = signature(batch, ends=True).columns
+    assert dict(known_masks(found, ("position_ids",)))["position_ids"].documents == 0
+
+
+def test_a_mask_of_documents_has_flash_attention_on_a_gpu() -> None:
+    model = families.llama(2).to(torch.bfloat16)
+    packed, other = packed_graph(model, 16), packed_graph(model, 0)
+    assert (rooms(packed), rooms(other)) == ([16, 16], [0, 0])
+    kernels = [[str(k) for s in g.segments for k in attention_kernels(s.graph)] for g in (packed,)]
+    assert kernels == [["flash inside documents"] * 2]
+    said = attention_sentence((s.graph for s in other.segments), other.queried)
+    assert said is not None
+    assert "position_ids begin anew" in said
+
+
+def test_a_mask_that_hides_more_is_read() -> None:
+    config = families.SIZES
+    import transformers
+
+    model = families.causal(
+        transformers.MistralConfig, transformers.MistralForCausalLM, 2,
+        **config, num_key_value_heads=1, sliding_window=2,
+    )  # fmt: skip
+    assert rooms(packed_graph(model, 16)) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "obstacle"),
+    [
+        (torch.bfloat16, 64, ""),
+        (torch.float16, 256, ""),
+        (torch.float32, 64, "float32"),
+        (torch.bfloat16, 512, "heads of 512 features"),
+        (torch.bfloat16, 20, "heads of 20 features"),
+    ],
+)
+def test_what_the_kernel_takes(dtype: torch.dtype, features: int, obstacle: str) -> None:
+    operands = [TensorMeta((2, 4, 8, features), dtype) for _ in range(3)]
+    assert packed_obstacle(*operands) == obstacle
