@@ -128,7 +128,7 @@ def attend_packed(
 
     samples, _, tokens, _ = query.shape
     bounds = document_bounds(attn_mask, room)
-    rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    found = varlen_attn(*rows, bounds, bounds, tokens, tokens, scale=scale, window_size=(-1, 0))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    found = varlen_attn(q, k, v, bounds, bounds, tokens, tokens, scale=scale, window_size=(-1, 0))
     assert isinstance(found, torch.Tensor)
-    return found.unflatten(0, (samples, tokens)).transpose(1, 2)
+    return found.view(samples, tokens, *found.shape[1:]).transpose(1, 2)

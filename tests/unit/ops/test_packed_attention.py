@@ -17,6 +17,7 @@ from merak.graph.ir.operators import room_for_documents
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.ops.packed_attention import attend_packed, document_bounds, packed_obstacle
 from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence
+from merak.plan.cost.segment_memory import SegmentMemories
 from tests.unit.graph import families
 from tests.unit.graph.stages import metas
 
@@ -109,6 +110,16 @@ def test_a_mask_of_documents_has_flash_attention_on_a_gpu() -> None:
     said = attention_sentence((s.graph for s in other.segments), other.queried)
     assert said is not None
     assert "position_ids begin anew" in said
+
+
+def test_memory_is_measured_with_the_kernel_of_a_gpu() -> None:
+    """It saves fewer bytes than one that reads a mask."""
+    model = families.llama(1).to(torch.bfloat16)
+    saved = [
+        sum(SegmentMemories(torch.device("cpu"), kernels="cuda")(s).saved_bytes for s in g.segments)
+        for g in (packed_graph(model, 16), packed_graph(model, 0))
+    ]
+    assert 0 < saved[0] < saved[1]
 
 
 def test_a_mask_that_hides_more_is_read() -> None:

@@ -143,7 +143,7 @@ def _packed_masks(ones: KnownOnes) -> Iterator[None]:
     if separate is None:  # in older releases
         yield
         return
-    rooms: dict[Callable[..., Any], int] = {}
+    rooms: dict[Any, int] = {}
     sdpa_mask = masking_utils.sdpa_mask
 
     def separate_documents(function: Any, positions: torch.Tensor, *rest: Any) -> Any:
