@@ -48,7 +48,7 @@ def loss_and_gradients(
 
 
 @pytest.mark.nccl_rules
-@pytest.mark.parametrize(  # any two of a row's values stand together in one of the rows
+@pytest.mark.parametrize(  # any two values, but tp=4 without dropout, in one of the rows
     ("tp", "dropout", "family", "attention"),
     [
         (2, 0.0, "gpt2", "sdpa"), (2, 0.0, "llama", "sdpa"), (2, 0.0, "bert", "eager"),
