@@ -8,6 +8,7 @@ import torch
 from tests.multirank.compare import assert_close, assert_same_losses_everywhere, whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import FAMILIES, Layout, Outcome, Setup, train_merak
+from tests.tiers import slow
 
 DROPPING = [
     Setup(
@@ -28,10 +29,9 @@ def one_rank(pool: RankPool, cache: str) -> list[Outcome]:
     return list(outcomes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [(2, 1, 1), (1, 2, 1), (1, 1, 4), (2, 2, 2)],
+    [slow((2, 1, 1)), slow((1, 2, 1)), slow((1, 1, 4)), (2, 2, 2)],
     ids=lambda x: "x".join(map(str, x)),
 )
 def test_layouts_agree_with_dropout_from_empty_weights(
