@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,10 +55,12 @@ def words(found: Any) -> dict[str, Any]:
     return plain | {"loss": found.metrics["test_loss"]}
 
 
-def evaluated(trainer: type[Any], kind: type[Any], num_accumulated: int, **own: Any) -> Any:
+def evaluated(
+    trainer: type[Any], kind: type[Any], folder: Path, num_accumulated: int, **own: Any
+) -> Any:
     """Train with an evaluation after each step, and predict with beams, and with other inputs."""
     args = kind(
-        "unused", max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        str(folder), max_steps=2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
         gradient_accumulation_steps=num_accumulated, optim="sgd", learning_rate=1.0,
         eval_strategy="steps", eval_steps=1, logging_steps=1, predict_with_generate=True,
         generation_max_length=7, save_strategy="no", disable_tqdm=True, report_to="none",
@@ -83,24 +86,27 @@ def evaluated(trainer: type[Any], kind: type[Any], num_accumulated: int, **own: 
     return logs, seen, {"loss": whole}, beams, words(made.predict(Pairs(3)))
 
 
-def on_ranks(layout: Layout, zero: int) -> Any:
+def on_ranks(layout: Layout, zero: int, folder: Path) -> Any:
     import merak
 
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     own = {"zero": zero, "trace_cache": "", "run_record": False}
-    return evaluated(merak.MerakSeq2SeqTrainer, merak.MerakSeq2SeqArguments, 2 // dp, **own)
+    kind = merak.MerakSeq2SeqArguments
+    return evaluated(merak.MerakSeq2SeqTrainer, kind, folder, 2 // dp, **own)
 
 
 @pytest.mark.parametrize(
     ("layout", "zero"),
     [((1, 1, 2), 0), slow((1, 2, 1), 0), slow((2, 1, 1), 0), slow((2, 1, 1), 3)],
 )
-def test_words_are_those_of_one_process(pool: RankPool, layout: Layout, zero: int) -> None:
+def test_words_are_those_of_one_process(
+    pool: RankPool, layout: Layout, zero: int, tmp_path: Path
+) -> None:
     with alone():
-        logs, seen, *results = evaluated(Seq2SeqTrainer, Seq2SeqTrainingArguments, 2)
+        logs, seen, *results = evaluated(Seq2SeqTrainer, Seq2SeqTrainingArguments, tmp_path, 2)
     assert len({str(part) for part in seen[::2]}) > 1  # what is trained changes the words
-    for found in pool.run(on_ranks, 2, layout, zero):
+    for found in pool.run(on_ranks, 2, layout, zero, tmp_path):
         assert found[1] == seen
         for own, theirs in zip([*found[0], *found[2:]], [*logs, *results], strict=True):
             assert {k: v for k, v in own.items() if "loss" not in k} == {
