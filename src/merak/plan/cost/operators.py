@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import Role, role_of
 from merak.graph.ir.operators import (
     ACTIVATIONS,
     ATTENTIONS,
@@ -154,7 +155,8 @@ def is_view(node: fx.Node) -> bool:
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler fuses an operator with its neighbours: pointwise ones and reductions.
 
-    Losses over many classes are kernels of their own, which pass over the classes several times.
+    Losses over many classes are kernels of their own, which pass over the classes several times;
+    what sends to other ranks is one, too.
 
     Args:
         node: an operator of torch, with shapes in its meta.
@@ -162,6 +164,7 @@ def is_fusible(node: fx.Node) -> bool:
     name = _name(node)
     is_torch = isinstance(node.target, torch._ops.OpOverload) or name == "dropout_sharded"
     whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS or name in _LOSSES
+    whole |= role_of(node) is Role.COLLECTIVE
     return is_torch and not whole and not is_view(node)
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
+from merak.graph.tensor_parallel.running_statistics import sharded_batch_norm
 from merak.ops.context_parallel import (
     token_cross_entropy,
     token_nll,
@@ -142,6 +143,11 @@ def _kernels(
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
     if node.target in _TOKEN_LOSSES:  # the number of labels of all ranks
         forward.append(Kernel(collective=("all_reduce", 8, str(node.args[-1]))))
+    if node.target is sharded_batch_norm:  # the running statistics of all channels
+        statistics = node.args[3]
+        assert isinstance(statistics, fx.Node)
+        (mean,) = outputs(statistics)
+        forward.append(Kernel(collective=("all_gather", 2 * mean.num_bytes, str(node.args[-1]))))
     if node.target in (vocab_parallel_cross_entropy, token_vocab_parallel_cross_entropy):
         target = node.args[1]
         assert isinstance(target, fx.Node)

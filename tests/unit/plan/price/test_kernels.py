@@ -12,6 +12,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
+from merak.graph.tensor_parallel.running_statistics import sharded_batch_norm
 from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.groups import groups_of
@@ -141,6 +142,20 @@ def test_collectives_over_tp_are_those_of_the_graph() -> None:
     assert price.backward_s == pytest.approx(5.0)
     assert pass_seconds(price.input_gradient) == pytest.approx(3.0)
     assert pass_seconds(price.weight_gradient) == pytest.approx(2.0)
+
+
+def test_ranks_with_some_channels_each_exchange_running_statistics() -> None:
+    block = Block()
+    (output,) = block.graph.find_nodes(op="output")
+    with block.graph.inserting_before(output):
+        statistics = [block.placeholder(n, Kind.BUFFER, (2 * WIDTH,)) for n in ("mean", "var")]
+        x = output.args[0][0]  # type: ignore[index]
+        args = (x, None, None, *statistics, 0.1, 1e-5, False, [2 * WIDTH], "tp")
+        normed = block.call(sharded_batch_norm, args, (ROWS, WIDTH))
+    output.args = ((normed,),)
+    found = segment_kernels(block.graph, FUSED, "cuda").forward
+    gathered = 2 * 4 * (2 * WIDTH)
+    assert [k.collective for k in found if k.collective] == [("all_gather", gathered, "tp")]
 
 
 def sequence_parallel_block() -> Block:
