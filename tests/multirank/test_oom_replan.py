@@ -157,7 +157,8 @@ def compare(
 
 CALL, PROPAGATE = "merak.engine.segments.run.call", "merak.engine.segments.run.propagate"
 BUFFER = "merak.engine.zero.fsdp.make_buffer"
-SUM = "merak.ops.collectives._all_reduce"
+# Sums in the forward, and those of gradients.
+SUM, SUM_BACK = "merak.ops.collectives._reduced", "merak.ops.collectives._all_reduce"
 
 
 def check(pool, degrees, faults, tmp_path, **options):
@@ -217,7 +218,7 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
 @pytest.mark.drains_tp
 def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
     options = (("zero", 3), ("sub_pipelining", "off"))
-    faults = [Fault(SUM, (1,), 10, options=options), Fault(BUFFER, (2,), 40, options=options)]
+    faults = [Fault(SUM, (1,), 5, options=options), Fault(BUFFER, (2,), 40, options=options)]
     check(pool, (2, 2, 1), faults, tmp_path)
 
 
@@ -226,19 +227,20 @@ def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
 def test_sums_over_tp_are_completed(pool, tmp_path):
     """Memory may run out between the sums of one segment, forward, backward or recomputing."""
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
-    faults = [Fault(SUM, (1,), n, options=off) for n in (1, 10, 25)]
+    faults = [Fault(SUM, (1,), n, options=off) for n in (1, 12)]
+    faults += [Fault(SUM_BACK, (1,), n, options=off) for n in (1, 8)]
     faults += [Fault(CALL, (0,), 9, options=off)]
     halves = "merak.engine.segments.run_sub_pipelined."
     faults += [Fault(f"{halves}start_all_reduce", (1,), n, options=on) for n in (1, 20)]
     faults += [Fault(f"{halves}propagate", (0,), 5, options=on)]
-    faults += [Fault(SUM, (0,), 12, schedule="zero_bubble_h1", options=off)]
+    faults += [Fault(SUM, (0,), 6, schedule="zero_bubble_h1", options=off)]
     check(pool, (1, 2, 1), faults, tmp_path)
 
 
 @pytest.mark.drains_tp
 def test_tensor_parallel_pipelines_run_the_step_again(pool, tmp_path):
     off = (("sub_pipelining", "off"),)
-    faults = [Fault(SUM, (3,), 14, options=off)]
+    faults = [Fault(SUM, (3,), 7, options=off), Fault(SUM_BACK, (3,), 5, options=off)]
     check(pool, (1, 2, 2), faults, tmp_path)
 
 

@@ -36,6 +36,7 @@ OURS = {
     "grouped_values",
     "grouped_values_rows",
     "grouped_mm_fallback_rows",
+    "sharded_batch_norm",
     "own_grouped_linear",
     "own_grouped_values",
     "_no_grad_trunc_normal_",
