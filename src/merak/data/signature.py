@@ -126,9 +126,11 @@ def _documents(positions: torch.Tensor) -> int:
 
     Few sizes make few programs, since each has one of its own.
     """
+    if positions.ndim != 2:
+        return 0
     begins = positions == 0
     goes_on = positions[:, 1:] == positions[:, :-1] + 1
-    if positions.ndim != 2 or not bool(begins[:, 0].all() and (begins[:, 1:] | goes_on).all()):
+    if not bool(begins[:, 0].all() and (begins[:, 1:] | goes_on).all()):
         return 0
     number, room = int(begins.sum()), _LEAST_DOCUMENTS
     while room < number:
