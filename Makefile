@@ -89,7 +89,7 @@ OLDEST := torch==2.11.* transformers==5.17.*
 NEWEST := torch transformers
 PAIRS ?= oldest newest
 COMPAT := runs/compat
-COMPAT_TESTS ?= $(addprefix tests/unit/,graph engine checkpoint trainer launch test_arguments.py) \
+COMPAT_TESTS ?= $(addprefix tests/unit/,graph ops engine checkpoint trainer launch test_arguments.py) \
 	$(addprefix tests/multirank/test_,parity.py trainer_arguments.py ranks.py check.py recipes.py)
 # In miniature on the CPU: what meets a GPU of that torch first.
 GPU_IN_SMALL := "gpu_first.py --parts reference pp-1f1b dp-zero1" "gpu.py --parts launches"

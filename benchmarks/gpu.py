@@ -39,6 +39,9 @@ def throughput(name: str, needs_s: float, limit_s: float) -> Part:
     return part(f"Throughput in bf16: {name}", measured, needs_s, limit_s)
 
 
+DOCUMENTS = partial(
+    gpu_pairs.throughput, name="Llama 8B", trainings=gpu_pairs.TRAININGS[:2], documents=8
+)
 COMPILED = partial(gpu_pairs.throughput, name="Llama 1B", trainings=gpu_pairs.COMPILED)
 
 PARTS: dict[str, Part] = {
@@ -48,6 +51,7 @@ PARTS: dict[str, Part] = {
     "profile": part("Speeds", gpu_parts.profile, 5.0, 20.0),
     "compiled": part("Throughput in bf16, compiled", COMPILED, 40.0, 80.0),
     "llama8b": throughput("Llama 8B", 35.0, 70.0),
+    "documents": part("Throughput in bf16: rows of eight documents", DOCUMENTS, 25.0, 60.0),
     "launches": part("Kernels of a step in bf16", gpu_pairs.launches, 30.0, 50.0),
     "offload": part("Offloaded activations", gpu_jobs.offload, 25.0, 50.0),
     "rehearsal": part("One rank of an 8B on h100:8", gpu_jobs.rehearsed, 50.0, 110.0),

@@ -2,8 +2,8 @@
 
 One process imports everything once and forks each part before CUDA is touched. Parts stand in the
 order of what is known least. Each writes its lines as they come, so that they survive a stop, and
-is left out, by name, when less time is left than it needs. Two ranks share one card over NCCL:
-NCCL_HOSTID makes them two hosts. What a part computes is compared with plain PyTorch on the same
+is left out, by name, when less time is left than it needs. Two or four ranks share one card over
+NCCL: NCCL_HOSTID makes each a host. What a part computes is compared with plain PyTorch on the same
 device. Ends with 1 if something failed. `make gpu-first` runs it; `--device cpu` runs it over gloo.
 """
 
@@ -26,7 +26,7 @@ import torch  # isort: skip
 BUDGET_S = 200.0
 """Time of all, imports included."""
 
-FIRST_LAYOUTS = ("pp-1f1b", "tp", "dp-zero1", "pp-interleaved", "pp-chimera", "dp-zero3")
+FIRST_LAYOUTS = ("pp-1f1b", "pp-interleaved", "pp-chimera", "pp-tp", "dp-zero1", "dp-zero3")
 
 
 def part(rows: Callable[[str, Path], Rows], needs_s: float, limit_s: float, **options: Any) -> Part:
@@ -36,7 +36,7 @@ def part(rows: Callable[[str, Path], Rows], needs_s: float, limit_s: float, **op
 
 def layouts(names: Iterable[str]) -> dict[str, Part]:
     return {
-        name: part(partial(parts.layout, name=name), 8.0, 30.0, ranks=parts.NUM_RANKS)
+        name: part(partial(parts.layout, name=name), 7.0, 30.0, ranks=parts.LAYOUTS[name].num_ranks)
         for name in names
     }
 
@@ -44,9 +44,9 @@ def layouts(names: Iterable[str]) -> dict[str, Part]:
 PARTS: dict[str, Part] = {
     "reference": part(parts.reference, 5.0, 30.0),
     **layouts(FIRST_LAYOUTS),
-    "precisions": part(parts.precisions, 15.0, 60.0),
-    "tests": part(parts.gpu_tests, 20.0, 90.0, needs_gpu=True),
+    "precisions": part(parts.precisions, 45.0, 80.0),
     **layouts(name for name in parts.LAYOUTS if name not in FIRST_LAYOUTS),
+    "tests": part(parts.gpu_tests, 15.0, 60.0, needs_gpu=True),
     "trainers": part(parts.trainers, 15.0, 60.0),
     "speeds": part(parts.speeds, 8.0, 30.0, needs_gpu=True),
 }
@@ -60,7 +60,7 @@ def page_parts(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_name = {found["name"]: found for found in results}
     shown = []
     ran = [by_name[name] for name in parts.LAYOUTS if name in by_name]
-    titles = ("Two ranks on one card over NCCL, beside one process", "Precisions", "Trainers")
+    titles = ("Ranks that share one card over NCCL, beside one process", "Precisions", "Trainers")
     rows = {
         "nccl": [layout_row(found) for found in ran],
         **{name: by_name[name]["rows"] for name in gpu_page.FIRST if name in by_name},

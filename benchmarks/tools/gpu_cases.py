@@ -38,11 +38,13 @@ class Case:
         architecture: as of `build_model`.
         size: sizes of the model and its batch.
         device: "cuda" or "cpu".
+        documents: that fill a row of tokens, told by positions that begin anew; 0 for none.
     """
 
     architecture: str
     size: Size
     device: str
+    documents: int = 0
 
     @property
     def tokens(self) -> int:
@@ -102,18 +104,24 @@ def sheet_of(device_name: str) -> str | None:
 
 
 class Repeated(Dataset[dict[str, torch.Tensor]]):
-    """A few random sequences over and over, with a mask as collators give, and labels like them."""
+    """A few random sequences over and over, with a mask as collators give, and labels like them.
 
-    def __init__(self, size: Size, num_different: int = 64) -> None:
+    Packed documents have positions instead of a mask.
+    """
+
+    def __init__(self, size: Size, documents: int = 0, num_different: int = 64) -> None:
         draws = torch.Generator().manual_seed(1)
         shape = (num_different, size.sequence)
         self.tokens = torch.randint(size.vocabulary, shape, generator=draws)
         self.length = 20_000 * size.batch * size.accumulation
+        self._further = {"attention_mask": torch.ones(size.sequence, dtype=torch.long)}
+        if documents:
+            positions = torch.arange(size.sequence) % (size.sequence // documents)
+            self._further = {"position_ids": positions}
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = self.tokens[index % len(self.tokens)]
-        mask = torch.ones_like(tokens)
-        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+        return {"input_ids": tokens, "labels": tokens, **self._further}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ Batch = dict[str, torch.Tensor]
 Weights = Mapping[str, torch.Tensor]
 
 ROOT = Path(__file__).resolve().parents[2]
-NUM_RANKS = 2
 STEPS, COUNT = 3, 4
 """Steps that are compared, and microbatches of a step."""
 
@@ -34,7 +34,7 @@ LIMIT = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LayoutCase:
-    """A job of two ranks.
+    """A job of some ranks on one card.
 
     Args:
         degrees: of `merak.init`.
@@ -50,19 +50,23 @@ class LayoutCase:
     resumes: bool = False
     architecture: str = "llama"
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the job; experts are spread over replicas."""
+        return math.prod(number for name, number in self.degrees.items() if name != "ep")
+
 
 LAYOUTS: Mapping[str, LayoutCase] = MappingProxyType(
     {
-        "pp-1f1b": LayoutCase({"pp": 2}, {"schedule": "1f1b"}),
+        "pp-1f1b": LayoutCase({"pp": 2}, {"schedule": "1f1b"}, resumes=True),
         "pp-interleaved": LayoutCase(
-            {"pp": 2}, {"schedule": "interleaved_1f1b"}, evaluates=True, architecture="gpt2"
+            {"pp": 4}, {"schedule": "interleaved_1f1b"}, evaluates=True, architecture="gpt2"
         ),
-        "pp-chimera": LayoutCase({"pp": 2}, {"schedule": "chimera"}),
-        "tp": LayoutCase({"tp": 2}),
+        "pp-chimera": LayoutCase({"pp": 4}, {"schedule": "chimera"}),
+        "pp-tp": LayoutCase({"pp": 2, "tp": 2}, {"schedule": "zero_bubble_v"}, architecture="gpt2"),
         "dp-zero1": LayoutCase({"dp": 2}, {"zero": 1}),
         "dp-zero3": LayoutCase({"dp": 2}, {"zero": 3}),
-        "pp-checkpoint": LayoutCase({"pp": 2}, {"schedule": "1f1b"}, resumes=True),
-        "pp-zero-bubble": LayoutCase({"pp": 2}, {"schedule": "zero_bubble_v"}, architecture="gpt2"),
+        "pp-dp-zero2": LayoutCase({"pp": 2, "dp": 2}, {"schedule": "1f1b", "zero": 2}),
         "ep": LayoutCase({"dp": 2, "ep": 2}, architecture="mixtral"),
         "cp": LayoutCase({"cp": 2}),
         "tp-sub-pipelined": LayoutCase({"tp": 2}, {"sub_pipelining": "on"}),
@@ -125,21 +129,28 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 # ---- plain PyTorch ----
 
 
-def plain(model: nn.Module, device: str, autocast: torch.dtype | None = None) -> list[float]:
+def plain(
+    model: nn.Module,
+    columns: Callable[[int], Batch],
+    device: str,
+    autocast: torch.dtype | None = None,
+) -> list[float]:
     """Train some steps with plain PyTorch, and leave the model trained; the losses."""
     model.to(device)
     optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler(device, enabled=autocast == torch.float16)
     losses = []
     for number in range(STEPS):
-        own = batch(number, device)
+        own = columns(number)
         total = torch.zeros((), device=device)
         for i in range(COUNT):
-            part = {name: column.chunk(COUNT)[i] for name, column in own.items()}
+            part = {name: column.chunk(COUNT)[i].to(device) for name, column in own.items()}
             with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
                 loss = model(**part).loss / COUNT
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.detach()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         losses.append(total.item())
     return losses
@@ -149,17 +160,17 @@ def reference(device: str, folder: Path) -> Rows:
     """What one process computes with plain PyTorch, for the layouts to be compared with."""
     for architecture in sorted({case.architecture for case in LAYOUTS.values()}):
         model = model_of(architecture)
-        losses = plain(model, device)
+        losses = plain(model, partial(batch, device=device), device)
         state = {name: p.detach().cpu() for name, p in model.named_parameters()}
         torch.save({"losses": losses, "weights": state}, folder / f"{architecture}.pt")
         yield {"model": architecture, "losses": rounded(losses)}
 
 
-# ---- two ranks ----
+# ---- several ranks ----
 
 
 def layout(device: str, folder: Path, name: str) -> Rows:
-    """Train on two ranks, and compare losses and weights with one process's."""
+    """Train on some ranks, and compare losses and weights with one process's."""
     import merak
 
     case = LAYOUTS[name]
@@ -212,7 +223,9 @@ def own_rows(mesh: Any, whole: Batch) -> Batch:
     return {name: column.chunk(mesh.dp)[mesh.dp_rank] for name, column in whole.items()}
 
 
-def compared(losses: list[float], weights: Weights, expected: Mapping[str, Any]) -> dict[str, Any]:
+def compared(
+    losses: list[float], weights: Weights, expected: Mapping[str, Any], limit: float = LIMIT
+) -> dict[str, Any]:
     """How far losses and weights are from one process's."""
     off_losses = max(abs(a / b - 1) for a, b in zip(losses, expected["losses"], strict=True))
     off_weights, worst = max(
@@ -224,7 +237,7 @@ def compared(losses: list[float], weights: Weights, expected: Mapping[str, Any])
         "weights off by": float(f"{off_weights:.1e}"),
         "worst": worst,
     }
-    if not max(off_losses, off_weights) < LIMIT:
+    if not max(off_losses, off_weights) < limit:
         row["failed"] = f"off by {off_losses:.1e} (losses), {off_weights:.1e} ({worst})"
     return row
 
@@ -250,109 +263,136 @@ def outside(device: str) -> dict[str, Any]:
 # ---- one rank ----
 
 
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A training of one rank in a precision.
+
+    Args:
+        autocast: to which plain PyTorch is compared; None for float32.
+        options: of `merak.parallelize`.
+        columns: more columns of the batch: positions of "documents" that fill the rows.
+        architecture: as of `LayoutCase`.
+        limit: most that losses and weights may be off.
+    """
+
+    autocast: torch.dtype | None = torch.bfloat16
+    options: Mapping[str, Any] = field(default_factory=dict)
+    columns: str = ""
+    architecture: str = "llama"
+    limit: float = 1e-2
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "float32": Precision(None, limit=1e-4),
+        "autocast": Precision(),
+        "autocast, documents": Precision(columns="documents", limit=2e-3),
+        "autocast, recompute": Precision(options={"recompute": "auto"}),
+        "autocast, offload": Precision(options={"offload_activations": "full"}),
+        "bfloat16 with masters": Precision(options={"master_weights": True}),
+        "float16": Precision(torch.float16),
+        "autocast, experts": Precision(architecture="mixtral"),
+        "bfloat16 with masters, experts": Precision(
+            options={"master_weights": True}, architecture="mixtral"
+        ),
+    }
+)
+
+
 def precisions(device: str, folder: Path) -> Rows:
-    """A Llama in each precision and with each way of saving activations, beside plain PyTorch."""
+    """A small model in each precision and with each way of saving activations, beside PyTorch."""
     import merak
 
-    half = torch.bfloat16
-    variants: dict[str, tuple[torch.dtype | None, dict[str, Any], float]] = {
-        "float32": (None, {}, 1e-4),
-        "autocast": (half, {}, 2e-2),
-        "autocast, recompute": (half, {"recompute": "full"}, 2e-2),
-        "autocast, recompute auto": (half, {"recompute": "auto", **room(device)}, 2e-2),
-        "autocast, offload": (half, {"offload_activations": "full"}, 2e-2),
-        "bfloat16 with masters": (half, {"master_weights": True}, 2e-2),
-        "autocast, mask": (half, {}, 2e-2),
-    }
     merak.init(device=device)
-    expected = {}
-    for autocast in (None, half):
-        model = model_of("llama")
-        losses = plain(model, device, autocast)
-        weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
-        expected[autocast] = {"losses": losses, "weights": weights}
-    for name, (autocast, options, limit) in variants.items():
+    for name, case in PRECISIONS.items():
         try:
-            yield {"variant": name} | precision(name, device, autocast, options, limit, expected)
+            yield {"variant": name} | precision(name, device, case)
         except Exception as error:
             traceback.print_exc()
             yield {"variant": name, "failed": f"{name}: {type(error).__name__}: {error}"[:300]}
 
 
-def room(device: str) -> dict[str, int]:
-    """A memory budget where the device does not tell its memory."""
-    return {} if device == "cuda" else {"memory_budget": 1 << 30}
+def columns_of(case: Precision, number: int, device: str) -> Batch:
+    """The whole batch of a step, with the columns of a case: positions are on the host."""
+    found = batch(number, device)
+    tokens = found["input_ids"]
+    if case.columns == "documents":
+        positions = torch.arange(SIZE.sequence).expand(len(tokens), -1)
+        begins = SIZE.sequence // 3 + torch.arange(len(tokens))[:, None]
+        found["position_ids"] = torch.where(positions < begins, positions, positions - begins)
+    return found
 
 
-def precision(
-    name: str,
-    device: str,
-    autocast: torch.dtype | None,
-    options: dict[str, Any],
-    limit: float,
-    expected: Mapping[torch.dtype | None, Mapping[str, Any]],
-) -> dict[str, Any]:
+def precision(name: str, device: str, case: Precision) -> dict[str, Any]:
     """Some steps in a precision, and how far they are from plain PyTorch's."""
     import merak
     from tools.gpu_trace import attention_of, starting
 
-    def columns(number: int) -> Batch:
-        found = batch(number, device)
-        if name.endswith("mask"):
-            found["attention_mask"] = torch.ones_like(found["input_ids"])
-        return found
-
-    model = model_of("llama")
-    stays = autocast
+    columns = partial(columns_of, case, device=device)
+    reference = model_of(case.architecture)
+    losses = plain(reference, columns, device, case.autocast)
+    weights = {name: p.detach().cpu() for name, p in reference.named_parameters()}
+    expected = {"losses": losses, "weights": weights}
+    options, stays = dict(case.options), case.autocast
+    model = model_of(case.architecture)
     if options.get("master_weights"):
         model, stays = model.to(torch.bfloat16), None
+    if options.get("recompute") == "auto" and device == "cpu":
+        options["memory_budget"] = 1 << 30  # this device does not tell its memory
     parallel = merak.parallelize(
         model, columns(0), num_microbatches=COUNT, optimizer=sgd, autocast=stays, **options
     )
     losses = [parallel.step(columns(number)).item() for number in range(STEPS)]
-    row = compared(losses, parallel.gather_state_dict(), expected[autocast])
-    row.pop("failed", None)
-    if max(row["losses off by"], row["weights off by"]) > limit:
-        row["failed"] = f"{name}: weights off by {row['weights off by']}, {row['worst']}"
+    row = compared(losses, parallel.gather_state_dict(), expected, case.limit)
     profiler = starting(device)
     parallel.step(columns(STEPS))
     if device == "cuda":
         torch.cuda.synchronize()
     profiler.stop()
-    return row | {"attention": attention_of(profiler)}
+    row["attention"] = attention_of(profiler)
+    if case.columns == "documents" and device == "cuda" and "documents" not in row["attention"]:
+        row["failed"] = f"{name}: attention is {row['attention']}, not inside documents"
+    return row
 
 
 def trainers(device: str, folder: Path) -> Rows:
-    """MerakTrainer beside transformers.Trainer, eager and compiled: the losses of some steps."""
+    """MerakTrainer beside transformers.Trainer, compiled for packed documents: losses of steps."""
     import transformers
 
     import merak
 
     merak.init(device=device)
-    tokens = [batch(number, "cpu") for number in range(4 * STEPS)]
-    data = [{name: column[0] for name, column in own.items()} for own in tokens]
     common: dict[str, Any] = {
         "max_steps": STEPS, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3, "bf16": True, "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "use_cpu": device == "cpu",
     }  # fmt: skip
-    expected: list[float] = []
-    for name, own, arguments, options in (
-        ("transformers", transformers.Trainer, transformers.TrainingArguments, {}),
-        ("merak", merak.MerakTrainer, merak.MerakArguments, {}),
-        ("merak, compiled", merak.MerakTrainer, merak.MerakArguments, {"torch_compile": True}),
+    expected: dict[str, list[float]] = {}
+    for name, is_own, columns, options in (
+        ("transformers", False, "", {}),
+        ("merak", True, "", {}),
+        ("transformers, documents", False, "documents", {}),
+        ("merak, documents, compiled", True, "documents", {"torch_compile": True}),
     ):
         started = time.perf_counter()
+        arguments = merak.MerakArguments if is_own else transformers.TrainingArguments
+        own = merak.MerakTrainer if is_own else transformers.Trainer
         args = arguments(output_dir=str(folder / "trainer"), **common, **options)
-        trainer = own(model=model_of("llama"), args=args, train_dataset=data)
+        trainer = own(model=model_of("llama"), args=args, train_dataset=samples(columns))
         trainer.train()
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        expected = expected or losses
+        right = expected.setdefault(columns, losses)
         row: dict[str, Any] = {"trainer": name, "losses": rounded(losses)}
         row["seconds"] = round(time.perf_counter() - started, 1)
-        if max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)) > 1e-3:
-            row["failed"] = f"{name}: losses {losses} where transformers has {expected}"
+        if max(abs(a / b - 1) for a, b in zip(losses, right, strict=True)) > 1e-3:
+            row["failed"] = f"{name}: losses {losses} where transformers has {right}"
         yield row
+
+
+def samples(columns: str) -> list[Batch]:
+    """Samples of a dataset, with more columns as of `Precision`."""
+    found = (columns_of(Precision(columns=columns), number, "cpu") for number in range(4 * STEPS))
+    return [{name: column[0] for name, column in own.items()} for own in found]
 
 
 def gpu_tests(device: str, folder: Path) -> Rows:

@@ -24,7 +24,17 @@ FIRST = ("nccl", "precisions", "trainers")
 
 ORDER = (
     *FIRST,
-    *("profile", "attention", "launches", "memory", "llama", "gpt2", "llama8b", "compiled"),
+    *(
+        "profile",
+        "attention",
+        "launches",
+        "memory",
+        "llama",
+        "gpt2",
+        "llama8b",
+        "documents",
+        "compiled",
+    ),
     *("offload", "rehearsal"),
 )
 """The order of all parts on the page."""

@@ -213,7 +213,9 @@ def make_trainer(training: Training, case: Case, folder: str) -> transformers.Tr
     model = built(case)
     if training.has_low_weights:
         model = model.to(torch.bfloat16)
-    made: transformers.Trainer = cls(model=model, args=args, train_dataset=Repeated(case.size))
+    made: transformers.Trainer = cls(
+        model=model, args=args, train_dataset=Repeated(case.size, case.documents)
+    )
     made.remove_callback(transformers.PrinterCallback)
     return made
 
@@ -245,11 +247,16 @@ def take(training: Training, case: Case, limit_s: float) -> Taken:
 
 
 def throughput(
-    device: str, limit_s: float, name: str, trainings: tuple[Training, ...] = TRAININGS
+    device: str,
+    limit_s: float,
+    name: str,
+    trainings: tuple[Training, ...] = TRAININGS,
+    documents: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Tokens per second of each training, and how they compare with transformers' first."""
     deadline = time.perf_counter() + limit_s
     architecture, case = case_of(device, name)
+    case = replace(case, documents=documents)
     base: Taken | None = None
     for training in trainings:
         row: dict[str, Any] = {"model": f"{name}, {case.size.layers} layers"}

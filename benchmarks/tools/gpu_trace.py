@@ -19,6 +19,7 @@ ATTENTION = {
     "cudnn": "_scaled_dot_product_cudnn_attention",
     "overrideable": "_scaled_dot_product_fused_attention_overrideable",
     "math": "_scaled_dot_product_attention_math",
+    "inside documents": "torch_attn::_varlen_attn",
 }
 """How torch computes attention, by what its operators' names begin with."""
 

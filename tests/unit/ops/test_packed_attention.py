@@ -15,7 +15,12 @@ from merak.data.signature import signature
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.operators import room_for_documents
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.ops.packed_attention import attend_packed, document_bounds, packed_obstacle
+from merak.ops.packed_attention import (
+    attend_packed,
+    document_bounds,
+    has_packed_kernel,
+    packed_obstacle,
+)
 from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence
 from merak.plan.cost.segment_memory import SegmentMemories
 from tests.unit.graph import families
@@ -146,3 +151,43 @@ def test_a_mask_that_hides_more_is_read() -> None:
 def test_what_the_kernel_takes(dtype: torch.dtype, features: int, obstacle: str) -> None:
     operands = [TensorMeta((2, 4, 8, features), dtype) for _ in range(3)]
     assert packed_obstacle(*operands) == obstacle
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("features", "queried", "read", "compiles"),
+    [(24, 4, 4, False), (64, 4, 2, True), (128, 4, 2, False)],
+)
+def test_the_kernel_of_documents_on_a_gpu(
+    features: int, queried: int, read: int, compiles: bool
+) -> None:
+    """Documents of one token, of a whole row, and across none; in bfloat16 beside float64."""
+    tokens, device = 256, torch.device("cuda")
+    torch.manual_seed(0)
+    begins = torch.zeros(3, tokens, dtype=torch.bool)
+    begins[:, 0] = True
+    begins[1, [1, 130]] = begins[2, torch.randperm(tokens)[:40]] = True
+    documents = begins.cumsum(-1).to(device)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    mask = same & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    shapes = [(3, heads, tokens, features) for heads in (queried, read, read)]
+    exact = [torch.randn(s, device=device, dtype=torch.float64).bfloat16().double() for s in shapes]
+    operands = [x.bfloat16().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    gradient = torch.randn(shapes[0], device=device).bfloat16()
+    whole = [exact[0], *(x.repeat_interleave(queried // read, 1) for x in exact[1:])]
+    expected = functional.scaled_dot_product_attention(*whole, mask, scale=0.3)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        key, value = (x.repeat_interleave(queried // read, 1) for x in (key, value))
+        return attend_packed(query, key, value, mask, room=64, scale=0.3)
+
+    assert has_packed_kernel(*(x.bfloat16() for x in whole), device_type="cuda")
+    found = (torch.compile(attend) if compiles else attend)(*operands)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, operands, gradient)),
+        (expected, *torch.autograd.grad(expected, exact, gradient.double())),
+        strict=True,
+    )
+    for own, right in pairs:
+        assert (own.double() - right).norm() < 1e-2 * right.norm()

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from merak.core.errors import TraceError
 from merak.core.storages import is_dense
@@ -96,6 +97,7 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
     """
     from transformers import masking_utils
 
+    positions: Any = WeakIdKeyDictionary()
     find_packed = masking_utils.find_packed_sequence_indices
     is_tracing: Callable[..., bool] = vars(masking_utils)["is_tracing"]
 
@@ -107,7 +109,10 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
         counted = position_ids.shape[0] == 1 or position_ids.stride(0) == 0
         if "position_ids" not in columns and counted:
             return None
-        return find_packed(position_ids)
+        found = find_packed(position_ids)
+        if found is not None:
+            positions[found] = position_ids
+        return found
 
     can_skip: Callable[..., bool] = masking_utils._ignore_causal_mask_sdpa
 
@@ -115,7 +120,7 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
         return can_skip(None if ones.ends(padding_mask) else padding_mask, *rest, **named)
 
     with (
-        _packed_masks(ones),
+        _packed_masks(ones, positions),
         mock.patch.multiple(
             masking_utils,
             _ignore_causal_mask_sdpa=can_skip_causal,
@@ -131,24 +136,37 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
 
 
 @contextmanager
-def _packed_masks(ones: KnownOnes) -> Iterator[None]:
+def _packed_masks(ones: KnownOnes, positions: Any) -> Iterator[None]:
     """Mark masks of causality and the documents of packed rows alone.
 
     Args:
         ones: knows for how many documents there must be room.
+        positions: by the documents' numbers that transformers has counted from them.
     """
     from transformers import masking_utils
 
-    separate = vars(masking_utils).get("packed_sequence_compatibility_function")
-    if separate is None:  # in older releases
-        yield
-        return
     rooms: dict[Any, int] = {}
-    sdpa_mask = masking_utils.sdpa_mask
+    documents: dict[Any, torch.Tensor] = {}
+    sdpa_mask, causal = masking_utils.sdpa_mask, masking_utils.causal_mask_function
+    of_documents, both = masking_utils.packed_sequence_mask_function, masking_utils.and_masks
+    separate = vars(masking_utils).get("packed_sequence_compatibility_function")
 
-    def separate_documents(function: Any, positions: torch.Tensor, *rest: Any) -> Any:
+    def numbered(numbers: torch.Tensor) -> Any:
+        found = of_documents(numbers)
+        if numbers in positions:
+            documents[found] = positions[numbers]
+        return found
+
+    def joined(*functions: Any) -> Any:
+        found = both(*functions)
+        if len(functions) == 2 and functions[0] is causal and functions[1] in documents:
+            rooms[found] = ones.documents(documents[functions[1]])
+        return found
+
+    def separated(function: Any, positions: torch.Tensor, *rest: Any) -> Any:
+        assert separate is not None
         found = separate(function, positions, *rest)
-        if function is masking_utils.causal_mask_function:
+        if function is causal:
             rooms[found] = ones.documents(positions)
         return found
 
@@ -159,10 +177,16 @@ def _packed_masks(ones: KnownOnes) -> Iterator[None]:
             return mask
         return MARK_PACKED(mask, room)
 
+    # Older releases join the two functions where newer ones have one of both.
+    replaced = (
+        {"packed_sequence_mask_function": numbered, "and_masks": joined}
+        if separate is None
+        else {"packed_sequence_compatibility_function": separated}
+    )
     known_masks = masking_utils.AttentionMaskInterface._global_mapping
     with (
         mock.patch.dict(known_masks, sdpa=mark_packed),
-        mock.patch.object(masking_utils, separate.__name__, separate_documents),
+        mock.patch.multiple(masking_utils, **replaced),
     ):
         yield
 
