@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import NamedTuple
 
 from merak.core.health.status import Wait, end_step
@@ -52,6 +53,7 @@ class Progress:
         # Statuses that the host has left and a device that runs behind it may not have: oldest
         # first.
         self.behind: deque[tuple[RankStatus, Mark]] = deque(maxlen=_MOST_BEHIND)
+        self._asking = Lock()  # of the watchdog's threads
         self._clock = clock
         self._start: Mark = 0.0
 
@@ -126,9 +128,10 @@ class Progress:
 
     def device_status(self) -> RankStatus | None:
         """The oldest status that a device running behind the host is still in; None if none."""
-        while self.behind:
-            status, mark = self.behind[0]
-            if not self._clock.is_past(mark):
-                return status
-            self.behind.popleft()
-        return None
+        with self._asking:
+            while self.behind:
+                status, mark = self.behind[0]
+                if not self._clock.is_past(mark):
+                    return status
+                self.behind.popleft()
+            return None

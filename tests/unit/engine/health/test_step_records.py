@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -122,6 +125,27 @@ def test_where_a_device_stands_behind_its_host() -> None:
     clock.passed = 7
     assert progress.device_status() is None
     assert not progress.behind
+
+
+def test_both_threads_of_a_watchdog_may_ask_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LateClock()
+    progress = Progress(clock, 1)
+    run_step(progress, 0)
+    marks = [mark for _, mark in progress.behind]
+    asked: list[int] = []
+    meeting = threading.Barrier(2)
+
+    def is_past(mark: int) -> bool:
+        asked.append(mark)
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(0.5)  # until the other one looks at the same mark, if it may
+        return True
+
+    monkeypatch.setattr(clock, "is_past", is_past)
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(progress.device_status) for _ in range(2)]
+    assert [one.result() for one in found] == [None, None]
+    assert len(marks) > 1 and asked == marks
 
 
 def test_where_a_host_stands() -> None:
