@@ -41,6 +41,12 @@ class ParameterShard:
         """How many different shards there are."""
         return self.degree // self.copies
 
+    @property
+    def is_even(self) -> bool:
+        """Whether it is one row of equal shards, a different one on each rank."""
+        splits = self.owner is None and self.copies == 1 and not self.whole
+        return splits and len(self.parts) == 1 and self.parts[0] % self.degree == 0
+
     def sizes(self, index: int) -> tuple[int, ...]:
         """Return the sizes along `dim` of the fused parts that rank `index` holds."""
         if self.owner is not None:
@@ -96,6 +102,34 @@ def join(shards: Sequence[torch.Tensor], shard: ParameterShard) -> torch.Tensor:
     if joined.shape[shard.dim] == size:
         return joined
     return joined.narrow(shard.dim, 0, size).contiguous()
+
+
+def take_all(whole: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """Cut the shards of all ranks out of a whole tensor, with one kernel at most where it can.
+
+    Args:
+        whole: is shared with the result where its shards lie one after another.
+        shard: how it is split.
+
+    Returns:
+        (rank, *shape of a shard), contiguous.
+    """
+    if not shard.is_even:
+        return torch.stack([take(whole, shard, rank) for rank in range(shard.degree)])
+    parts = (shard.degree, shard.parts[0] // shard.degree)
+    return whole.unflatten(shard.dim, parts).movedim(shard.dim, 0).contiguous()
+
+
+def join_all(shards: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """Join the shards of all ranks to the whole, the inverse of `take_all`.
+
+    Args:
+        shards: (rank, *shape of a shard); shared with the result where that needs no copy.
+        shard: how the whole is split.
+    """
+    if not shard.is_even:
+        return join(shards.unbind(0), shard)
+    return shards.movedim(0, shard.dim).flatten(shard.dim, shard.dim + 1)
 
 
 @dataclass(frozen=True, slots=True)

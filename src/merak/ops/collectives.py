@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
-from merak.core.shards import ParameterShard, join, take
+from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.ops.linear import linear, sends, with_gradient
 from merak.ops.sharded_saved import note_gathered
@@ -356,10 +356,10 @@ def _all_gather(
     if degree == 1:
         return tensor.clone()
     group = current_mesh().group(axis)
-    shards = tensor.new_empty((degree * tensor.shape[0], *tensor.shape[1:]))
+    shards = tensor.new_empty((degree, *tensor.shape))
     if group is not None:  # a mesh that is only pretended has none
-        all_gather(shards, tensor.contiguous(), group=group)
-    return join(shards.chunk(degree), ParameterShard(dim, parts, degree, whole, copies=copies))
+        all_gather(shards.flatten(0, 1), tensor.contiguous(), group=group)
+    return join_all(shards, ParameterShard(dim, parts, degree, whole, copies=copies))
 
 
 def _reduce_scatter(
@@ -368,7 +368,7 @@ def _reduce_scatter(
     shard = ParameterShard(dim, parts, axis_degree(axis))
     if shard.degree == 1:
         return tensor.clone(memory_format=torch.contiguous_format)
-    shards = torch.stack([take(tensor, shard, rank) for rank in range(shard.degree)])
+    shards = take_all(tensor, shard)
     own = torch.empty_like(shards[0])
     group = current_mesh().group(axis)
     if group is not None:  # a mesh that is only pretended has none

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from merak.core.mesh import current_mesh
-from merak.core.shards import ParameterShard, join, take
+from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import linear, sends
 from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
@@ -55,12 +55,12 @@ def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> to
     if degree == 1:
         return tensor.clone()
     mine, theirs = ParameterShard(*held, degree), ParameterShard(*wanted, degree)
-    sent = torch.stack([take(tensor, theirs, rank) for rank in range(degree)])
+    sent = take_all(tensor, theirs)
     received = torch.empty_like(sent)
     group = current_mesh().group(axis)
     if group is not None:  # a mesh that is only pretended has none
         dist.all_to_all_single(received, sent, group=group)
-    return join(received.unbind(0), mine)
+    return join_all(received, mine)
 
 
 _exchanged = linear(_all_to_all, _exchanged_back)

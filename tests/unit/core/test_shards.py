@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from merak.core.shards import ParameterShard, join, take
+from merak.core.shards import ParameterShard, join, join_all, take, take_all
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,35 @@ def test_what_one_rank_owns_is_empty_on_the_others(dim: int) -> None:
     assert [share.shape[dim] for share in shares] == [0, 3, 0]
     assert torch.equal(shares[1], whole)
     assert torch.equal(join(shares, shard), whole)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        ParameterShard(0, (8,), 4),
+        ParameterShard(1, (8,), 2),
+        ParameterShard(2, (8,), 4),
+        ParameterShard(1, (6, 2), 2),
+        ParameterShard(1, (7,), 2),
+        ParameterShard(1, (0,), 2),
+        ParameterShard(1, (8,), 4, copies=2),
+        ParameterShard(1, (6, 3), 3, whole=(1,)),
+    ],
+)
+@pytest.mark.parametrize("leading", [1, 3])
+def test_shards_of_all_ranks_at_once(shard: ParameterShard, leading: int) -> None:
+    shape = [leading, 2, 3]
+    shape[shard.dim] = sum(shard.parts)
+    whole = torch.rand(shape)
+    found = take_all(whole, shard)
+    assert found.is_contiguous()
+    each = [take(whole, shard, rank) for rank in range(shard.degree)]
+    assert torch.equal(found, torch.stack(each))
+    assert torch.equal(join_all(found, shard), whole)
+
+
+def test_shards_that_lie_one_after_another_are_not_copied() -> None:
+    whole, shard = torch.rand(1, 8, 3), ParameterShard(1, (8,), 4)
+    found = take_all(whole, shard)
+    assert found.data_ptr() == whole.data_ptr()
+    assert join_all(found, shard).data_ptr() == whole.data_ptr()
