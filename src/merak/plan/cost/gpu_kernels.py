@@ -141,10 +141,34 @@ def _attention(
             scale=scale,
         )
         return found[0]  # type: ignore[no-any-return]
+    if dropout_p and not is_causal and not enable_gqa:
+        return _products(query, key, value, attn_mask, dropout_p, scale)
     found = _aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return found[0]  # type: ignore[no-any-return]
+
+
+def _products(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float,
+) -> torch.Tensor:
+    """Attention by products of matrices, as torch's, whose dropout inside the CPU's would be.
+
+    Low precisions are computed in float32.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    queries, keys = (x.to(wide) * scale**0.5 for x in (query, key))
+    scores = queries @ keys.mT
+    if attn_mask is not None:
+        bias = attn_mask if attn_mask.dtype != torch.bool else _added(attn_mask, query)
+        scores = scores + bias
+    drawn = _dropout(_aten._safe_softmax.default(scores, -1), dropout_p, True)
+    return (drawn @ value.to(wide)).to(query.dtype)
 
 
 def _flash(
@@ -191,7 +215,7 @@ class AttentionKernel:
 
 
 def attention_kernel(
-    query: _Operand, key: _Operand, value: _Operand, mask: object, enable_gqa: bool
+    query: _Operand, key: _Operand, value: _Operand, mask: _Operand | None, enable_gqa: bool
 ) -> AttentionKernel:
     """The kernel that torch chooses for some operands of attention.
 
@@ -205,7 +229,7 @@ def attention_kernel(
     obstacle = _flash_obstacle(query, key, value, mask)
     if not obstacle:
         return AttentionKernel(FLASH)
-    if worse := _efficient_obstacle(query, key, value, enable_gqa):
+    if worse := _efficient_obstacle(query, key, value, mask, enable_gqa):
         return AttentionKernel(PRODUCTS, worse)
     return AttentionKernel(EFFICIENT, obstacle)
 
@@ -221,7 +245,13 @@ def _flash_obstacle(query: _Operand, key: _Operand, value: _Operand, mask: objec
     return "" if len(query.shape) == 4 else f"a query of {len(query.shape)} dims"
 
 
-def _efficient_obstacle(query: _Operand, key: _Operand, value: _Operand, enable_gqa: bool) -> str:
+def _efficient_obstacle(
+    query: _Operand, key: _Operand, value: _Operand, mask: _Operand | None, enable_gqa: bool
+) -> str:
+    if mask is not None and mask.requires_grad:
+        return "a mask that gets a gradient"
+    if mask is not None and len(mask.shape) not in (2, 4):
+        return f"a mask of {len(mask.shape)} dims"
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         return f"{query.shape[-3]} heads of queries over {key.shape[-3]} of keys"
     for size in (query.shape[-1], value.shape[-1]):
@@ -249,6 +279,7 @@ def attention_kernels(graph: fx.Graph) -> list[AttentionKernel]:
         given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | node.kwargs
         query, key, value = (given[n].meta["tensor"] for n in ("query", "key", "value"))
         mask, shares = given.get("attn_mask"), given.get("enable_gqa", False)
+        mask = mask.meta["tensor"] if isinstance(mask, fx.Node) else None
         if room_for_documents(node) and not packed_obstacle(query, key, value):
             found.append(AttentionKernel(PACKED))
             continue
@@ -286,12 +317,17 @@ def _bias(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> 
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
-        mask = zeros.masked_fill(~mask, -torch.inf)
+        mask = _added(mask, query)
     num_keys = key.shape[-2]
     if mask.shape[-1] % _ALIGNED_BYTES:
         mask = functional.pad(mask, (0, -mask.shape[-1] % _ALIGNED_BYTES))[..., :num_keys]
     return mask.expand(*query.shape[:2], query.shape[-2], num_keys)
+
+
+def _added(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """A boolean mask as what is added to the scores."""
+    zeros = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+    return zeros.masked_fill(~mask, -torch.inf)
 
 
 _KERNELS: Mapping[Any, Callable[..., Any]] = MappingProxyType(

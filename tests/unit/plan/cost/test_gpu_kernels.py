@@ -11,12 +11,20 @@ from torch.nn import functional
 
 from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.trace import trace
 from merak.ops.sharded_dropout import dropout_sharded
-from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence, kernels_of
+from merak.plan.cost.gpu_kernels import (
+    attention_kernel,
+    attention_kernels,
+    attention_sentence,
+    kernels_of,
+)
 from merak.plan.cost.optimizer_memory import measure_step
 from merak.plan.cost.segment_memory import SegmentMemories
+from tests.unit.graph import families
+from tests.unit.graph.stages import metas
 
 CPU = torch.device("cpu")
 SAMPLES, HEADS, TOKENS, SIZE = 2, 8, 128, 8
@@ -114,6 +122,65 @@ def test_the_kernel_follows_the_operands(shape, mask, dtype, kernel):
         found = functional.scaled_dot_product_attention(query, key, key, attn_mask=seen)
     assert found.shape == query.shape
     assert kernel in type(found.grad_fn).__name__
+
+
+@pytest.mark.parametrize(
+    ("shape", "learned", "kernel"),
+    [
+        ((1, 4, 16, 16), True, "products of matrices"),
+        ((1, 4, 16, 16), False, "memory-efficient"),
+        ((4, 16, 16), False, "products of matrices"),
+    ],
+)
+def test_a_mask_that_no_fused_kernel_takes(shape, learned, kernel):
+    """torch has none for a bias with a gradient, as T5's, nor for masks of 3 dims."""
+    query = TensorMeta((2, 4, 16, 8), torch.bfloat16, requires_grad=True)
+    bias = TensorMeta(shape, torch.bfloat16, requires_grad=learned)
+    assert attention_kernel(query, query, query, bias, False).name == kernel
+
+
+def saved_bytes_of_attention(device, drops):
+    """With a bias that gets a gradient, in bfloat16."""
+    meta = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
+    query, bias = torch.empty((2, 4, 16, 8), **meta), torch.empty((1, 4, 16, 16), **meta)
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found = functional.scaled_dot_product_attention(query, query, query, bias, drops)
+    assert found.dtype == torch.bfloat16
+    return sum(tensor.nbytes for tensor in saved.values())
+
+
+SCORES_OF_ONE, NUMBERS_OF_ONE = 2 * 4 * 16 * 16, 2 * 4 * 16 * 8
+
+
+def test_what_attention_by_products_saves_on_a_gpu():
+    """Scores and what dropout leaves of them in float32, and one byte a score of its mask."""
+    with kernels_of("cuda", CPU):
+        kept, dropped = (saved_bytes_of_attention("meta", drops) for drops in (0.0, 0.1))
+    assert kept == 4 * SCORES_OF_ONE + 3 * 4 * NUMBERS_OF_ONE
+    assert dropped == kept + (4 + 1) * SCORES_OF_ONE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drops", [0.0, 0.1])
+def test_what_attention_by_products_saves_is_what_a_gpu_saves(drops):
+    with kernels_of("cuda", CPU):
+        expected = saved_bytes_of_attention("meta", drops)
+    assert saved_bytes_of_attention("cuda", drops) == expected
+
+
+def test_t5_adds_what_it_learns_to_its_scores():
+    model = families.t5(1).to(torch.bfloat16)
+    columns = metas(families.batch_for("t5"))
+    graph = build_graph(GraphSource(model), columns, training=True)
+    found = [str(k) for segment in graph.segments for k in attention_kernels(segment.graph)]
+    reason = "since a mask that gets a gradient rules out memory-efficient attention"
+    assert found.count(f"products of matrices, {reason}") == 2
 
 
 def test_on_other_devices_nothing_changes():
