@@ -28,7 +28,7 @@ def charged(found, axis, kind):
         slow(19, "LlamaForCausalLM", {"sequence_parallel": True}),
         slow(19, "LlamaForCausalLM", {"recompute": "full"}),
         slow(19, "LlamaForCausalLM", {"recompute": "selective"}),
-        slow(9, "LlamaForCausalLM", {"offload": "full"}),
+        slow(9, "LlamaForCausalLM", {"offload_activations": "full"}),
         slow(3, "LlamaForCausalLM", {"schedule": "interleaved_1f1b", "pp": 2, "dp": 8}),
         slow(9, "LlamaForCausalLM", {"schedule": "zero_bubble_h1"}),
         slow(9, "LlamaForCausalLM", {"schedule": "zero_bubble_v", "pp": 2, "dp": 8}),
