@@ -170,11 +170,12 @@ class OptimizerParams:
 
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""
-        for item in self.items.values():
-            dtype = self._precision.reduce_dtype(item.parameter)
-            for leaf in (item.parameter, item.tensor):
-                if leaf.grad is None:
-                    leaf.grad_dtype = dtype
+        with torch._C.DisableTorchFunctionSubclass():  # which follows scripts, and takes its time
+            for item in self.items.values():
+                dtype = self._precision.reduce_dtype(item.parameter)
+                for leaf in (item.parameter, item.tensor):
+                    if leaf.grad is None:
+                        leaf.grad_dtype = dtype
 
     def take_gradients(self, loss_scale: float | torch.Tensor = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
@@ -198,20 +199,22 @@ class OptimizerParams:
         elif gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         gradients.clear()  # so that each goes as soon as it has been converted
-        for source, item in zip(sources, self.items.values(), strict=True):
-            gradient, source.grad = source.grad, None
-            if gradient is None or not item.tensor.numel() or not item.parameter.requires_grad:
-                continue
-            item.tensor.grad_dtype = item.tensor.dtype
-            item.tensor.grad = gradient.to(item.tensor.dtype)
+        with torch._C.DisableTorchFunctionSubclass():
+            for source, item in zip(sources, self.items.values(), strict=True):
+                gradient, source.grad = source.grad, None
+                if gradient is None or not item.tensor.numel() or not item.parameter.requires_grad:
+                    continue
+                item.tensor.grad_dtype = item.tensor.dtype
+                item.tensor.grad = gradient.to(item.tensor.dtype)
 
     def clear_gradients(self) -> None:
         """Clear all gradients; an optimizer's step then changes nothing."""
         if self._fsdp is not None:
             self._fsdp.take_gradients()
-        for item in self.items.values():
-            item.parameter.grad = None
-            item.tensor.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for item in self.items.values():
+                item.parameter.grad = None
+                item.tensor.grad = None
         self.start_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
