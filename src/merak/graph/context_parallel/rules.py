@@ -12,25 +12,24 @@ gathered keys and values).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from merak.graph.ir.einsum import einsum_labels
-from merak.graph.ir.operators import CROSS_ENTROPIES, MATMULS, NLL_LOSSES
+from merak.graph.ir.contractions import Operand, contraction
+from merak.graph.ir.operators import CROSS_ENTROPIES, DENSE_GEMMS, NLL_LOSSES
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
-    Operand,
     Operator,
     Placement,
     Shard,
     positive,
     shape_of,
 )
-from merak.graph.tensor_parallel.rules.gemm import matmul_labels
 from merak.ops import collectives
 from merak.ops.context_parallel import (
     attend_rows,
@@ -115,34 +114,17 @@ def _along(
     return Shard(own, parts or (shape_of(node)[own],))
 
 
-def matmul(op: Operator) -> Found:
-    """matmul, bmm of two activations, as attention is written with: scores, and sums of values."""
-    a, b = op.node.args[0], op.node.args[1]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    labels_a, labels_b, result = matmul_labels(shape_of(a), shape_of(b))
-    return _product(op, (a, labels_a), (b, labels_b), result)
-
-
-def baddbmm(op: Operator) -> Found:
-    """baddbmm of activations: scores with a bias."""
-    summand, a, b = op.arg("self"), op.arg("batch1"), op.arg("batch2")
-    result = ("batch", "row", "out")
-    left, right = (a, ("batch", "row", "in")), (b, ("batch", "in", "out"))
-    found = _product(op, left, right, result)
-    if found is None or not isinstance(found.output, Shard):
-        return found
-    need = _along(summand, found.output.dim, 3, found.output.parts)
-    return Decision(found.output, {**found.needs, summand: need}, becomes=found.becomes)
-
-
-def einsum(op: Operator) -> Found:
-    """einsum of two activations."""
-    args: Any = op.node.args
-    tensors, labels = args[1], einsum_labels(op.node)
-    if labels is None or len(tensors) != 2:
+def product(op: Operator) -> Found:
+    """Product of two activations, as attention is written with: scores, and sums of values."""
+    found = contraction(op.node)
+    if found is None or len(found.factors) != 2:
         return None
-    terms, result = labels
-    return _product(op, (tensors[0], terms[0]), (tensors[1], terms[1]), result)
+    decision = _product(op, *found.factors, found.result)
+    if decision is None or found.summand is None or not isinstance(decision.output, Shard):
+        return decision
+    (summand, _), placed = found.summand, decision.output
+    need = _along(summand, placed.dim, len(found.result), placed.parts)
+    return replace(decision, needs={**decision.needs, summand: need})
 
 
 def _product(op: Operator, a: Operand, b: Operand, result: Sequence[str | None]) -> Found:
@@ -346,9 +328,7 @@ def collective(op: Operator) -> Found:
 
 RULES: Mapping[str, Callable[[Operator], Found]] = {
     "scaled_dot_product_attention": attention,
-    **dict.fromkeys(MATMULS, matmul),
-    "baddbmm": baddbmm,
-    "einsum": einsum,
+    **dict.fromkeys(DENSE_GEMMS | {"einsum"}, product),
     "embedding": embedding,
     **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
     **dict.fromkeys(NLL_LOSSES, nll),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.einsum import Labels, einsum_labels
+from merak.graph.ir.contractions import Labels, contraction
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import (
@@ -137,12 +137,10 @@ def _batch_of(product: fx.Node, weights: Collection[fx.Node]) -> tuple[int, ...]
 
 
 def _terms(product: fx.Node) -> tuple[list[Labels], Labels]:
-    """The labels of a product's operands and of its result, as of an einsum."""
-    if family(product.target) != "einsum":
-        return [tuple("bmk"), tuple("bkn")], tuple("bmn")
-    found = einsum_labels(product)
+    """The labels of a product's operands and of its result."""
+    found = contraction(product)
     assert found is not None, f"{product} has an operand's letter twice"
-    return found
+    return [tuple(labels) for _, labels in found.factors], found.result
 
 
 def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) -> ExpertRegion:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -340,4 +340,3 @@ def is_opaque(target: Any) -> bool:
 
 
 Rule = Callable[[Operator], Decision]
-Operand = tuple[fx.Node, Sequence[str | None]]

@@ -14,20 +14,15 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.einsum import einsum_labels
+from merak.graph.ir.contractions import contraction
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import (
-    CONVOLUTIONS,
-    GEMM_OPERANDS,
     GEMMS,
-    GROUPED_GEMMS,
     MATMULS,
     NARROWS,
     RESHAPES,
-    SEPARATE_GEMMS,
     SPLITS,
-    TRANSPOSED_CONVOLUTIONS,
     family,
     weights_only,
 )
@@ -313,23 +308,11 @@ def _gemm_dims(
         weights: values that depend on parameters and buffers alone.
     """
     for user in node.users:
-        name = family(user.target)
-        is_weight = name in GEMM_OPERANDS and user.args[GEMM_OPERANDS[name].weight] is node
-        if user in weights and user.op == "call_function" and name not in GEMMS:
+        if user in weights and user.op == "call_function" and family(user.target) not in GEMMS:
             for result, own in _computed_dims(user, node, dims):
                 yield from _gemm_dims(result, own, weights)
-        elif name in CONVOLUTIONS | {"linear"} and is_weight:
-            yield dims[:1], dims[1:2]
-        elif name in TRANSPOSED_CONVOLUTIONS and is_weight:
-            yield dims[1:2], dims[:1]
-        elif name in MATMULS | GROUPED_GEMMS | {"addmm"} and is_weight:
-            yield dims[-1:], dims[-2:-1]
-        elif name == "einsum":
-            yield from _einsum_dims(user, node, dims)
-        elif name in SEPARATE_GEMMS:
-            yield (dims[:1], dims[1:2]) if user.args[4] else (dims[1:2], dims[:1])
-        elif name in MATMULS:
-            yield dims[-2:-1], dims[-1:]
+        else:
+            yield from _product_dims(user, node, dims)
 
 
 def _computed_dims(user: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[fx.Node, _Dims]]:
@@ -359,17 +342,25 @@ def _computed_dims(user: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[
     yield user, tuple(found)
 
 
-def _einsum_dims(product: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[_Dims, _Dims]]:
-    """Output and input dims of a weight in an einsum of two."""
-    tensors, labels = product.args[1], einsum_labels(product)
-    assert isinstance(tensors, (list, tuple))
-    if labels is None or len(tensors) != 2 or tensors[0] is tensors[1]:
+def _product_dims(product: fx.Node, node: fx.Node, dims: _Dims) -> Iterator[tuple[_Dims, _Dims]]:
+    """Output and input dims of a weight in a product."""
+    name = family(product.target)
+    found = contraction(product) if product.op == "call_function" else None
+    if found is None or name == "baddbmm":  # adapters of a stack of experts, which stays whole
         return
-    terms, result = labels
-    place = tensors.index(node)
-    own, other = terms[place], terms[1 - place]
-    outputs = [dims[i] for i, label in enumerate(own) if label in result and label not in other]
-    inputs = [dims[i] for i, label in enumerate(own) if label in other and label not in result]
+    nodes = [n for n, _ in found.factors]
+    if name == "einsum" and (len(nodes) != 2 or nodes[0] is nodes[1]):
+        return
+    (x, of_x), (weight, of_weight), *_ = found.factors
+    if x is node and name in MATMULS | {"einsum"} and weight is not node:
+        own, other = of_x, of_weight
+    elif node in nodes[1:]:
+        own, other = of_weight, of_x
+    else:
+        return
+    result, labels = found.result, list(zip(dims, own, strict=True))
+    outputs = (dim for dim, label in labels if label in result and label not in other)
+    inputs = (dim for dim, label in labels if label in other and label not in result)
     yield tuple(outputs), tuple(inputs)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import merak
 from merak.core.tensor_meta import TensorMeta
@@ -106,6 +108,39 @@ def test_weights_are_seen_through_views(view: str) -> None:
     if view not in ("squeeze", "flatten"):  # whose dims tensor parallelism does not follow
         (weight,) = (n for n in nodes if n.op == "placeholder" and n.meta["name"] == "weight")
         assert weight_dims(weight) == ((0, 1),)
+
+
+@pytest.mark.parametrize(
+    "multiply,expected",
+    [
+        (lambda x, w: torch.einsum("ab,cb->ac", x, w), ((0, 1),)),
+        (lambda x, w: torch.einsum("ab,bc->ac", x, torch.einsum("ab->ba", w)), ()),
+        (lambda x, w: torch.einsum("ab,bc,cb->ac", x, w.t(), w.t()), ()),
+        (lambda x, w: w @ x.t(), ((0, 1),)),
+        (lambda x, w: functional.linear(w, x), ()),  # a weight in the place of activations
+        (lambda x, w: torch.addmm(x.new_zeros(4), x, w), ((1, 0),)),
+    ],
+)
+def test_dims_of_weights_are_those_of_their_products(
+    multiply: Callable[..., torch.Tensor], expected: tuple[tuple[int, int], ...]
+) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return multiply(x, self.weight)
+
+    columns = {"x": TensorMeta((3, 4), torch.float32)}
+    graph = build_graph(GraphSource(Product()), columns, training=False)
+    (weight,) = (
+        node
+        for segment in graph.segments
+        for node in segment.graph.find_nodes(op="placeholder")
+        if node.meta["name"] == "weight"
+    )
+    assert weight_dims(weight) == expected
 
 
 @pytest.mark.parametrize("name", sorted(DROPOUTS))

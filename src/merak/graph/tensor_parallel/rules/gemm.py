@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.ir.einsum import einsum_labels
-from merak.graph.ir.operators import TRANSPOSED_CONVOLUTIONS, family
+from merak.graph.ir.contractions import Operand, contraction, matmul_labels
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
-    Operand,
     Operator,
     Placement,
     Shard,
@@ -26,8 +24,6 @@ from merak.graph.tensor_parallel.rules import experts
 from merak.ops.sharded_dropout import attend_sharded
 
 aten = torch.ops.aten
-
-Labels = tuple[str | None, ...]
 
 
 def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | None]) -> Decision:
@@ -42,11 +38,9 @@ def contract(op: Operator, operands: Sequence[Operand], result: Sequence[str | N
         The label that stays split decides: split results where it is among `result`, a partial sum
         where it is summed over. Whole operands with that label are sliced.
     """
-    split = {
-        node: (labels[placed.dim], placed)
-        for node, labels in operands
-        if isinstance(placed := op.placement(node), Shard)
-    }
+    of_each = dict(operands)
+    sharded = {node: placed for node, placed in op.sharded().items() if node in of_each}
+    split = {node: (of_each[node][placed.dim], placed) for node, placed in sharded.items()}
     label, lead = _leading_split(op, split, result)
     needs: dict[fx.Node, Placement] = {}
     for node, labels in operands:
@@ -79,31 +73,13 @@ def _leading_split(
     return label, placed[0]
 
 
-def linear(op: Operator) -> Decision:
-    """linear: the weight is (outputs, inputs)."""
-    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
-    rows: Labels = tuple(f"row{i}" for i in range(len(shape_of(x)) - 1))
-    result = (*rows, "out")
-    operands: list[Operand] = [
-        (x, (*rows, "in")),
-        (weight, ("out", "in")),
-    ]
-    if bias is None:
-        return contract(op, operands, result)
-    decision = contract(op, [*operands, (bias, ("out",)[: len(shape_of(bias))])], result)
-    return _with_bias(op, decision, bias)
-
-
-def addmm(op: Operator) -> Decision:
-    """addmm: the weight is (inputs, outputs)."""
-    bias, x, weight = op.arg("self"), op.arg("mat1"), op.arg("mat2")
-    operands: list[Operand] = [
-        (bias, _broadcast(bias, ("row", "out"))),
-        (x, ("row", "in")),
-        (weight, ("in", "out")),
-    ]
-    decision = contract(op, operands, ("row", "out"))
-    return _with_bias(op, decision, bias)
+def product(op: Operator) -> Decision:
+    """linear, addmm, matmul, baddbmm, einsum, …: by the labels of their operands' dims."""
+    found = contraction(op.node)
+    if found is None:
+        raise op.error(f"computes {op.node.args[0]!r}, which takes a diagonal")
+    decision = contract(op, found.operands, found.result)
+    return decision if found.summand is None else _with_bias(op, decision, found.summand[0])
 
 
 def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
@@ -113,14 +89,6 @@ def _with_bias(op: Operator, decision: Decision, bias: fx.Node) -> Decision:
     if isinstance(op.placement(bias), Shard):
         raise op.error("adds a split bias to a sum over the ranks")
     return replace(decision, needs={**decision.needs, bias: PARTIAL})
-
-
-def matmul(op: Operator) -> Decision:
-    """matmul, mm, bmm: leading dims broadcast."""
-    a, b = op.node.args[0], op.node.args[1]
-    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
-    labels_a, labels_b, result = matmul_labels(shape_of(a), shape_of(b))
-    return contract(op, [(a, labels_a), (b, labels_b)], result)
 
 
 def solve_triangular(op: Operator) -> Decision:
@@ -141,13 +109,15 @@ def grouped(op: Operator) -> Decision:
     x, weight, *rest = args
     if (len(shape_of(x)), len(shape_of(weight))) != (2, 3) or any(rest[1:]):
         raise op.error("multiplies groups in another form than rows by a stack of weights")
-    operands: list[Operand] = [(x, ("row", "in")), (weight, ("group", "in", "out"))]
     if isinstance(of_weight := op.placement(weight), Shard) and of_weight.dim == 0:
         return experts.grouped(op)
-    placed = [(labels, op.placement(n)) for n, labels in operands]
-    if any(isinstance(p, Shard) and labels[p.dim] in ("row", "group") for labels, p in placed):
+    return _of_whole_rows(op, x)
+
+
+def _of_whole_rows(op: Operator, x: fx.Node) -> Decision:
+    if isinstance(of_x := op.placement(x), Shard) and of_x.dim == 0:
         raise op.error("multiplies groups of rows that are split")
-    return contract(op, operands, ("row", "out"))
+    return product(op)
 
 
 def separate(op: Operator) -> Decision:
@@ -155,33 +125,18 @@ def separate(op: Operator) -> Decision:
     x, weights = op.arg("rows"), op.arg("weights")
     if experts.are_owned(op, weights):
         return experts.separate(op)
-    labels = ("out", "in") if op.arg("is_transposed") else ("in", "out")
-    if isinstance(of_x := op.placement(x), Shard) and of_x.dim == 0:
-        raise op.error("multiplies groups of rows that are split")
-    operands: list[Operand] = [(x, ("row", "in")), *((weight, labels) for weight in weights)]
-    return contract(op, operands, ("row", "out"))
+    return _of_whole_rows(op, x)
 
 
 def convolution(op: Operator) -> Decision:
-    """conv1d, conv2d, conv3d over whole pixels: the weight is (outputs, inputs, …).
-
-    That of their transposes, conv_transpose1d, …, is (inputs, outputs, …).
-    """
-    x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
+    """conv1d, conv2d, conv3d and their transposes, over whole pixels."""
+    x, weight = op.arg("input"), op.arg("weight")
     of_x = op.placement(x)
-    is_transposed = family(op.node.target) in TRANSPOSED_CONVOLUTIONS
     if op.arg("groups", 1) != 1 and not (isinstance(of_x, Shard) and of_x.dim == 0):
         return _grouped_convolution(op)
-    pixels = tuple(f"pixel{i}" for i in range(len(shape_of(x)) - 2))
-    kernel = tuple(f"kernel{i}" for i in range(len(pixels)))
-    sides = ("in", "out") if is_transposed else ("out", "in")
-    operands: list[Operand] = [(x, ("row", "in", *pixels)), (weight, (*sides, *kernel))]
     if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Shard)):
         raise op.error("convolves pixels that are split")
-    result = ("row", "out", *pixels)
-    if bias is None:
-        return contract(op, operands, result)
-    return _with_bias(op, contract(op, [*operands, (bias, ("out",))], result), bias)
+    return product(op)
 
 
 def _grouped_convolution(op: Operator) -> Decision:
@@ -213,55 +168,6 @@ def _grouped_convolution(op: Operator) -> Decision:
     }
     after = Shard(1, tuple(n * outputs for n in parts), lead.origin)
     return Decision(after, needs, **op.replace(groups=op.local(groups)))
-
-
-def baddbmm(op: Operator) -> Decision:
-    """baddbmm: the summand is added to products that are split along the batch."""
-    summand, a, b = op.arg("self"), op.arg("batch1"), op.arg("batch2")
-    result = ("batch", "row", "out")
-    operands: list[Operand] = [
-        (summand, _broadcast(summand, result)),
-        (a, ("batch", "row", "in")),
-        (b, ("batch", "in", "out")),
-    ]
-    decision = contract(op, operands, result)
-    if decision.output == PARTIAL:
-        raise op.error("adds to products that are summed over a split dim")
-    return decision
-
-
-def einsum(op: Operator) -> Decision:
-    """einsum of operands without diagonals."""
-    tensors, labels = op.node.args[1], einsum_labels(op.node)
-    assert isinstance(tensors, (list, tuple))
-    if labels is None:
-        raise op.error(f"computes {op.node.args[0]!r}, which takes a diagonal")
-    terms, result = labels
-    operands = [(n, _broadcast(n, term)) for n, term in zip(tensors, terms, strict=True)]
-    return contract(op, operands, result)
-
-
-def _broadcast(node: fx.Node, result: Sequence[str | None]) -> Labels:
-    """The last labels of `result` for an operand; None for dims of size 1, which broadcast."""
-    shape = shape_of(node)
-    labels = tuple(result)[len(result) - len(shape) :]
-    return tuple(None if size == 1 else label for size, label in zip(shape, labels, strict=True))
-
-
-def matmul_labels(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Labels, Labels, Labels]:
-    """Labels of the dims of two matrices, or stacks of them, and of their product."""
-    num_batch = max(len(a), len(b)) - 2
-    names = [f"batch{i}" for i in range(max(num_batch, 0))]
-
-    def batch(shape: tuple[int, ...]) -> Labels:
-        lead = shape[:-2]
-        found = names[len(names) - len(lead) :]
-        return tuple(None if size == 1 else name for size, name in zip(lead, found, strict=True))
-
-    labels_a = (*batch(a), "row", "in") if len(a) > 1 else ("in",)
-    labels_b = (*batch(b), "in", "out") if len(b) > 1 else ("in",)
-    result = (*names, *labels_a[-2:-1], *(labels_b[-1:] if len(b) > 1 else ()))
-    return labels_a, labels_b, result
 
 
 def attention(op: Operator) -> Decision:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
+from merak.graph.ir.contractions import contraction
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import (
     CONVOLUTIONS,
+    LINEARS,
     MATMULS,
     RESHAPES,
     SAME_VALUES,
@@ -30,7 +31,6 @@ from merak.graph.tensor_parallel.placement import (
     Operator,
     PartlySharded,
     Placement,
-    Rule,
     Shard,
     positive,
     shape_of,
@@ -89,10 +89,7 @@ def _same_parts(rule: Callable[[Operator], Decision]) -> Callable[[Operator], De
 
 def _product(op: Operator) -> Decision:
     """linear, addmm, matmul, mm: the parts are outputs of the weight."""
-    args: Any = op.node.args
     _, placed = _operand(op)
-    name = family(op.node.target)
-    bias = op.arg("bias") if name == "linear" else args[0] if name == "addmm" else None
     alone = op
     for node in op.node.all_input_nodes:
         if isinstance(found := op.raw(node), PartlySharded):
@@ -100,13 +97,14 @@ def _product(op: Operator) -> Decision:
                 raise op.error("combines fused parts of different sizes")
             split = Shard(found.dim, found.parts, found.origin)
             alone = replace(alone, placements={**alone.placements, node: split})
-    decision = _PRODUCTS[name](replace(alone, degree=1))
+    decision = gemm.product(replace(alone, degree=1))
     output = decision.output
     if not isinstance(output, Shard) or output.parts != placed.parts:
         raise op.error("sums over fused parts of which only some are split")
     needs: dict[fx.Node, Placement] = dict.fromkeys(op.node.all_input_nodes, REPLICATE_PARTIAL_GRAD)
     needs |= {n: p for n in needs if isinstance(p := op.raw(n), PartlySharded)}
-    if bias is not None and bias not in (n for n in needs if isinstance(op.raw(n), PartlySharded)):
+    own = contraction(op.node)
+    if own and own.summand and not isinstance(op.raw(bias := own.summand[0]), PartlySharded):
         needs[bias] = replace(placed, dim=0)
     return Decision(replace(placed, dim=output.dim), needs)
 
@@ -228,15 +226,9 @@ def _as_it_lies(op: Operator) -> Decision:
     return Decision(_operand(op)[1])
 
 
-_PRODUCTS: Mapping[str, Rule] = {
-    "linear": gemm.linear,
-    "addmm": gemm.addmm,
-    # The parts may be a dim of the batch in bmm: its other operand would need the same parts.
-    **dict.fromkeys(MATMULS - {"bmm"}, gemm.matmul),
-}
-
 _FAMILIES: Sequence[tuple[Callable[[Operator], Decision], Collection[str]]] = (
-    (_product, _PRODUCTS),
+    # The parts may be a dim of the batch in bmm: its other operand would need the same parts.
+    (_product, LINEARS | MATMULS - {"bmm"}),
     (_same_parts(views.transpose), TRANSPOSES | {"unsqueeze"}),
     (_same_parts(views.squeeze), ("squeeze",)),
     (_view, RESHAPES),

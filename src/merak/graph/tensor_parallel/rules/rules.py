@@ -17,11 +17,11 @@ from merak.graph.ir.operators import (
     COPIES,
     CROSS_ENTROPIES,
     CUMULATIVE,
+    DENSE_GEMMS,
     EXPANDS,
     FILLS_LIKE,
     FILLS_NEW,
     GROUPED_GEMMS,
-    MATMULS,
     MIRRORS,
     NARROWS,
     NLL_LOSSES,
@@ -164,11 +164,7 @@ def _getitem(op: Operator) -> Decision:
 
 
 _FAMILIES: dict[Rule, Collection[str]] = {
-    gemm.linear: ("linear",),
-    gemm.addmm: ("addmm",),
-    gemm.matmul: MATMULS,
-    gemm.baddbmm: ("baddbmm",),
-    gemm.einsum: ("einsum",),
+    gemm.product: DENSE_GEMMS | {"einsum"},
     gemm.solve_triangular: ("linalg_solve_triangular",),
     gemm.grouped: GROUPED_GEMMS,
     gemm.separate: SEPARATE_GEMMS,

@@ -17,7 +17,7 @@ import sympy  # type: ignore[import-untyped]
 from torch import fx
 
 from merak.core.errors import ShardError
-from merak.graph.ir.einsum import einsum_labels
+from merak.graph.ir.contractions import contraction
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.operators import (
     GROUPED_GEMMS,
@@ -199,13 +199,12 @@ def _dims_of(node: fx.Node, dims: tuple[int, ...]) -> Iterator[int | None]:
 
 def _batch_letter(user: fx.Node, node: fx.Node, dims: tuple[int, ...]) -> int | None:
     """The dim of an einsum's weight that both factors and the result have."""
-    found, tensors = einsum_labels(user), user.args[1]
-    assert isinstance(tensors, (list, tuple))
-    if found is None or len(tensors) != 2 or len(dims) != 3:
+    found = contraction(user)
+    if found is None or len(found.factors) != 2 or len(dims) != 3:
         return None
-    terms, result = found
-    own = terms[tensors.index(node)]
-    shared = [label for label in own if all(label in term for term in (*terms, result))]
+    own = next(labels for n, labels in found.factors if n is node)
+    every = [found.result, *(labels for _, labels in found.factors)]
+    shared = [label for label in own if label and all(label in labels for labels in every)]
     return dims[own.index(shared[0])] if len(shared) == 1 else None
 
 
