@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -36,6 +36,7 @@ from merak.graph.ir.operators import (
     room_for_documents,
 )
 from merak.graph.trace.opaque.operator import cost_of
+from merak.ops.sharded_dropout import dropout_sharded
 from merak.plan.cost.efficiency import AttentionShape, ProductShape
 
 
@@ -70,42 +71,29 @@ class NodeWork:
     backward: tuple[Work, ...] = ()
 
 
-_LOSSES = CROSS_ENTROPIES | {"vocab_parallel_cross_entropy"}
-_FUNCTIONS_BOTH_WAYS = ACTIVATIONS | _LOSSES | {"cos", "log_softmax", "sin"}
-_FUNCTIONS = _FUNCTIONS_BOTH_WAYS | {"erf", "exp", "log", "logsumexp", "sigmoid", "softmax", "tanh"}
-"""Operators that evaluate a function for every element, all of them forward."""
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """Kernels of an operator, where it is not enough to read and write all tensors once each way.
 
-_RANDOM = DROPOUTS | {"bernoulli"}
+    Args:
+        work: makes them, of the node and the device type; None for what all others share.
+        is_fusible: whether a compiler makes one kernel of it and its neighbours.
+        functions: of how many ways, the forward first, a function as exp is evaluated for every
+            element in.
+        passes: over the largest input beyond one, each way.
+        draws: whether a random bit is drawn for every element.
+        gradient: what its backward does with the gradient: hand it "on", unless an operand was
+            broadcast; keep what a random "mask" did; "change" it, by no operand; or "scale" it, by
+            no operand but a second tensor. "" where it reads the operands.
+    """
 
-_EXTRA_PASSES: Mapping[str, tuple[int, int]] = MappingProxyType(
-    {
-        # Log-probabilities are written and read; their sparse gradient is written, then spread.
-        "cross_entropy_loss": (2, 2),
-        # Shifted logits are written and read, twice; the gradient is computed in place.
-        "vocab_parallel_cross_entropy": (4, 2),
-        # Statistics first; the weight's gradient is a second pass.
-        "batch_norm": (1, 2),
-        "layer_norm": (0, 2),
-    }
-)
-"""Passes over the largest input beyond one each way: (forward, backward)."""
+    work: Callable[[fx.Node, str], NodeWork] | None = None
+    is_fusible: bool = True
+    functions: int = 0
+    passes: tuple[int, int] = (0, 0)
+    draws: bool = False
+    gradient: str = ""
 
-_GRADIENT_PASSES_ON = frozenset(("add", "sub", "clone", "contiguous"))
-"""Operators whose backward hands the gradient on, unless an operand was broadcast."""
-
-_SCALED = frozenset(("mul", "div"))
-"""Operators whose backward reads no input where the other operand is a number."""
-
-_MASKED = DROPOUTS | {"dropout_sharded"}
-
-_LINEAR = _GRADIENT_PASSES_ON | _MASKED | CONVERSIONS | {"neg", "sum", "mean", "masked_fill"}
-
-_SPECIAL = frozenset(
-    "einsum bilinear opaque_call embedding vocab_parallel_embedding "
-    "vocab_parallel_cross_entropy".split()
-)
-_SPECIAL |= ATTENTIONS | SEPARATE_GEMMS
-"""Operators with work of their own kind."""
 
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
 
@@ -161,27 +149,26 @@ def is_fusible(node: fx.Node) -> bool:
     Args:
         node: an operator of torch, with shapes in its meta.
     """
-    name = _name(node)
-    is_torch = isinstance(node.target, torch._ops.OpOverload) or name == "dropout_sharded"
-    whole = name in GEMM_OPERANDS or name in _SPECIAL or name in RNNS or name in _LOSSES
-    whole |= role_of(node) is Role.COLLECTIVE
-    return is_torch and not whole and not is_view(node)
+    is_torch = isinstance(node.target, torch._ops.OpOverload) or node.target is dropout_sharded
+    is_whole = not _kernels_of(node).is_fusible or role_of(node) is Role.COLLECTIVE
+    return is_torch and not is_whole and not is_view(node)
 
 
 def is_linear(node: fx.Node) -> bool:
     """Whether the backward of a fusible operator reads no input of its forward but a mask."""
+    gradient = _kernels_of(node).gradient
     others = [source for source in node.all_input_nodes if outputs(source)]
-    return _name(node) in _LINEAR or (_name(node) in _SCALED and len(others) == 1)
+    return len(others) == 1 if gradient == "scale" else bool(gradient)
 
 
 def hands_gradient_on(node: fx.Node) -> bool:
     """Whether an input's gradient is the output's, the same tensor."""
-    return is_view(node) or _name(node) in _GRADIENT_PASSES_ON
+    return is_view(node) or _kernels_of(node).gradient == "on"
 
 
 def draws_mask(node: fx.Node) -> bool:
     """Whether an operator draws a random mask, a byte an element, which its backward reads."""
-    return _name(node) in _MASKED and not is_view(node)
+    return _kernels_of(node).gradient == "mask" and not is_view(node)
 
 
 def tensors(value: Any) -> tuple[TensorMeta, ...]:
@@ -201,23 +188,12 @@ def outputs(node: fx.Node) -> tuple[TensorMeta, ...]:
 def _work(node: fx.Node, name: str, device_type: str) -> NodeWork:
     if _does_nothing(node, name):
         return NodeWork((), _view_backward(node, name))
-    if name in GEMM_OPERANDS:
-        return _product(node, name)
-    special: dict[str, Callable[[fx.Node], NodeWork]] = {
-        "einsum": _einsum,
-        "bilinear": lambda node: _contraction(
-            node, ("...i", "oij", "...j"), [node.args[n] for n in (0, 2, 1)]
-        ),
-        "opaque_call": _opaque_call,
-        **dict.fromkeys(SEPARATE_GEMMS, _separate_products),
-        "embedding": _embedding,
-        "vocab_parallel_embedding": _embedding,
-        **dict.fromkeys(ATTENTIONS, lambda node: _attention(node, device_type)),
-        "dropout_sharded": _dropout_sharded,
-    }
-    if name in special:
-        return special[name](node)
-    return _recurrent(node) if name in RNNS else _elementwise(node, name)
+    kernels = _kernels_of(node)
+    return _elementwise(node, kernels) if kernels.work is None else kernels.work(node, device_type)
+
+
+def _kernels_of(node: fx.Node) -> _Kernels:
+    return _KERNELS.get(_name(node), _Kernels())
 
 
 def _name(node: fx.Node) -> str:
@@ -284,11 +260,12 @@ def _view_backward(node: fx.Node, name: str) -> tuple[Work, ...]:
 # Matrix products
 
 
-def _product(node: fx.Node, name: str) -> NodeWork:
+def _product(node: fx.Node, _: str) -> NodeWork:
+    name = _name(node)
     operands = GEMM_OPERANDS[name]
     first, second = _tensor(node.args[operands.x]), _tensor(node.args[operands.weight])
     bias = None if operands.bias is None else _tensor(_argument(node, operands.bias, "bias"))
-    (out, *_) = outputs(node)
+    out = outputs(node)[0]
     assert first is not None and second is not None
     flops = 2.0 * _size(out) * first.shape[-1]
     if name.startswith("conv"):
@@ -305,7 +282,7 @@ def _product(node: fx.Node, name: str) -> NodeWork:
     return NodeWork((product,), tuple(backward))
 
 
-def _separate_products(node: fx.Node) -> NodeWork:
+def _separate_products(node: fx.Node, _: str) -> NodeWork:
     """A product for every group of rows, each with a weight of its own."""
     x, (out,) = _tensor(node.args[0]), outputs(node)
     weights = [_tensor(weight) for weight in node.args[1]]  # type: ignore[union-attr]
@@ -341,10 +318,14 @@ def _product_shape(second: TensorMeta, out: TensorMeta, flops: float) -> Product
     return ProductShape(m, n, max(round(flops / 2 / max(batch * m * n, 1)), 1), max(batch, 1))
 
 
-def _einsum(node: fx.Node) -> NodeWork:
+def _einsum(node: fx.Node, _: str) -> NodeWork:
     equation, factors = str(node.args[0]).replace(" ", ""), node.args[1]
     assert isinstance(factors, list | tuple)
     return _contraction(node, equation.partition("->")[0].split(","), factors)
+
+
+def _bilinear(node: fx.Node, _: str) -> NodeWork:
+    return _contraction(node, ("...i", "oij", "...j"), [node.args[n] for n in (0, 2, 1)])
 
 
 def _contraction(node: fx.Node, terms: Sequence[str], factors: Sequence[Any]) -> NodeWork:
@@ -361,7 +342,7 @@ def _contraction(node: fx.Node, terms: Sequence[str], factors: Sequence[Any]) ->
     return NodeWork((product,), (product,) * len(_gradients(tuple(metas))))
 
 
-def _recurrent(node: fx.Node) -> NodeWork:
+def _recurrent(node: fx.Node, _: str) -> NodeWork:
     """A recurrent layer: every weight is multiplied with every token, one after another."""
     tokens = _tensor(node.args[0])
     assert tokens is not None
@@ -419,7 +400,7 @@ def _causal_fraction(num_queries: int, num_keys: int) -> float:
 # Everything else
 
 
-def _opaque_call(node: fx.Node) -> NodeWork:
+def _opaque_call(node: fx.Node, _: str) -> NodeWork:
     """An opaque call: the products found when it was probed, and its operands read once."""
     read, written = _inputs(node), outputs(node)
     typed = next((m for m in (*written, *read) if m.dtype.is_floating_point), None)
@@ -435,7 +416,7 @@ def _opaque_call(node: fx.Node) -> NodeWork:
     return NodeWork((forward,), (Work(gradients + saved_bytes, 2 * flops, dtype),))
 
 
-def _embedding(node: fx.Node) -> NodeWork:
+def _embedding(node: fx.Node, _: str) -> NodeWork:
     """A look-up; its backward fills a gradient of the whole table, without any product."""
     table, indices = _tensor(node.args[0]), _tensor(node.args[1])
     (rows,) = outputs(node)
@@ -443,7 +424,7 @@ def _embedding(node: fx.Node) -> NodeWork:
     return NodeWork((Work(_num_bytes(indices) + 2 * rows.num_bytes),), scatter)
 
 
-def _dropout_sharded(node: fx.Node) -> NodeWork:
+def _dropout_sharded(node: fx.Node, _: str) -> NodeWork:
     """Dropout by the rank's slice of a pattern that every rank draws whole."""
     (x,) = outputs(node)
     layout = _argument(node, 3, "layout")
@@ -455,22 +436,53 @@ def _dropout_sharded(node: fx.Node) -> NodeWork:
     return NodeWork((pattern, mask, passes), (passes,))
 
 
-def _elementwise(node: fx.Node, name: str) -> NodeWork:
+def _elementwise(node: fx.Node, kernels: _Kernels) -> NodeWork:
     read, written = _inputs(node), outputs(node)
     largest = max((*read, *written), key=_size, default=None)
     elements = 0 if largest is None else _size(largest)
-    extra = _EXTRA_PASSES.get(name, (0, 0))
-    extra_bytes = [passes * _num_bytes(largest) for passes in extra]
+    extra_bytes = [passes * _num_bytes(largest) for passes in kernels.passes]
     forward = Work(
         _num_bytes(*read, *written) + extra_bytes[0],
-        functions=elements if name in _FUNCTIONS else 0.0,
-        randoms=elements if name in _RANDOM else 0.0,
+        functions=elements if kernels.functions else 0.0,
+        randoms=elements if kernels.draws else 0.0,
     )
-    if name in _GRADIENT_PASSES_ON:
+    if kernels.gradient == "on":
         reduced = [meta for meta in _gradients(read) if _size(meta) < elements]
         return NodeWork((forward,), tuple(Work(_num_bytes(meta, *written)) for meta in reduced))
     backward = Work(
         _num_bytes(*read, *written, *_gradients(read)) + extra_bytes[1],
-        functions=elements if name in _FUNCTIONS_BOTH_WAYS else 0.0,
+        functions=elements if kernels.functions > 1 else 0.0,
     )
     return NodeWork((forward,), (backward,))
+
+
+def _table(*rows: tuple[Iterable[str], _Kernels]) -> Mapping[str, _Kernels]:
+    return MappingProxyType({name: kernels for names, kernels in rows for name in names})
+
+
+_KERNELS = _table(
+    (GEMM_OPERANDS, _Kernels(_product, False)),
+    (SEPARATE_GEMMS, _Kernels(_separate_products, False)),
+    (RNNS, _Kernels(_recurrent, False)),
+    (ATTENTIONS, _Kernels(_attention, False)),
+    (("einsum",), _Kernels(_einsum, False)),
+    (("bilinear",), _Kernels(_bilinear, False)),
+    (("opaque_call",), _Kernels(_opaque_call, False)),
+    (("embedding", "vocab_parallel_embedding"), _Kernels(_embedding, False)),
+    # Log-probabilities are written and read; their sparse gradient is written, then spread.
+    (CROSS_ENTROPIES, _Kernels(None, False, functions=2, passes=(2, 2))),
+    # Shifted logits are written and read, twice; the gradient is computed in place.
+    (("vocab_parallel_cross_entropy",), _Kernels(None, False, functions=2, passes=(4, 2))),
+    # Statistics first; the weight's gradient is a second pass.
+    (("batch_norm",), _Kernels(passes=(1, 2))),
+    (("layer_norm",), _Kernels(passes=(0, 2))),
+    (ACTIVATIONS | {"cos", "log_softmax", "sin"}, _Kernels(functions=2)),
+    ("erf exp log logsumexp sigmoid softmax tanh".split(), _Kernels(functions=1)),
+    (DROPOUTS, _Kernels(draws=True, gradient="mask")),
+    (("dropout_sharded",), _Kernels(_dropout_sharded, gradient="mask")),
+    (("bernoulli",), _Kernels(draws=True)),
+    (("add", "sub", "clone", "contiguous"), _Kernels(gradient="on")),
+    (("mul", "div"), _Kernels(gradient="scale")),
+    (CONVERSIONS | {"neg", "sum", "mean", "masked_fill"}, _Kernels(gradient="change")),
+)
+"""The one entry of every operator that has any."""
