@@ -14,8 +14,8 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.linear import linear, sends
-from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
+from merak.ops.linear import Sent, linear, sends
+from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
 """(dim, parts): what is split, as of `merak.ops.collectives.gather_from`."""
@@ -66,6 +66,11 @@ def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> to
 _exchanged = linear(_all_to_all, _exchanged_back)
 
 
+def _number_of_labels(*args: Any) -> Sent:
+    return (("all_reduce", 8, args[-1]),)
+
+
+@sends(inside=_number_of_labels)
 def token_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -98,6 +103,11 @@ def token_cross_entropy(
     return total / _weight_of(target, logits.shape[1], weight, ignore_index, axis).to(total.dtype)
 
 
+def _both_sent(_: Any, target: Any, *how: Any) -> Sent:
+    return *_number_of_labels(*how), *sums_of_positions(target, how[-3], how[-2][2])
+
+
+@sends(inside=_both_sent)
 def token_vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -124,6 +134,7 @@ def token_vocab_parallel_cross_entropy(
     return total / _weight_of(target, layout[1], weight, ignore_index, axis).to(total.dtype)
 
 
+@sends(inside=_number_of_labels)
 def token_nll(
     log_probabilities: torch.Tensor,
     target: torch.Tensor,

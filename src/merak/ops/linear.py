@@ -11,12 +11,17 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _own(own: int, *arguments: Any) -> int:
     return own
+
+
+Sent = tuple[tuple[str, int, str], ...]
+"""Kind, bytes and axis of collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,8 @@ class Sends:
             rank's tensors, before and behind, and of all arguments, with metadata of tensors.
         is_repeated: whether the backward runs the forward's once more.
         counts: whether it sends numbers of rows alone, which are its result.
+        inside: what a forward with work of its own sends amid that, of all arguments, with metadata
+            of tensors; None where that is nothing.
     """
 
     there: str | None = None
@@ -37,10 +44,11 @@ class Sends:
     size: Callable[..., int] = _own
     is_repeated: bool = False
     counts: bool = False
+    inside: Callable[..., Sent] | None = None
 
 
 SENDS: dict[Any, Sends] = {}
-"""Functions that change what a tensor is on the ranks of an axis, and what they send."""
+"""Functions of tensors on the ranks of an axis, and what they send."""
 
 
 def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Callable[[F], F]:
@@ -51,6 +59,14 @@ def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Ca
         return function
 
     return noted
+
+
+def sent_inside(target: Any, args: Any) -> Sent:
+    """What an operator's forward sends amid its work, by the arguments of its node."""
+    sent = SENDS.get(target)
+    if sent is None or sent.inside is None:
+        return ()
+    return sent.inside(*fx.map_arg(args, lambda node: node.meta["tensor"]))
 
 
 def linear(

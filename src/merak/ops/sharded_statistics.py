@@ -14,9 +14,18 @@ import torch
 from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree
 from merak.ops.flat_collectives import all_gather
+from merak.ops.linear import Sent, sends
 from merak.ops.vocab_parallel import all_reduce_sum
 
 
+def _moments_sent(values: Any, dims: Sequence[int], count: int, axis: str) -> Sent:
+    """So many numbers of float32 for each position of the other dims."""
+    taken = {dim % len(values.shape) for dim in dims}
+    positions = math.prod(n for dim, n in enumerate(values.shape) if dim not in taken)
+    return (("all_reduce", 4 * count * positions, axis),)
+
+
+@sends(inside=lambda x, *how: _moments_sent(x, _last(how[-2]), 2, how[-1]))
 def sharded_layer_norm(
     values: torch.Tensor,
     weight: torch.Tensor | None,
@@ -44,6 +53,7 @@ def sharded_layer_norm(
     return result
 
 
+@sends(inside=lambda x, *how: _moments_sent(x, _last(how[-2]), 1, how[-1]))
 def sharded_rms_norm(
     values: torch.Tensor, weight: torch.Tensor | None, eps: float | None, num_dims: int, axis: str
 ) -> torch.Tensor:
@@ -66,6 +76,7 @@ def sharded_rms_norm(
     return result
 
 
+@sends(inside=lambda x, _, dim, axis: (("all_reduce", 4 * x.shape[dim], axis),))
 def sharded_weight_norm(
     weight: torch.Tensor, norms: torch.Tensor, dim: int, axis: str
 ) -> torch.Tensor:
@@ -87,6 +98,7 @@ def sharded_weight_norm(
     return unit * (norms / math.sqrt(_count(weight, dims, axis)))
 
 
+@sends(inside=lambda x, dims, *how: _moments_sent(x, dims, 2, how[-1]))
 def sharded_var(
     values: torch.Tensor, dims: Sequence[int], correction: float, keepdim: bool, axis: str
 ) -> torch.Tensor:
@@ -105,6 +117,7 @@ def sharded_var(
     return _spread(values, dims, (correction, False, axis), keepdim)
 
 
+@sends(inside=lambda x, dims, *how: _moments_sent(x, dims, 2, how[-1]))
 def sharded_std(
     values: torch.Tensor, dims: Sequence[int], correction: float, keepdim: bool, axis: str
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.linear import with_gradient
+from merak.ops.linear import Sent, sends, with_gradient
 
 Layout = tuple[int, int, str]
 """(dim, whole size, axis): what is split, and over which axis."""
@@ -67,6 +67,13 @@ def vocab_parallel_embedding(
     return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
 
 
+def sums_of_positions(target: Any, smoothing: float, axis: str) -> Sent:
+    """What `vocab_parallel_cross_entropy` sends inside: maxima, then sums, of float32."""
+    size = 4 * math.prod(target.shape)
+    return ("all_reduce", size, axis), ("all_reduce", (3 if smoothing else 2) * size, axis)
+
+
+@sends(inside=lambda _, target, *how: sums_of_positions(target, how[-2], how[-1][2]))
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

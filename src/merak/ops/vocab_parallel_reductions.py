@@ -6,11 +6,13 @@ What losses written by hand are made of. Classes beyond the size are padding, as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from merak.ops.linear import Sent, sends
 from merak.ops.vocab_parallel import (
     Layout,
     all_reduce_sum,
@@ -100,6 +102,14 @@ def vocab_parallel_nll(
     return losses.sum() / weights.sum() if reduction == 1 else losses.sum()
 
 
+def _maxima_and_sums(values: Any, *how: Any) -> Sent:
+    """What is sent for the normaliser of each position, of float32."""
+    dim, _, axis = how[-1]
+    size = 4 * math.prod(values.shape) // values.shape[dim]
+    return (("all_reduce", size, axis),) * 2
+
+
+@sends(inside=_maxima_and_sums)
 def vocab_parallel_log_softmax(
     logits: torch.Tensor, dtype: torch.dtype | None, layout: Layout
 ) -> torch.Tensor:
@@ -118,6 +128,7 @@ def vocab_parallel_log_softmax(
     return result
 
 
+@sends(inside=_maxima_and_sums)
 def vocab_parallel_logsumexp(logits: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
     """Logarithm of the summed exponentials of all classes.
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.graph.context_parallel.rules import COLLECTIVES
 from merak.graph.ir.operators import (
     CONVERSIONS,
     CUMULATIVE,
@@ -37,17 +38,8 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.graph.tensor_parallel.rules.rules import decide
-from merak.ops.collectives import (
-    copy_to,
-    leave_partial_grad,
-    reduce_from,
-    replicate_to_partial,
-)
 from merak.ops.context_parallel import inverse_permutation
 from merak.ops.expert_rows import enter_experts, leave_experts, pick_expert_rows
-
-EACH_ELEMENT = (copy_to, reduce_from, leave_partial_grad, replicate_to_partial)
-"""Collectives that send every element by itself."""
 
 
 class Meaning(Enum):
@@ -329,10 +321,12 @@ def _picked(op: Operator, own: Own) -> Found:
     return Decision(op.placement(experts), needs), Arranged(Meaning.EXPERT_ROWS, _sort_of(own))
 
 
-def _each_element(op: Operator, own: Own) -> Found:
+def _collective(op: Operator, own: Own) -> Found:
     """Collectives of tensor parallel ranks, which have the same rows."""
-    (arranged,) = own.values()
-    return Decision(op.placement(op.node.args[0])), arranged
+    (arranged,), placed = own.values(), op.placement(op.node.args[0])
+    if isinstance(placed, Shard) and op.arg("dim") == placed.dim:
+        return None
+    return Decision(placed), arranged
 
 
 def _summed_back(op: Operator, own: Own) -> Found:
@@ -363,6 +357,6 @@ _RULES: Mapping[str, Callable[[Operator, Own], Found]] = {
     enter_experts.__name__: _rotated(Meaning.ROWS, Meaning.EXPERT_ROWS),
     leave_experts.__name__: _rotated(Meaning.EXPERT_ROWS, Meaning.ROWS),
     pick_expert_rows.__name__: _picked,
-    **{function.__name__: _each_element for function in EACH_ELEMENT},
+    **dict.fromkeys(COLLECTIVES, _collective),
 }
 """Operators that make, use or undo an order; others work on each row."""

@@ -40,6 +40,9 @@ from merak.ops.context_parallel import (
 from merak.ops.linear import SENDS
 from merak.ops.sharded_dropout import attend_sharded
 
+COLLECTIVES = [f.__name__ for f in SENDS if f.__module__ == collectives.__name__]
+"""Names of the functions that change what a tensor is on the ranks of another axis."""
+
 Found = Decision | None
 """None where the rules of tensor parallelism are to decide."""
 
@@ -183,17 +186,6 @@ def _to_tokens(op: Operator, a: Operand, b: Operand, result: Sequence[str | None
     return Decision(Shard(list(result).index(label), placed.parts), needs, becomes=tokens)
 
 
-def embedding(op: Operator) -> Found:
-    """embedding of a rank's tokens."""
-    indices = op.arg("indices")
-    placed = op.placement(indices)
-    if not isinstance(placed, Shard) or op.placement(op.arg("weight")) != REPLICATE:
-        return None
-    if op.arg("scale_grad_by_freq", False):
-        raise op.error("divides gradients by how often a row is looked up")
-    return Decision(placed)
-
-
 def cross_entropy(op: Operator) -> Found:
     """cross_entropy_loss of a rank's tokens."""
     logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
@@ -205,7 +197,7 @@ def cross_entropy(op: Operator) -> Found:
         return _unreduced(op, needs, reduction, target)
     smoothing = op.arg("label_smoothing", 0.0)
     args = (logits, target, weight, ignored, smoothing, op.axis)
-    return Decision(PARTIAL, needs, token_cross_entropy, args, {}, sums=(1,))
+    return Decision(PARTIAL, needs, token_cross_entropy, args, {})
 
 
 def nll(op: Operator) -> Found:
@@ -218,7 +210,7 @@ def nll(op: Operator) -> Found:
     if reduction != 1:
         return _unreduced(op, needs, reduction, target)
     args = (operand, target, weight, ignored, op.axis)
-    return Decision(PARTIAL, needs, token_nll, args, {}, sums=(1,))
+    return Decision(PARTIAL, needs, token_nll, args, {})
 
 
 def _loss_needs(
@@ -315,7 +307,7 @@ def vocab_parallel_loss(op: Operator) -> Found:
         op.arg("layout"),
     )
     args = (logits, target, weight, ignored, smoothing, layout, op.axis)
-    return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {}, sums=(1,))
+    return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {})
 
 
 def collective(op: Operator) -> Found:
@@ -329,15 +321,13 @@ def collective(op: Operator) -> Found:
 RULES: Mapping[str, Callable[[Operator], Found]] = {
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(DENSE_GEMMS | {"einsum"}, product),
-    "embedding": embedding,
     **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
     **dict.fromkeys(NLL_LOSSES, nll),
     **dict.fromkeys(("topk", "sort", "argsort"), topk),
     "one_hot": one_hot,
     "index": index,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
-    "vocab_parallel_embedding": embedding,
     "vocab_parallel_cross_entropy": vocab_parallel_loss,
-    **{f.__name__: collective for f in SENDS if f.__module__ == collectives.__name__},
+    **dict.fromkeys(COLLECTIVES, collective),
 }
 """Families to the rules that decide before those of tensor parallelism."""

@@ -11,7 +11,7 @@ Source: Merak (IEEE TPDS), section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -23,9 +23,9 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.mutation import has_mutable_schema, mutated_arguments
+from merak.graph.tensor_parallel.conversion import Step
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
-    REPLICATE_PARTIAL_GRAD,
     Decision,
     Operator,
     Partial,
@@ -33,9 +33,9 @@ from merak.graph.tensor_parallel.placement import (
     ResultPlacement,
     Shard,
     is_opaque,
-    local_meta,
 )
-from merak.graph.tensor_parallel.rules.elementwise import elementwise
+from merak.graph.tensor_parallel.propagate import Propagation
+from merak.graph.tensor_parallel.rewrite import Rewriter
 from merak.graph.tensor_parallel.rules.rules import decide
 from merak.graph.tensor_parallel.search.cost import has_gradient
 from merak.ops.sharded_dropout import attend_sharded, dropout_sharded
@@ -237,8 +237,7 @@ def _decide(op: Operator) -> Decision:
         _refuse_writes(op)
     if is_opaque(op.node.target) and not op.sharded() and any(map(has_gradient, operands)):
         raise op.error("has a backward of its own, which must see the whole gradient")
-    rule = _MORE_RULES.get(str(op.node.target))
-    decision = rule(op) if rule is not None else decide(op)
+    decision = decide(op)
     placed = decision.output if isinstance(decision.output, tuple) else (decision.output,)
     if decision.then or any(isinstance(p, Partial) for p in placed):
         raise op.error("sums over the samples of a microbatch")
@@ -268,97 +267,51 @@ def _refuse_writes(op: Operator) -> None:
             raise op.error("writes a buffer of the model")
 
 
-def _embedding(op: Operator) -> Decision:
-    """embedding: one row of the weight per index."""
-    weight, indices = op.arg("weight"), op.arg("indices")
-    placed = op.placement(indices)
-    if op.arg("scale_grad_by_freq", False):
-        raise op.error("counts how often a row is looked up for all samples of a microbatch")
-    if op.placement(weight) != REPLICATE or not isinstance(placed, Shard):
-        return decide(op)
-    return Decision(placed, {weight: REPLICATE_PARTIAL_GRAD})
+class _Writer(Rewriter):
+    """Rewriter of a segment's graph for one sub-microbatch, which reads its rows of whole values.
 
-
-def _split_elementwise(op: Operator) -> Decision:
-    return elementwise(op) if op.sharded() else decide(op)
-
-
-_MORE_RULES: dict[str, Callable[[Operator], Decision]] = {
-    "aten.where.Scalar": _split_elementwise,
-    "aten.where.ScalarOther": _split_elementwise,
-    "aten.where.ScalarSelf": _split_elementwise,
-    "aten.embedding.default": _embedding,
-}
-
-
-class _Writer:
-    """Rewriter of a segment's graph for one sub-microbatch."""
+    Args:
+        layout: where the samples are.
+    """
 
     def __init__(self, layout: SamplePlacements) -> None:
-        self.placements = layout.placements
-        self.decisions = layout.decisions
         self.sub_microbatch = layout.sub_microbatch
-        self.graph = fx.Graph()
-        self.env: dict[fx.Node, fx.Node] = {}
-        self.narrowed: dict[tuple[fx.Node, int], fx.Node] = {}
+        propagation = Propagation(layout.placements, layout.decisions)
+        super().__init__(propagation, layout.sub_microbatch.degree)
 
-    def run(self, graph: fx.Graph) -> fx.Graph:
-        """Graph of the sub-microbatch."""
-        for node in graph.nodes:
-            if node.op == "output":
-                self.graph.output(fx.map_arg(node.args[0], lambda n: self.env[n]))
-                continue
-            if node.op == "call_function":
-                self.env[node] = self.operator(node, self.decisions[node])
-            else:
-                self.env[node] = self.graph.node_copy(node, lambda n: self.env[n])
-            local = local_meta(
-                node.meta["tensor"], self.placements[node], self.sub_microbatch.degree
-            )
-            self.env[node].meta = {**node.meta, "tensor": local}
-        return self.graph
+    def enter(self, node: fx.Node) -> None:
+        """Nothing: the gradients of sub-microbatches are summed as those of microbatches are."""
+
+    def leave(self, output: fx.Node) -> None:
+        """Results, as they are."""
+        self.graph.output(fx.map_arg(output.args[0], lambda n: self.env[n]))
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
-        """Operator on the sub-microbatch's rows, as decided."""
-
-        def operand(n: fx.Node) -> fx.Node:
-            need = decision.needs.get(n)
-            if isinstance(need, Shard) and not isinstance(self.placements[n], Shard):
-                return self.rows_of(n, need.dim)
-            return self.env[n]
-
+        """Operator on the sub-microbatch's rows, dropout by its rows of the mask."""
         target = decision.target or node.target
+        if target not in _DROPPING:
+            return super().operator(node, decision)
         args = node.args if decision.args is None else decision.args
         kwargs = dict(node.kwargs if decision.kwargs is None else decision.kwargs)
-        if target in _DROPPING:
-            args, kwargs = self.own_rows(target, args, kwargs, node)
-        assert callable(target)
-        return self.graph.call_function(
-            target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand)
-        )
-
-    def rows_of(self, node: fx.Node, dim: int) -> fx.Node:
-        """The sub-microbatch's rows of a value that it reads whole otherwise."""
-        if (node, dim) not in self.narrowed:
-            meta = node.meta["tensor"]
-            new = self.graph.call_function(
-                aten.narrow.default,
-                (self.env[node], dim, *self.sub_microbatch.rows(meta.shape[dim])),
-            )
-            local = local_meta(meta, Shard(dim, ()), self.sub_microbatch.degree)
-            new.meta = {**node.meta, "tensor": local}
-            self.narrowed[node, dim] = new
-        return self.narrowed[node, dim]
-
-    def own_rows(
-        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: fx.Node
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Dropout by the sub-microbatch's rows of the mask, not by rank."""
-        placed = self.placements[node]
+        placed = self.propagation.placements[node]
         assert isinstance(placed, Shard)
         whole = node.meta["tensor"].shape[placed.dim]
-        rows = (placed.dim, self.sub_microbatch.rows(whole)[0], whole)
+        kwargs["rows"] = (placed.dim, self.sub_microbatch.rows(whole)[0], whole)
         if target is dropout_sharded:
-            operand, p, train, _ = args
-            return (operand, p, train, None), {"rows": rows}
-        return args, {**kwargs, "layout": None, "rows": rows}
+            args = (*args[:3], None)
+        else:
+            kwargs["layout"] = None
+        return super().operator(node, replace(decision, args=args, kwargs=kwargs))
+
+    def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:
+        """The value, or the sub-microbatch's rows of one that is whole."""
+        placed = self.propagation.placements[node]
+        is_narrowed = isinstance(need, Shard) and not isinstance(placed, Shard)
+        return super().convert(node, need) if is_narrowed else self.env[node]
+
+    def conversion(self, node: fx.Node, placed: Placement, need: Placement) -> fx.Node:
+        """The sub-microbatch's rows of a value."""
+        assert isinstance(need, Shard)
+        rows = self.sub_microbatch.rows(node.meta["tensor"].shape[need.dim])
+        step = Step(placed, aten.narrow.default, (need.dim, *rows))
+        return self.insert(step, self.env[node], node, need)

@@ -17,6 +17,7 @@ from merak.core.shards import shard_size
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import Role, custom_operator
 from merak.graph.ir.operators import family, is_known
+from merak.ops.linear import sent_inside
 
 AXIS = "tp"
 """The mesh axis that tensor parallelism splits over."""
@@ -122,7 +123,6 @@ class Decision:
         kwargs: its keyword arguments; None keeps them.
         then: operators applied to the reduced result one after another, each with further
             arguments; the result is a partial sum before, and replicated after.
-        sums: how many numbers the ranks sum inside the operator, once for each all-reduce.
         becomes: placement that the result gets at once; None for `output`.
     """
 
@@ -132,8 +132,12 @@ class Decision:
     args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] | None = None
     then: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
-    sums: tuple[int, ...] = ()
     becomes: Placement | None = None
+
+    @property
+    def sums(self) -> tuple[int, ...]:
+        """How many numbers of float32 each collective inside the operator sums."""
+        return tuple(size // 4 for _, size, _ in sent_inside(self.target, self.args))
 
     @property
     def result(self) -> ResultPlacement:
@@ -231,6 +235,16 @@ class Operator:
                 f"splits a size of {size}, which {self.axis}={self.degree} does not divide"
             )
         return size // self.degree
+
+    def ranks(self) -> str:
+        """The axis of the ranks, for an operator that must exchange numbers over it.
+
+        Raises:
+            ShardError: they are none, but parts of a microbatch.
+        """
+        if not isinstance(self.degree, int):
+            raise self.error("must see all samples of a microbatch")
+        return self.axis
 
     def error(self, what: str, fix: str = "") -> ShardError:
         """A sentence that names the operator, the user's line, and what to do."""

@@ -20,6 +20,7 @@ from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     REPLICATE_PARTIAL_GRAD,
     Decision,
+    Degree,
     Placement,
     local_meta,
     need_of,
@@ -56,11 +57,11 @@ class Rewriter:
 
     Args:
         propagation: what becomes of the operators.
-        degree: the number of ranks.
+        degree: the number of ranks; or of times that a part of unequal ones is in the whole.
         axis: the mesh axis that they lie along.
     """
 
-    def __init__(self, propagation: Propagation, degree: int, axis: str = AXIS) -> None:
+    def __init__(self, propagation: Propagation, degree: Degree, axis: str = AXIS) -> None:
         self.propagation = propagation
         self.degree = degree
         self.axis = axis
@@ -102,7 +103,7 @@ class Rewriter:
         """Metadata of a rank's share of a value."""
         placed = self.propagation.placements[node]
         local = local_meta(node.meta["tensor"], placed, self.degree)
-        return {**node.meta, "tensor": local, "origin": node.name}
+        return {"origin": node.name, **node.meta, "tensor": local}
 
     def operator(self, node: fx.Node, decision: Decision) -> fx.Node:
         """Operator on this rank's shards, and the steps that complete its result."""
@@ -157,7 +158,7 @@ class Rewriter:
     ) -> fx.Node:
         """New node for an old one."""
         new = self.graph.call_function(target, args, kwargs)
-        new.meta = {**origin.meta, "origin": origin.name}
+        new.meta = {"origin": origin.name, **origin.meta}
         return new
 
     def convert(self, node: fx.Node, need: Placement | None) -> fx.Node:

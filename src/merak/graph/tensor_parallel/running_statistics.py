@@ -8,6 +8,7 @@ import torch
 
 from merak.graph.ir.custom_operators import Role, register
 from merak.ops.collectives import gather_from, local_slice
+from merak.ops.linear import sends
 
 aten = torch.ops.aten
 
@@ -59,3 +60,5 @@ sharded_batch_norm = register(
     _sharded_batch_norm,
     is_deterministic=True,
 )
+# the running statistics of all channels
+sends(inside=lambda *a: (("all_gather", 2 * a[3].num_bytes, a[-1]),))(sharded_batch_norm)

@@ -15,14 +15,7 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
-from merak.graph.tensor_parallel.running_statistics import sharded_batch_norm
-from merak.ops.context_parallel import (
-    token_cross_entropy,
-    token_nll,
-    token_vocab_parallel_cross_entropy,
-)
-from merak.ops.linear import SENDS, Sends
-from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
+from merak.ops.linear import SENDS, Sends, sent_inside
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import Work, is_view, node_work, outputs
 from merak.plan.price.fusion import FusedGroup, fused_groups
@@ -92,9 +85,6 @@ class SegmentKernels:
     parameters: Mapping[str, TensorMeta]
 
 
-_TOKEN_LOSSES = (token_cross_entropy, token_vocab_parallel_cross_entropy, token_nll)
-
-
 def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
     """Kernels and collectives of a segment, rewritten for tp where there is tp.
 
@@ -141,20 +131,7 @@ def _kernels(
     work = node_work(node, device_type)
     nodes = frozenset((node.name,))
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
-    if node.target in _TOKEN_LOSSES:  # the number of labels of all ranks
-        forward.append(Kernel(collective=("all_reduce", 8, str(node.args[-1]))))
-    if node.target is sharded_batch_norm:  # the running statistics of all channels
-        statistics = node.args[3]
-        assert isinstance(statistics, fx.Node)
-        (mean,) = outputs(statistics)
-        forward.append(Kernel(collective=("all_gather", 2 * mean.num_bytes, str(node.args[-1]))))
-    if node.target in (vocab_parallel_cross_entropy, token_vocab_parallel_cross_entropy):
-        target = node.args[1]
-        assert isinstance(target, fx.Node)
-        (meta,) = outputs(target)
-        positions = 4 * (meta.num_bytes // meta.dtype.itemsize)
-        sizes = (positions, 2 * positions)
-        forward += [Kernel(collective=("all_reduce", size, "tp")) for size in sizes]
+    forward += [Kernel(collective=sum_) for sum_ in sent_inside(node.target, node.args)]
     backward = [Kernel(kernel) for kernel in work.backward]
     index = _weight_gradient(node)
     if index is not None and index < len(backward):

@@ -89,6 +89,22 @@ class WrittenScores(nn.Module):
         return {"loss": self.head(scores.softmax(-1) @ self.value(x)).square().mean()}
 
 
+class NumberedScores(nn.Module):
+    """Attention whose scores of some tokens are a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embedding(input_ids)
+        inner = torch.where(input_ids[..., None] > 2, self.value(x), 0.0)
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        return {"loss": self.head(scores.softmax(-1) @ inner).square().mean()}
+
+
 def traced(model: nn.Module, *shape: int, **others: tuple[int, ...]) -> ModelGraph:
     shapes = {"input_ids": shape, **others}
     metas = {name: TensorMeta(size, torch.int64) for name, size in shapes.items()}
@@ -110,6 +126,11 @@ def test_what_mixes_tokens_is_gathered_and_said() -> None:
     said = gathered_operators(graph, context_parallel(graph, None, 2))
     assert said is not None
     assert said.startswith("cp=2: every rank gathers all tokens for 1 × conv1d")
+
+
+def test_a_choice_between_values_of_tokens_and_a_number_gathers_nothing() -> None:
+    graph = traced(NumberedScores(), 2, 8)
+    assert gathered_operators(graph, context_parallel(graph, None, 2)) is None
 
 
 def test_writes_that_mix_tokens_get_whole_values() -> None:

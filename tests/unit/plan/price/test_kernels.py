@@ -14,6 +14,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.tensor_parallel.running_statistics import sharded_batch_norm
 from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
+from merak.ops.sharded_statistics import sharded_layer_norm, sharded_rms_norm
+from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.data_sheets import GENERATIONS
@@ -156,6 +158,21 @@ def test_ranks_with_some_channels_each_exchange_running_statistics() -> None:
     found = segment_kernels(block.graph, FUSED, "cuda").forward
     gathered = 2 * 4 * (2 * WIDTH)
     assert [k.collective for k in found if k.collective] == [("all_gather", gathered, "tp")]
+
+
+def test_norms_over_ranks_exchange_a_number_for_each_position() -> None:
+    block = Block()
+    (output,) = block.graph.find_nodes(op="output")
+    with block.graph.inserting_before(output):
+        x = output.args[0][0]  # type: ignore[index]
+        normed = block.call(sharded_rms_norm, (x, None, None, 1, "tp"), (ROWS, WIDTH))
+        normed = block.call(sharded_layer_norm, (normed, None, None, 1e-5, 1, "tp"), (ROWS, WIDTH))
+        loss = (normed, normed, None, 1, -100, 0.1, (1, 2 * WIDTH, "tp"))
+        last = block.call(vocab_parallel_cross_entropy, loss, ())
+    output.args = ((last,),)
+    found = segment_kernels(block.graph, FUSED, "cuda").forward
+    sizes = [k.collective[1] for k in found if k.collective]
+    assert sizes == [4 * ROWS, 8 * ROWS, 4 * ROWS * WIDTH, 3 * 4 * ROWS * WIDTH]
 
 
 def sequence_parallel_block() -> Block:

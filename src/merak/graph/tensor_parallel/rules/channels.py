@@ -45,9 +45,8 @@ def batch_norm(op: Operator) -> Decision:
     settings = [op.arg(name) for name in ("momentum", "eps", "cudnn_enabled")]
     own = (op.arg("input"), op.arg("weight"), op.arg("bias"), *statistics)
     args = (*own, *settings, list(placed.parts), op.axis)
-    sums = (2 * sum(placed.parts),)
     needs |= dict.fromkeys(running, REPLICATE)
-    return Decision(placed, needs, sharded_batch_norm, args, {}, sums=sums)
+    return Decision(placed, needs, sharded_batch_norm, args, {})
 
 
 def group_norm(op: Operator) -> Decision:

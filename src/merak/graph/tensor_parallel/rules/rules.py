@@ -170,7 +170,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     gemm.separate: SEPARATE_GEMMS,
     indexing.grouped_values: ("grouped_values",),
     gemm.convolution: CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS,
-    vocabulary.embedding: ("embedding",),
+    vocabulary.embedding: ("embedding", "vocab_parallel_embedding"),
     vocabulary.cross_entropy: CROSS_ENTROPIES,
     vocabulary.nll: NLL_LOSSES,
     gemm.attention: ATTENTIONS,
@@ -185,7 +185,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     # pointwise too, but not tagged so
     elementwise.elementwise: COPIES
     | FILLS_LIKE
-    | {"copy_", "detach", "fill_", "hardswish", "masked_fill", "masked_fill_", "zero_"},
+    | {"copy_", "detach", "fill_", "hardswish", "masked_fill", "masked_fill_", "where", "zero_"},
     elementwise.first_operand: CONVERSIONS | {"type_as"},
     elementwise.shape_given: FILLS_NEW,
     elementwise.along_dim: SOFTMAXES | CUMULATIVE | {"glu"},

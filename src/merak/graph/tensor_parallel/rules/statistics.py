@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
@@ -52,12 +50,11 @@ def normalize(op: Operator) -> Decision:
         raise op.error(f"normalises over dim {placed.dim}, which is split, by a whole weight")
     aligned = replace(placed, dim=placed.dim - size + num_normal)
     needs: dict[fx.Node, Placement] = {operand: placed, **dict.fromkeys(own, aligned)}
-    positions = _positions(op, operand, range(size - num_normal, size))
     if family(op.node.target) == "rms_norm":
-        of_rms = (operand, weight, op.arg("eps"), num_normal, op.axis)
-        return Decision(placed, needs, sharded_rms_norm, of_rms, {}, sums=(positions,))
-    args = (operand, weight, bias, op.arg("eps", 1e-5), num_normal, op.axis)
-    return Decision(placed, needs, sharded_layer_norm, args, {}, sums=(2 * positions,))
+        of_rms = (operand, weight, op.arg("eps"), num_normal, op.ranks())
+        return Decision(placed, needs, sharded_rms_norm, of_rms, {})
+    args = (operand, weight, bias, op.arg("eps", 1e-5), num_normal, op.ranks())
+    return Decision(placed, needs, sharded_layer_norm, args, {})
 
 
 def reduce(op: Operator) -> Decision:
@@ -81,26 +78,19 @@ def _reduce_split(op: Operator, operand: fx.Node, dims: list[int]) -> Decision:
     name = family(op.node.target)
     if name == "logsumexp":
         return vocabulary.logsumexp(op)
+    if name in ("sum", "mean") and vocabulary.reads_padding(op):
+        return vocabulary.reduce_sum(op)
     if name == "sum":
         return Decision(PARTIAL)
     if name == "mean":
         return Decision(PARTIAL, then=((aten.div.Scalar, (op.degree,)),))
     if name in ("var", "std"):
-        positions = _positions(op, operand, dims)
         correction = op.arg("correction", op.arg("unbiased", True))
         correction = 1.0 if correction is None else float(correction)
-        args = (operand, dims, correction, bool(op.arg("keepdim", False)), op.axis)
+        args = (operand, dims, correction, bool(op.arg("keepdim", False)), op.ranks())
         target = sharded_std if name == "std" else sharded_var
-        return Decision(REPLICATE, {}, target, args, {}, sums=(2 * positions,))
+        return Decision(REPLICATE, {}, target, args, {})
     raise op.error(f"takes {name} over a dim that is split")
-
-
-def _positions(op: Operator, operand: fx.Node, dims: Collection[int]) -> int:
-    """Number of positions whose values along some dims, one of them sharded, are taken together."""
-    if not isinstance(op.degree, int):
-        raise op.error("must see all samples of a microbatch")
-    shape = shape_of(operand)
-    return math.prod(size for dim, size in enumerate(shape) if dim not in dims)
 
 
 def weight_norm(op: Operator) -> Decision:
@@ -114,6 +104,5 @@ def weight_norm(op: Operator) -> Decision:
     if placed.dim == dim:
         return Decision(placed, dict.fromkeys((weight, norms), placed))
     needs: dict[fx.Node, Placement] = {weight: placed, norms: REPLICATE_PARTIAL_GRAD}
-    args = (weight, norms, dim, op.axis)
-    sums = (_positions(op, weight, {*range(len(shape_of(weight)))} - {dim}),)
-    return Decision(placed, needs, sharded_weight_norm, args, {}, sums=sums)
+    args = (weight, norms, dim, op.ranks())
+    return Decision(placed, needs, sharded_weight_norm, args, {})

@@ -15,9 +15,11 @@ import torch
 from torch import fx
 
 from merak.graph.ir.operators import (
+    CROSS_ENTROPIES,
     LINEARS,
     MATMULS,
     NARROWS,
+    NLL_LOSSES,
     RESHAPES,
     SAME_VALUES,
     SQUEEZES,
@@ -27,6 +29,7 @@ from merak.graph.ir.operators import (
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
+    REPLICATE_PARTIAL_GRAD,
     Decision,
     Operator,
     Placement,
@@ -64,9 +67,8 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
         ShardError: padding would count in its result or in a gradient.
     """
     name = family(op.node.target).rstrip("_")
-    over_classes = VOCAB_PARALLEL.get(name)
-    if over_classes is not None and _runs_along_split(op):
-        return over_classes(op)
+    if rule is not None and name in _ALONG_CLASSES and _runs_along_split(op):
+        return rule(op)
     if rule is None or name not in _EACH_BY_ITSELF:
         raise op.error("has no rule for a split dim that the ranks' number does not divide")
     if name == "div" and op.node.args[1] in op.sharded():
@@ -76,6 +78,13 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
         raise op.error("sums over a dim that the ranks' number does not divide")
     return decision
 
+
+_ALONG_CLASSES = (
+    CROSS_ENTROPIES
+    | NLL_LOSSES
+    | frozenset("embedding log_softmax logsumexp gather sum mean".split())
+)
+"""Operators whose rules know of padding where they run along a vocabulary."""
 
 _EACH_BY_ITSELF = (
     LINEARS
@@ -104,16 +113,20 @@ def _runs_along_split(op: Operator) -> bool:
 def _layout(op: Operator, operand: fx.Node, dim: int) -> tuple[int, int, str]:
     """Layout of the sharded classes along a dim of an operand."""
     placed = op.placement(operand)
-    if not isinstance(op.degree, int):
-        raise op.error("must see all samples of a microbatch")
+    axis = op.ranks()
     if not isinstance(placed, Shard) or placed.dim != dim or len(placed.parts) > 1:
         raise op.error(f"runs along dim {dim} of values that are split otherwise")
-    return dim, placed.parts[0], op.axis
+    return dim, placed.parts[0], axis
 
 
 def embedding(op: Operator) -> Decision:
-    """embedding of sharded rows: zeros for other ranks' rows, to be all-reduced."""
+    """embedding by a shard of the indices, or of sharded rows: zeros for those of other ranks."""
     weight, indices = op.arg("weight"), op.arg("indices")
+    placed = op.placement(indices)
+    if isinstance(placed, Shard) and op.placement(weight) == REPLICATE:
+        if op.arg("scale_grad_by_freq", False):
+            raise op.error("divides gradients by how often all indices look a row up")
+        return Decision(placed, {weight: REPLICATE_PARTIAL_GRAD})
     _, size, axis = _layout(op, weight, 0)
     padding_idx, by_freq = op.arg("padding_idx", -1), op.arg("scale_grad_by_freq", False)
     args = (weight, indices, padding_idx, by_freq, op.arg("sparse", False), size, axis)
@@ -131,9 +144,7 @@ def cross_entropy(op: Operator) -> Decision:
     smoothing = op.arg("label_smoothing", 0.0)
     reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
     args = (logits, target, weight, reduction, ignored, smoothing, layout)
-    positions = math.prod(shape_of(target))
-    sums = (positions, (3 if smoothing else 2) * positions)
-    return Decision(REPLICATE, needs, vocab_parallel_cross_entropy, args, {}, sums=sums)
+    return Decision(REPLICATE, needs, vocab_parallel_cross_entropy, args, {})
 
 
 def nll(op: Operator) -> Decision:
@@ -150,25 +161,20 @@ def nll(op: Operator) -> Decision:
 def log_softmax(op: Operator) -> Decision:
     """log_softmax along the sharded dim: two all-reduces of a number a position."""
     operand = op.arg("self")
-    shape = shape_of(operand)
-    layout = _layout(op, operand, positive(op.arg("dim"), len(shape)))
+    layout = _layout(op, operand, positive(op.arg("dim"), len(shape_of(operand))))
     placed = op.placement(operand)
-    assert isinstance(placed, Shard)
-    positions = math.prod(shape) // shape[placed.dim]
     args = (operand, op.arg("dtype"), layout)
-    return Decision(placed, {}, vocab_parallel_log_softmax, args, {}, sums=(positions, positions))
+    return Decision(placed, {}, vocab_parallel_log_softmax, args, {})
 
 
 def logsumexp(op: Operator) -> Decision:
     """logsumexp along the sharded dim."""
     operand, dims = op.arg("self"), op.arg("dim")
-    shape = shape_of(operand)
     if len(dims) > 1:
         raise op.error("runs along several dims, of which one is split")
-    layout = _layout(op, operand, positive(dims[0], len(shape)))
-    positions = math.prod(shape) // shape[layout[0]]
+    layout = _layout(op, operand, positive(dims[0], len(shape_of(operand))))
     args = (operand, op.arg("keepdim", False), layout)
-    return Decision(REPLICATE, {}, vocab_parallel_logsumexp, args, {}, sums=(positions, positions))
+    return Decision(REPLICATE, {}, vocab_parallel_logsumexp, args, {})
 
 
 def gather(op: Operator) -> Decision:
@@ -195,17 +201,3 @@ def reduce_sum(op: Operator) -> Decision:
     mean = family(op.node.target) == "mean"
     then = ((aten.div.Scalar, (count,)),) if mean else ()
     return Decision(PARTIAL, {}, vocab_parallel_sum, args, {}, then=then)
-
-
-VOCAB_PARALLEL: dict[str, Rule] = {
-    "embedding": embedding,
-    "cross_entropy_loss": cross_entropy,
-    "nll_loss": nll,
-    "nll_loss_nd": nll,
-    "log_softmax": log_softmax,
-    "logsumexp": logsumexp,
-    "gather": gather,
-    "sum": reduce_sum,
-    "mean": reduce_sum,
-}
-"""Vocabulary-parallel rules of operators along a vocabulary, by their families."""
