@@ -19,23 +19,17 @@ from merak.core.errors import ShardError
 from merak.core.tensor_meta import IGNORED_LABEL
 from merak.graph.context_parallel.apply import ContextParallel
 from merak.graph.context_parallel.propagate import ContextPropagation
+from merak.graph.context_parallel.shifted_losses import ONE_BY_ONE
 from merak.graph.ir.ir import Kind, ModelGraph, returned_nodes
 from merak.graph.ir.operators import (
-    CONVERSIONS,
-    COPIES,
-    CROSS_ENTROPIES,
-    NARROWS,
-    NLL_LOSSES,
+    CLASS_LOSSES,
     PADS,
-    RESHAPES,
-    SWAPS,
     family,
 )
 from merak.graph.tensor_parallel.placement import Decision, Shard, argument, shape_of
 
 _ATTENTION = "scaled_dot_product_attention"
-_LOSSES = CROSS_ENTROPIES | NLL_LOSSES
-_MOVES = COPIES | CONVERSIONS | RESHAPES | SWAPS | NARROWS | PADS
+_MOVES = ONE_BY_ONE | PADS
 _MEAN, _SUM = 1, 2
 
 
@@ -73,7 +67,7 @@ def _losses(found: ContextPropagation, shape: tuple[int, ...]) -> list[fx.Node] 
         if family(node.target) == _ATTENTION:
             if not _is_causal(node, placed, shape[1]):
                 return None
-        elif family(node.target) in _LOSSES and is_of_tokens:
+        elif family(node.target) in CLASS_LOSSES and is_of_tokens:
             if not _is_ignoring(node, decision, shape):
                 return None
             losses.append(node)

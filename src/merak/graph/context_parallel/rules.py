@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from merak.graph.ir.contractions import Operand, contraction
-from merak.graph.ir.operators import CROSS_ENTROPIES, DENSE_GEMMS, NLL_LOSSES
+from merak.graph.ir.operators import CLASS_LOSSES, DENSE_GEMMS, NLL_LOSSES, family
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -186,31 +186,23 @@ def _to_tokens(op: Operator, a: Operand, b: Operand, result: Sequence[str | None
     return Decision(Shard(list(result).index(label), placed.parts), needs, becomes=tokens)
 
 
-def cross_entropy(op: Operator) -> Found:
-    """cross_entropy_loss of a rank's tokens."""
-    logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
-    needs = _loss_needs(op, logits, target, weight)
+def loss(op: Operator) -> Found:
+    """cross_entropy_loss, nll_loss, vocab_parallel_cross_entropy of a rank's tokens."""
+    scores, target, weight = op.arg("self", op.arg("logits")), op.arg("target"), op.arg("weight")
+    needs = _loss_needs(op, scores, target, weight)
     if needs is None:
         return None
-    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
-    if reduction != 1:
+    if (reduction := op.arg("reduction", 1)) != 1:
         return _unreduced(op, needs, reduction, target)
-    smoothing = op.arg("label_smoothing", 0.0)
-    args = (logits, target, weight, ignored, smoothing, op.axis)
-    return Decision(PARTIAL, needs, token_cross_entropy, args, {})
-
-
-def nll(op: Operator) -> Found:
-    """nll_loss of a rank's tokens."""
-    operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
-    needs = _loss_needs(op, operand, target, weight)
-    if needs is None:
-        return None
-    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
-    if reduction != 1:
-        return _unreduced(op, needs, reduction, target)
-    args = (operand, target, weight, ignored, op.axis)
-    return Decision(PARTIAL, needs, token_nll, args, {})
+    args: tuple[Any, ...] = (scores, target, weight, op.arg("ignore_index", -100))
+    if family(op.node.target) in NLL_LOSSES:
+        return Decision(PARTIAL, needs, token_nll, (*args, op.axis), {})
+    args = (*args, op.arg("label_smoothing", 0.0))
+    if (layout := op.arg("layout")) is None:
+        return Decision(PARTIAL, needs, token_cross_entropy, (*args, op.axis), {})
+    return Decision(
+        PARTIAL, needs, token_vocab_parallel_cross_entropy, (*args, layout, op.axis), {}
+    )
 
 
 def _loss_needs(
@@ -293,23 +285,6 @@ def _of_each_token(op: Operator, dim: Any) -> Found:
     return Decision((placed,) * len(results) if isinstance(results, tuple) else placed)
 
 
-def vocab_parallel_loss(op: Operator) -> Found:
-    """vocab_parallel_cross_entropy of a rank's tokens."""
-    logits, target, weight = op.arg("logits"), op.arg("target"), op.arg("weight")
-    needs = _loss_needs(op, logits, target, weight)
-    if needs is None:
-        return None
-    if op.arg("reduction") != 1:
-        return _unreduced(op, needs, op.arg("reduction"), target)
-    ignored, smoothing, layout = (
-        op.arg("ignore_index"),
-        op.arg("label_smoothing"),
-        op.arg("layout"),
-    )
-    args = (logits, target, weight, ignored, smoothing, layout, op.axis)
-    return Decision(PARTIAL, needs, token_vocab_parallel_cross_entropy, args, {})
-
-
 def collective(op: Operator) -> Found:
     """Collectives over another axis, along another dim than the tokens' or of every element."""
     placed = op.placement(op.node.args[0])
@@ -321,13 +296,11 @@ def collective(op: Operator) -> Found:
 RULES: Mapping[str, Callable[[Operator], Found]] = {
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(DENSE_GEMMS | {"einsum"}, product),
-    **dict.fromkeys(CROSS_ENTROPIES, cross_entropy),
-    **dict.fromkeys(NLL_LOSSES, nll),
+    **dict.fromkeys(CLASS_LOSSES | {"vocab_parallel_cross_entropy"}, loss),
     **dict.fromkeys(("topk", "sort", "argsort"), topk),
     "one_hot": one_hot,
     "index": index,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
-    "vocab_parallel_cross_entropy": vocab_parallel_loss,
     **dict.fromkeys(COLLECTIVES, collective),
 }
 """Families to the rules that decide before those of tensor parallelism."""

@@ -19,11 +19,10 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.operators import (
+    CLASS_LOSSES,
     CONVERSIONS,
     COPIES,
-    CROSS_ENTROPIES,
     NARROWS,
-    NLL_LOSSES,
     RESHAPES,
     SWAPS,
     family,
@@ -35,8 +34,10 @@ from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
 
 aten = torch.ops.aten
 
-_LOSSES = CROSS_ENTROPIES | NLL_LOSSES | {vocab_parallel_cross_entropy.__name__}
-_ONE_BY_ONE = COPIES | CONVERSIONS | RESHAPES | SWAPS | NARROWS
+_LOSSES = CLASS_LOSSES | {vocab_parallel_cross_entropy.__name__}
+ONE_BY_ONE = COPIES | CONVERSIONS | RESHAPES | SWAPS | NARROWS
+"""Operators that move the values of tokens, or change their type, and compute nothing."""
+
 _MEAN, _SUM = 1, 2
 
 
@@ -104,7 +105,7 @@ def _shifted(loss: fx.Node, lengths: Collection[int]) -> _Shifted | None:
             *lead, tokens, _ = shape_of(node.args[0])
             found = _Shifted(loss, node, tuple(reversed(between)), tuple(lead), tokens, kept)
             return found if tokens in lengths and _are_all_tokens(found) else None
-        if family(node.target) not in _ONE_BY_ONE:
+        if family(node.target) not in ONE_BY_ONE:
             return None
         between.append(node)
         node = node.args[0]

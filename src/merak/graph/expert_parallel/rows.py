@@ -13,7 +13,6 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir.contractions import Labels, contraction
-from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import (
     GROUPED_GEMMS,
@@ -21,6 +20,7 @@ from merak.graph.ir.operators import (
     SEPARATE_EXPERTS,
     SEPARATE_GEMMS,
     family,
+    weights_only,
 )
 from merak.graph.tensor_parallel.placement import shape_of, where
 from merak.graph.tensor_parallel.rules.experts import grouped_operands, is_rowwise, offsets_of
@@ -147,7 +147,7 @@ def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) ->
     of_products = GROUPED_GEMMS | SEPARATE_GEMMS | MATMULS | {"einsum"}
     products = [n for n in anchors if family(n.target) in of_products]
     rows = shape_of(products[0])[: 1 if offsets is not None else 2]
-    fixed = _of_weights(graph)
+    fixed = weights_only(graph, constants=True)
     reached: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node in anchors or (
@@ -162,19 +162,6 @@ def _region(graph: fx.Graph, offsets: fx.Node | None, anchors: list[fx.Node]) ->
     inside = tuple(n for n in reached if n in kept)
     lookups = tuple(n for n in inside if n in anchors and n not in products)
     return ExpertRegion(offsets, rows, tuple(products), lookups, inside)
-
-
-def _of_weights(graph: fx.Graph) -> set[fx.Node]:
-    """Values that are computed of parameters and constants alone: the same on every rank."""
-    fixed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            is_fixed = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
-        else:
-            is_fixed = node.op != "output" and all(n in fixed for n in node.all_input_nodes)
-        if is_fixed:
-            fixed.add(node)
-    return fixed
 
 
 def _is_rowwise(

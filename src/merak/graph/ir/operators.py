@@ -221,6 +221,9 @@ CROSS_ENTROPIES = _names("cross_entropy_loss")
 
 NLL_LOSSES = _names("nll_loss nll_loss_nd nll_loss2d")
 
+CLASS_LOSSES = CROSS_ENTROPIES | NLL_LOSSES
+"""Losses of scores of classes, with a target for each position."""
+
 ATTENTIONS = _names("scaled_dot_product_attention attend_sharded attend_rows")
 
 ASSERTIONS = _names(
@@ -325,14 +328,20 @@ def _is_of_parameters(node: fx.Node) -> bool:
     return not todo and any(n.meta.get("kind") is Kind.PARAMETER for n in seen)
 
 
-def weights_only(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that depend on parameters and buffers alone."""
+def weights_only(graph: fx.Graph, *, constants: bool = False) -> set[fx.Node]:
+    """Nodes that depend on parameters and buffers alone.
+
+    Args:
+        graph: of a segment.
+        constants: whether those count that depend on nothing.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             inside = node.meta["kind"] in (Kind.PARAMETER, Kind.BUFFER)
         else:
-            inside = bool(node.all_input_nodes) and all(n in found for n in node.all_input_nodes)
+            read = node.all_input_nodes
+            inside = (constants or bool(read)) and all(n in found for n in read)
         if inside:
             found.add(node)
     return found

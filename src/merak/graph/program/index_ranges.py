@@ -19,14 +19,13 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import find_mutations
 from merak.graph.ir.operators import (
+    CLASS_LOSSES,
     COMPARISONS,
     CONCATENATIONS,
-    CROSS_ENTROPIES,
     EMBEDDINGS,
     FILLS_LIKE,
     LOGICAL,
     NARROWS,
-    NLL_LOSSES,
     PADS,
     RESHAPES,
     SAME_VALUES,
@@ -180,7 +179,7 @@ def _look_up(node: fx.Node) -> Place | None:
         size = weight.meta["tensor"].shape[0]
         named = weight.meta.get("name", "a table")
         return indices, size, None, f"{named} of {size} rows"
-    if name in CROSS_ENTROPIES | NLL_LOSSES:
+    if name in CLASS_LOSSES:
         scores, target = node.args[0], node.args[1]
         if not isinstance(scores, fx.Node) or not isinstance(target, fx.Node):
             return None

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.operators import (
-    CROSS_ENTROPIES,
+    CLASS_LOSSES,
     LINEARS,
     MATMULS,
     NARROWS,
@@ -79,11 +79,7 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
     return decision
 
 
-_ALONG_CLASSES = (
-    CROSS_ENTROPIES
-    | NLL_LOSSES
-    | frozenset("embedding log_softmax logsumexp gather sum mean".split())
-)
+_ALONG_CLASSES = CLASS_LOSSES | frozenset("embedding log_softmax logsumexp gather sum mean".split())
 """Operators whose rules know of padding where they run along a vocabulary."""
 
 _EACH_BY_ITSELF = (
@@ -133,29 +129,18 @@ def embedding(op: Operator) -> Decision:
     return Decision(PARTIAL, {indices: REPLICATE}, vocab_parallel_embedding, args, {})
 
 
-def cross_entropy(op: Operator) -> Decision:
-    """cross_entropy_loss over sharded classes: two all-reduces of a few numbers a position."""
-    logits, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
-    layout = _layout(op, logits, min(1, len(shape_of(logits)) - 1))
+def loss(op: Operator) -> Decision:
+    """cross_entropy_loss, nll_loss over sharded classes: no rank sees those of others."""
+    scores, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
+    layout = _layout(op, scores, min(1, len(shape_of(scores)) - 1))
     if target.meta["tensor"].dtype.is_floating_point:
         raise op.error("takes a loss to probabilities of all classes")
-    needs: dict[fx.Node, Placement] = {target: REPLICATE}
-    needs |= {weight: REPLICATE} if weight is not None else {}
-    smoothing = op.arg("label_smoothing", 0.0)
-    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
-    args = (logits, target, weight, reduction, ignored, smoothing, layout)
-    return Decision(REPLICATE, needs, vocab_parallel_cross_entropy, args, {})
-
-
-def nll(op: Operator) -> Decision:
-    """nll_loss over sharded classes: a partial sum."""
-    operand, target, weight = op.arg("self"), op.arg("target"), op.arg("weight")
-    layout = _layout(op, operand, min(1, len(shape_of(operand)) - 1))
-    needs: dict[fx.Node, Placement] = {target: REPLICATE}
-    needs |= {weight: REPLICATE} if weight is not None else {}
-    reduction, ignored = op.arg("reduction", 1), op.arg("ignore_index", -100)
-    args = (operand, target, weight, reduction, ignored, layout)
-    return Decision(PARTIAL, needs, vocab_parallel_nll, args, {})
+    needs: dict[fx.Node, Placement] = {n: REPLICATE for n in (target, weight) if n is not None}
+    args = (scores, target, weight, op.arg("reduction", 1), op.arg("ignore_index", -100))
+    if family(op.node.target) in NLL_LOSSES:
+        return Decision(PARTIAL, needs, vocab_parallel_nll, (*args, layout), {})
+    args_of_logits = (*args, op.arg("label_smoothing", 0.0), layout)
+    return Decision(REPLICATE, needs, vocab_parallel_cross_entropy, args_of_logits, {})
 
 
 def log_softmax(op: Operator) -> Decision:
