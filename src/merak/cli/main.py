@@ -26,7 +26,14 @@ from merak.cli.trace import trace
 from merak.cli.train import train
 from merak.core.doctor.failed_start import advise
 from merak.core.doctor.software import DISTRIBUTION
-from merak.core.errors import MerakError, RunError, StartError, TerminatedError, TrainingError
+from merak.core.errors import (
+    MerakError,
+    RunError,
+    StartError,
+    TerminatedError,
+    TrainingError,
+    did_you_mean,
+)
 from merak.core.health.failure import is_joined
 from merak.core.health.interrupt import INTERRUPTED, SENTENCE
 from merak.core.health.preemption import TERMINATED
@@ -140,7 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return _refuse(_with_help(message(), getattr(error, "ctx", None)), BAD_INPUT)
+        context = getattr(error, "ctx", None)
+        if context is not None and hasattr(error, "possibilities"):  # of an unknown option
+            return _refuse(_unknown_option(error.option_name, context), BAD_INPUT)
+        return _refuse(_with_help(message(), context), BAD_INPUT)
     if code == INTERRUPTED:  # which typer makes of an interrupt
         if "RANK" in os.environ:  # a rank of torchrun's, as above
             raise KeyboardInterrupt
@@ -150,12 +160,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _with_help(sentence: str, context: Any) -> str:
     """Add to a sentence of the command line's own the command that says what it takes."""
-    if context is None:
+    if context is None or "\n" in sentence:  # a page of help
         return sentence
     help_command = f"{context.command_path} --help"
     if sentence.endswith("?"):
         return f"{sentence} See {help_command}."
     return f"{sentence.removesuffix('.')}; see {help_command}."
+
+
+def _unknown_option(flag: str, context: Any) -> str:
+    """Sentence on an option that a command does not have, with what to write instead."""
+    command, word = context.command_path, flag.lstrip("-").replace("-", "_")
+    names = {one.name: one.opts[0] for one in context.command.params}
+    if word in names:  # else it were an option
+        return f"{command} takes {word.upper()} without {flag}; see {command} --help."
+    if "recipe" in names:
+        from merak.cli.recipe.recipe import field_named
+
+        if field := field_named(word):
+            return (
+                f"{command} has no option {flag}, but its recipe has {field}; write `{command} "
+                f"RECIPE {field}=…`."
+            )
+    flags = [own[2:] for own in names.values() if own.startswith("--")]
+    meant = did_you_mean(word, flags).replace("mean ", "mean --").replace(" or ", " or --")
+    return f"{command} has no option {flag}{meant} See {command} --help."
 
 
 def _refuse_all(sentences: Sequence[str]) -> int:

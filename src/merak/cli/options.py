@@ -214,7 +214,9 @@ class ModelCommand(TyperCommand):
         """
         options, words, _ = self.make_parser(ctx).parse_args(args=list(args))
         if words and "model" not in options:
-            ctx.allow_extra_args = len(words) == 1
+            if len(words) > 1:
+                ctx.fail(f"Got an unexpected extra argument {words[1]!r}")
+            ctx.allow_extra_args = True
             ctx.default_map = {**(ctx.default_map or {}), "model": words[0]}
         return super().parse_args(ctx, args)
 

@@ -27,6 +27,7 @@ class TensorMeta:
         documents: of positions that begin anew with each document of a row, and of an attention
             mask that causality and such positions alone make: room for the documents of all rows;
             0 where their number is not known.
+        is_sparse: whether it is not strided, so that it cannot be sliced.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class TensorMeta:
     ones: bool = False
     ignored: tuple[str, ...] = ()
     documents: int = 0
+    is_sparse: bool = False
 
     @property
     def num_bytes(self) -> int:

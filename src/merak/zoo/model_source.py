@@ -63,7 +63,7 @@ class ModelSource:
         except Exception as cause:
             raise CommandError(
                 f"{self.name} cannot be built from this config: {_first_line(cause)}; change the "
-                "field with --config."
+                "field with --config, or under model.config of a recipe."
             ) from cause
 
 

@@ -207,6 +207,12 @@ def test_a_recipe_that_comes_with_merak_is_no_file_of_the_users(
             "did you mean chunks?",
         ),
         (["schedule", "1f1b", "--stages", "two"], "as an integer; see merak schedule --help."),
+        (["train", "--model", "X"], "its recipe has model.name; write `merak train RECIPE model."),
+        (["train", "gpt2", "--dp", "2"], "write `merak train RECIPE parallel.dp=…`."),
+        (["train", "gpt2", "--learning-rate", "1"], "train RECIPE arguments.learning_rate=…`."),
+        (["train", "--recipe", "gpt2"], "train takes RECIPE without --recipe; see merak train"),
+        (["train", "gpt2", "--resum"], "no option --resum; did you mean --resume? See merak"),
+        (["export", "--model", "X"], "no option --model. See merak export --help."),
     ],
 )
 def test_stumbles_of_the_first_hour(
@@ -214,6 +220,34 @@ def test_stumbles_of_the_first_hour(
 ) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_a_config_refuses_is_located_and_said_with_all_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    text = "model:\n  name: GPT2LMHeadModel\n  config:\n    n_heads: 3\n    n_embd: 8\n"
+    text += "data:\n  source: standard-library\n"
+    recipe.write_text(f"{text}arguments:\n  max_step: 3\n", encoding="utf-8")
+    words = [f"arguments.output_dir={tmp_path}/run"]
+    assert main(["train", str(recipe), *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"merak: {recipe}:9:3: arguments has no field 'max_step'")
+    assert lines[1].startswith(f"merak: {recipe}:4:5: GPT2Config has no field 'n_heads'")
+    recipe.write_text(text.replace("n_heads", "n_head"), encoding="utf-8")
+    assert main(["train", str(recipe), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"merak: {recipe}:3:3: GPT2LMHeadModel cannot be built") and (
+        "under model.config of a recipe" in line
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["launch"]])
+def test_a_page_of_help_ends_as_it_does(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert not capsys.readouterr().err.rstrip().endswith("--help.")
 
 
 def test_a_recipe_in_the_folder_is_suggested(
@@ -253,4 +287,4 @@ def test_a_model_needs_no_flag(
     assert main([*words[:-1], "--model", str(folder)]) == 2
     assert without == capsys.readouterr().err and str(folder) in without
     assert main([*words, "more"]) == 2
-    assert "Got unexpected extra arguments" in capsys.readouterr().err.replace("(s)", "s")
+    assert "Got an unexpected extra argument 'more'" in capsys.readouterr().err

@@ -15,7 +15,8 @@ import merak
 from merak.arguments.folders import make_output_folder
 from merak.cli.recipe.data.tokenizer import check_tokenizer, tokenizer_name
 from merak.cli.recipe.draft import draft_of
-from merak.cli.recipe.parts import check_data, make_parts, model_of
+from merak.cli.recipe.parts import check_data, make_parts
+from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.report import TrainReport
 from merak.cli.recipe.schema import Recipe
 from merak.core.announce import show_announcements
@@ -74,7 +75,7 @@ def _check(job: Job) -> None:
     with collected(problems):
         check_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
     with collected(problems):
-        source = model_of(recipe)
+        source = model_of(recipe.model)
         with collected(problems):
             check_data(recipe, source)
         check_inner_fields(source.config, recipe.model.config)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.planned_job import PlannedJob
+from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.schema import Recipe
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import DataError, TraceError
@@ -40,7 +40,7 @@ def check_layout(name: str, recipe: Recipe) -> None:
     with recipe.origins.located():
         planned = PlannedJob(name, recipe)
         draft = planned.draft(torch.device("cpu"))
-        source = model_of(recipe)
+        source = model_of(recipe.model)
         options = draft.options() | {"memory_budget": sys.maxsize}  # whose limit ranks know
         values, mesh = draft.laid_out(), draft.mesh
         num_microbatches = values.get("microbatches", 2 * mesh.pp)  # which 'auto' leaves open

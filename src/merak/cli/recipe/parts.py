@@ -40,6 +40,7 @@ from merak.cli.recipe.data.records import Records, Source, find_source
 from merak.cli.recipe.data.spans import SpanCorruption
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
+from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, JOINED, SEPARATE, DataRecipe, Recipe
 from merak.core.announce import announce, announced
 from merak.core.errors import CommandError
@@ -96,7 +97,7 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         MerakError: something in the recipe does not fit; the message begins with its place.
     """
     with recipe.origins.located():
-        source = model_of(recipe)
+        source = model_of(recipe.model)
         args = merak.MerakArguments(**settings(recipe, current_mesh().device))
         with announced(f"reading {recipe.data.source}"):
             found = find_source(recipe.data)
@@ -114,16 +115,6 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         is_mean = collator is not None and not _counts_labels(source, kind, recipe.data)
         loss = mean_over_labels if is_mean else None
         return TrainingParts(_build(source, recipe), args, corpus, collator, loss)
-
-
-def model_of(recipe: Recipe) -> ModelSource:
-    """Find the class and config of a recipe's model.
-
-    Raises:
-        CommandError: there is no such class, folder or field.
-    """
-    own = recipe.model
-    return resolve_model(own.name, own.config, trust_remote_code=own.trust_remote_code)
 
 
 def check_data(recipe: Recipe, source: ModelSource) -> None:

@@ -15,8 +15,8 @@ from merak.arguments.fields import AutoBatch
 from merak.arguments.planned import pinned_arguments, step_samples
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import draft_of
-from merak.cli.recipe.parts import model_of, with_adapters
-from merak.cli.recipe.recipe import names_recipe, read_recipe
+from merak.cli.recipe.parts import with_adapters
+from merak.cli.recipe.recipe import model_of, names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import CommandError
@@ -189,7 +189,7 @@ class JobDraft:
         options, recipe = EngineOptions(**self.options()), self.job.recipe
         if recipe.lora is not None:
             with empty_weights():
-                model = with_adapters(workload.model, recipe, model_of(recipe))
+                model = with_adapters(workload.model, recipe, model_of(recipe.model))
             workload.source = replace(workload.source, model=model)
         drop_layers(workload.source, options)
         workload.features = options.features

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,6 +29,9 @@ from merak.core.errors import (
 from merak.core.files.plan_file import plan_degrees
 from merak.core.kinds import fits, kind_names
 from merak.launch.clusters.job import RECIPES
+
+if TYPE_CHECKING:
+    from merak.zoo.model_source import ModelSource
 
 Section = TypeVar("Section")
 
@@ -148,7 +151,7 @@ def _checked(written: Written) -> Recipe:
     problems: list[MerakError] = []
     for name in sections:
         if name not in SECTIONS:
-            meant = _section_of(str(name)) or did_you_mean(str(name), SECTIONS)
+            meant = _other_section(str(name)) or did_you_mean(str(name), SECTIONS)
             sentence = f"the recipe has no section {name!r}{meant}"
             problems.append(origins.error((str(name),), sentence))
     plan = sections.get("plan")
@@ -168,8 +171,25 @@ def _checked(written: Written) -> Recipe:
     if problems:  # what is wrong besides is said with them
         with collected(problems), origins.located():
             _check_arguments(sections.get("arguments"))
+        if "model" in found:
+            with collected(problems), origins.located():
+                model_of(found["model"])
     raise_all(problems)
     return Recipe(**found, plan=plan, origins=origins)
+
+
+def model_of(own: ModelRecipe) -> ModelSource:
+    """Find the class and config of a recipe's model.
+
+    Args:
+        own: section `model` of the recipe.
+
+    Raises:
+        CommandError: there is no such class, folder or field.
+    """
+    from merak.zoo.model_source import resolve_model
+
+    return resolve_model(own.name, own.config, trust_remote_code=own.trust_remote_code)
 
 
 def _check_arguments(parsed: object) -> None:
@@ -301,14 +321,24 @@ def _check_names(
             former = todays_name(str(name), FORMER.get(section, {}))
             meant = former or did_you_mean(str(name), list(suggested) or names)
             if meant == ".":
-                meant = _section_of(str(name)) or meant
+                meant = _other_section(str(name)) or meant
             sentence = f"{section} has no field {name!r}{meant}"
             problems.append(origins.error((section, str(name)), sentence))
     raise_all(problems)
 
 
-def _section_of(name: str) -> str | None:
+def _other_section(name: str) -> str | None:
     """Return the end of a sentence about a field that stands in a wrong section."""
+    field = field_named(name)
+    return field and f"; it is a field of {field.partition('.')[0]}: {field}."
+
+
+def field_named(name: str) -> str | None:
+    """Find a field of a recipe by its own name; that of a section stands for its first field.
+
+    Args:
+        name: such as "max_steps", for which the field is "arguments.max_steps".
+    """
     from merak.arguments import MerakArguments
 
     for section, kind in (
@@ -317,8 +347,9 @@ def _section_of(name: str) -> str | None:
         ("parallel", Degrees),
         ("arguments", MerakArguments),
     ):
-        if name in {part.name for part in dataclasses.fields(kind)}:
-            return f"; it is a field of {section}: {section}.{name}."
+        names = [part.name for part in dataclasses.fields(kind)]
+        if name in (section, *names):
+            return f"{section}.{names[0] if name == section else name}"
     return None
 
 

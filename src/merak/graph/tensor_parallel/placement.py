@@ -288,6 +288,12 @@ def shape_of(node: Any) -> tuple[int, ...]:
     return meta.shape if isinstance(meta, TensorMeta) else ()
 
 
+def is_sparse(node: fx.Node) -> bool:
+    """Whether a node's value is a tensor that cannot be sliced."""
+    meta = node.meta["tensor"]
+    return isinstance(meta, TensorMeta) and meta.is_sparse
+
+
 def listed_parts(placed: Shard) -> str:
     """The sizes of the fused parts, for messages."""
     return " + ".join(str(size) for size in placed.parts)

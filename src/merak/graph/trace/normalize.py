@@ -346,7 +346,8 @@ def tensor_meta(value: Any, requires_grad: bool) -> Any:
     """The metadata of a node's fake value."""
     if isinstance(value, torch.Tensor):
         gradient = requires_grad and (value.is_floating_point() or value.is_complex())
-        return TensorMeta(tuple(int(s) for s in value.shape), value.dtype, gradient)
+        shape, is_sparse = tuple(int(s) for s in value.shape), value.layout is not torch.strided
+        return TensorMeta(shape, value.dtype, gradient, is_sparse=is_sparse)
     if isinstance(value, (tuple, list)):
         return tuple(tensor_meta(v, requires_grad) for v in value)
     return None

@@ -11,10 +11,9 @@ import yaml
 from merak.cli.main import main
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.page import BEGIN, render
-from merak.cli.recipe.parts import model_of
 from merak.cli.recipe.planned_job import planned_job
 from merak.cli.recipe.ready import ready_names, ready_text, ready_title
-from merak.cli.recipe.recipe import read_recipe
+from merak.cli.recipe.recipe import model_of, read_recipe
 from merak.core.errors import CommandError
 from merak.zoo import check_by_name
 from merak.zoo.request import Request
@@ -33,7 +32,7 @@ def test_recipes_are_right(name: str) -> None:
     words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
     words += ["data.source=somewhere"] if name in NEEDS_DATA else []
     recipe = read_recipe(name, words)
-    model_of(recipe)
+    model_of(recipe.model)
     assert recipe.output_dir == Path("runs") / name
     assert (recipe.lora is not None) == (name == "lora")
     assert f"merak train {name} " in ready_text(name) or f"merak train {name}\n" in ready_text(name)
@@ -68,7 +67,7 @@ def test_the_model_of_a_recipe(tmp_path: Path) -> None:
 def test_a_recipe_that_lacks_data_has_a_model(name: str) -> None:
     words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
     job = planned_job(name, words)
-    assert job is not None and model_of(job.recipe).name == job.model.name
+    assert job is not None and model_of(job.recipe.model).name == job.model.name
     assert ("vocab_size" in job.model.config) == (name in NEEDS_MODEL)  # images have none
 
 

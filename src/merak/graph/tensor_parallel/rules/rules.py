@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from merak.graph.tensor_parallel.placement import (
     Rule,
     Shard,
     is_opaque,
+    is_sparse,
 )
 from merak.graph.tensor_parallel.rules import (
     channels,
@@ -93,8 +94,11 @@ def _decide(op: Operator) -> Decision:
     operands = op.node.all_input_nodes
     if (filled := elementwise.as_written(op)) is not None:
         return filled
-    if _is_whole(op, operands):
-        return _WHOLE
+    are_whole = all(op.placements[n] is REPLICATE for n in operands)
+    if are_whole and not op.in_split_work and not is_mutating(op.node):
+        return _WHOLE  # as nearly everywhere while one weight is followed
+    if not are_whole and any(map(is_sparse, (op.node, *operands))):
+        raise op.error("works on a sparse tensor, of which no rank can hold a slice")
     if family(op.node.target) == "getitem":
         return _getitem(op)
     if any(isinstance(op.raw(n), PartlySharded) for n in operands):
@@ -123,12 +127,6 @@ def _rule_of(target: Any) -> Rule | None:
     """Rule of an operator on sharded operands: by name, or as one that torch tags as pointwise."""
     fallback = elementwise.elementwise if elementwise.is_elementwise(target) else None
     return RULES.get(family(target), fallback)
-
-
-def _is_whole(op: Operator, operands: Sequence[fx.Node]) -> bool:
-    """Whether nothing is sharded here, as nearly everywhere while one weight is followed."""
-    are_whole = all(op.placements[n] is REPLICATE for n in operands)
-    return are_whole and not op.in_split_work and not is_mutating(op.node)
 
 
 def _inside(op: Operator) -> Decision:
