@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 from merak.core.mesh import Mesh
 from merak.core.random import own_random_state, set_random_state
@@ -41,7 +42,9 @@ class MicrobatchFactory:
             number: of the microbatch in its replica's step.
         """
         device = self._mesh.device
-        columns = {name: batch[name].to(device, non_blocking=True) for name in program.columns}
+        columns = {
+            name: _contiguous(batch[name]).to(device, non_blocking=True) for name in program.columns
+        }
         # The microbatch's place in the step over all replicas, as one process would count it.
         place = number * self._mesh.dp + self._mesh.dp_rank
         return Microbatch(program, columns, {}, (self._seed, "microbatch", step, place))
@@ -79,3 +82,14 @@ class MicrobatchFactory:
                 *(columns[name] for name in prologue.segment.columns),
             )
         return dict(zip(prologue.segment.outputs, values, strict=True))
+
+
+def _contiguous(column: torch.Tensor) -> torch.Tensor:
+    """A column as programs were traced for: a slice or transpose is copied, channels last is not.
+
+    Code such as `labels.contiguous().view(-1)` is a view alone in the graph, which was traced with
+    columns that are contiguous.
+    """
+    if column.is_contiguous():
+        return column
+    return column.contiguous(memory_format=suggest_memory_format(column))

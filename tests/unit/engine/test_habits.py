@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import merak
 from merak.core.errors import MerakError, TraceError
@@ -88,3 +89,28 @@ def test_quantised_weights_are_refused_with_the_way_out() -> None:
         "the model without quantization",
     ):
         merak.parallelize(model, BATCH, optimizer=torch.optim.SGD)
+
+
+class Flat(nn.Module):
+    """A loss of flattened columns, as scripts shift, transpose and flatten theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+
+    def forward(self, ids: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.table(ids)).flatten(0, 1), gold.contiguous().view(-1))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_columns_that_are_slices_or_transposed_are_as_contiguous_ones(
+    num_microbatches: int,
+) -> None:
+    """`gold.contiguous()` is not in the graph, which was traced with contiguous columns."""
+    rows = torch.arange(24).view(6, 4).T % 9
+    batch = {"ids": rows[:, :-1], "gold": rows[:, 1:]}
+    model = Flat()
+    expected = model(**batch)
+    parallel = merak.parallelize(model, batch, num_microbatches=num_microbatches)
+    assert parallel.step(batch).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert parallel.evaluate(batch).item() == pytest.approx(expected.item(), rel=1e-6)
