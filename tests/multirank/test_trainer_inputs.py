@@ -53,6 +53,16 @@ class CutsTokens:
         return {name: column[:, :6] for name, column in inputs.items()}
 
 
+class EvaluatesInACallback(Trainer):
+    """A loop of one's own over an evaluation's batches, behind the evaluation."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        metrics = super().evaluate(*args, **kwargs)
+        for batch in self.get_eval_dataloader(Texts(8, seed=3)):
+            self.prediction_step(self.model, batch, prediction_loss_only=False)
+        return metrics
+
+
 class ChangesInPredictionStep:
     def prediction_step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
         return super().prediction_step(model, shifted(inputs), *rest, **kwargs)  # type: ignore[misc]
@@ -102,9 +112,10 @@ def test_changed_values_are_trained_on(pool: RankPool, cache: str, layout: Layou
 
 
 def test_other_columns_and_shapes_are_refused(pool: RankPool, cache: str) -> None:
-    hooks = [AddsAColumn, CutsTokens, ChangesInPredictionStep]
+    hooks = [AddsAColumn, CutsTokens, ChangesInPredictionStep, EvaluatesInACallback]
     for said in pool.run(refused, 2, (1, 1, 2), hooks, cache):
         assert said[0].startswith("AddsAColumn changes column 'weights' of a batch from none to ")
         assert said[1].startswith("CutsTokens changes column ")
         assert "change names, shapes and types in the data_collator" in said[1]
         assert said[2].startswith("prediction_step of a subclass gives other inputs")
+        assert "outside of an evaluation" in said[3] and "trainer.predict(dataset)" in said[3]

@@ -149,7 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         context = getattr(error, "ctx", None)
         if context is not None and hasattr(error, "possibilities"):  # of an unknown option
-            return _refuse(_unknown_option(error.option_name, context), BAD_INPUT)
+            flag = str(getattr(error, "option_name", ""))
+            return _refuse(_unknown_option(flag, context), BAD_INPUT)
         return _refuse(_with_help(message(), context), BAD_INPUT)
     if code == INTERRUPTED:  # which typer makes of an interrupt
         if "RANK" in os.environ:  # a rank of torchrun's, as above

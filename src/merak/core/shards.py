@@ -117,7 +117,8 @@ def take_all(whole: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
     if not shard.is_even:
         return torch.stack([take(whole, shard, rank) for rank in range(shard.degree)])
     parts = (shard.degree, shard.parts[0] // shard.degree)
-    return whole.unflatten(shard.dim, parts).movedim(shard.dim, 0).contiguous()
+    pieces: torch.Tensor = whole.unflatten(shard.dim, parts)
+    return pieces.movedim(shard.dim, 0).contiguous()
 
 
 def join_all(shards: torch.Tensor, shard: ParameterShard) -> torch.Tensor:

@@ -221,6 +221,12 @@ class Evaluation:
             DataError: there are labels, and the model makes no loss of them; or the inputs are
                 others, with which the model has not been run.
         """
+        if not self._current:
+            raise DataError(
+                "prediction_step is called outside of an evaluation, but all ranks of the pipeline "
+                "compute its batches together; call trainer.predict(dataset) in its place, which "
+                "gives the outputs and labels of all samples."
+            )
         if inputs is not self._inputs:
             raise DataError(
                 "prediction_step of a subclass gives other inputs than the evaluation's, but the "
