@@ -108,6 +108,37 @@ def test_all_replicas_save_where_one_meets_it(save: str, pool: RankPool, tmp_pat
     assert (tmp_path / left / "manifest.json").is_file()
 
 
+def loop(lengths: list[int], folder: Path, evaluated: int | None) -> tuple[int, list[str], bool]:
+    """Steps of a loop of one's own, its refusals, and whether its last save holds its weights."""
+    mesh = merak.init(dp=2, device="cpu")
+    batches = [{n: torch.tensor([row[n]]) for n in row} for row in rows(lengths, 1)]
+    own = batches[mesh.dp_rank :: 2]
+    parallel = merak.parallelize(llama(), own[0], optimizer=lambda p: torch.optim.SGD(p, lr=0.5))
+    said = []
+    try:
+        for batch in own:
+            parallel.step(batch)
+            if evaluated is not None:
+                long = LONG - 2 * mesh.dp_rank * (parallel.num_steps == evaluated)
+                parallel.evaluate({n: c[:, :long] for n, c in own[0].items()})
+    except TraceError as error:
+        said.append(str(error))
+        parallel.save_checkpoint(folder)
+    found = parallel.gather_state_dict()
+    saved = parallel.model.state_dict()
+    return parallel.num_steps, said, all(torch.equal(found[n], saved[n]) for n in found)
+
+
+@pytest.mark.parametrize("evaluated", [None, 2])
+def test_a_loop_of_ones_own_may_save_where_one_replica_meets_it(
+    evaluated: int | None, pool: RankPool, tmp_path: Path
+) -> None:
+    lengths = [LONG] * 5 + [LONG - 2 * (evaluated is None)]
+    for steps, said, is_whole in pool.run(loop, 2, lengths, tmp_path / "saved", evaluated):
+        assert steps == 2 and len(said) == 1 and is_whole
+        assert "pad all batches to one length" in said[0]
+
+
 @pytest.mark.parametrize("dp", [1, slow(2)])
 def test_an_evaluation_that_meets_it_saves_first(dp: int, pool: RankPool, tmp_path: Path) -> None:
     evaluated = (LONG, LONG - 2)

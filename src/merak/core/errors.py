@@ -29,6 +29,10 @@ class TraceError(MerakError):
     """Error about a model that cannot be traced, or that gives no loss."""
 
 
+class RefusedBatchError(TraceError):
+    """Error about a batch that a model cannot be traced for, which all ranks raise together."""
+
+
 class ShardError(MerakError):
     """Error about a tensor parallel degree or feature dict that does not fit the model."""
 

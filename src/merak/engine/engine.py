@@ -34,7 +34,12 @@ from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_g
 from merak.engine.step.optimizer_step import StepEnd, StepNumbers, gradient_norm, runs_behind
 from merak.engine.step.parameter_writes import apply_parameter_writes
 from merak.engine.step.replica_check import check_replicas
-from merak.engine.step.step_checks import check_counts, check_indices, microbatch_counts
+from merak.engine.step.step_checks import (
+    check_counts,
+    check_indices,
+    make_programs,
+    microbatch_counts,
+)
 from merak.engine.step.training_step import TrainingStep, Update
 from merak.engine.step.undo import StepUndo
 from merak.engine.tensors_by_name import TensorDict
@@ -213,23 +218,6 @@ class Engine:
         """Python state that has changed since the model was traced, for ranks to compare."""
         return self._state.program_for.state.described()
 
-    def is_stale(self) -> bool:
-        """Whether `changed_state` has found what the model is to be traced anew with."""
-        return self._state.program_for.state.is_stale
-
-    def prepare(self, signatures: Sequence[Signature], training: bool) -> None:
-        """Make the programs that some microbatches run; a step or evaluation does so, too.
-
-        Args:
-            signatures: of each microbatch of this replica.
-            training: whether the model is about to train on them.
-
-        Raises:
-            TraceError: there is none, for a shape or for what has changed in Python.
-        """
-        self._state.program_for.refresh()
-        self._programs(signatures, training)
-
     def train_step(
         self,
         step: int,
@@ -238,6 +226,7 @@ class Engine:
         scale: float = 1.0,
         update: Update | None = None,
         loss_scale: float | torch.Tensor = 1.0,
+        of_all: Collection[Signature] | None = None,
     ) -> torch.Tensor:
         """Run forward and backward of all microbatches, and reduce their gradients.
 
@@ -253,6 +242,8 @@ class Engine:
             update: steps the optimizer for those parameters of this rank that have a gradient.
             loss_scale: multiplies the gradients in backward, against underflow in fp16, a number or
                 a scalar on the device; they are divided by it before this returns.
+            of_all: of every replica's microbatches, the same on all ranks, so that they need not
+                ask each other whether one has a new shape; None where a replica knows its own.
 
         Returns:
             The microbatches' losses times `scale`, (number of microbatches,), float32, on every
@@ -261,13 +252,15 @@ class Engine:
         Raises:
             ScheduleError: an asynchronous schedule without `update`, or whose replicas have
                 different numbers of microbatches.
+            RefusedBatchError: the model cannot be traced for a replica's microbatch; on all ranks,
+                before anything has run, so that they may save.
             DataError: a column with an index beyond the table that it is looked up in.
             TrainingError: another engine has been given the model.
         """
         self._refuse_retired()
-        self.last_weights.forget("it has been trained since weights were last saved")
         state = self._state
-        state.program_for.refresh()
+        make_programs(state, signatures, True, of_all)
+        self.last_weights.forget("it has been trained since weights were last saved")
         if state.layer_dropping is not None:
             state.layer_dropping.start_step(step, state.buffers)
         batches = self._with_numbers(batches)
@@ -485,6 +478,7 @@ class Engine:
         self,
         signatures: Sequence[Signature],
         batches: Sequence[Mapping[str, torch.Tensor]],
+        of_all: Collection[Signature] | None = None,
     ) -> Iterator[TensorDict]:
         """Run the forward of some microbatches, one after another, without gradients.
 
@@ -494,17 +488,19 @@ class Engine:
         Args:
             signatures: as in `train_step`.
             batches: as in `train_step`.
+            of_all: as in `train_step`.
 
         Yields:
             Per microbatch the model's outputs by name that this rank's stages compute.
 
         Raises:
+            RefusedBatchError: as in `train_step`.
             DataError: as in `train_step`.
             TrainingError: as in `train_step`.
         """
         self._refuse_retired()
         state, num_own = self._state, len(signatures)
-        state.program_for.refresh()
+        make_programs(state, signatures, False, of_all)
         self.end_round()
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:

@@ -120,6 +120,8 @@ class ProgramCache:
         self._parameters = {options.trains: _parameters(graph)}
         self._max_shapes = options.max_shapes
         self.num_made = 0
+        self.prepared: set[tuple[bool, Signature]] = set()
+        """Whether ranks train, and shapes, which all of them have made programs for."""
         self._seconds = 0.0
         if mesh.dp > 1 and _known(self.base_signature):
             self(known_masks(self.base_signature), options.trains)  # while all replicas do
@@ -192,6 +194,7 @@ class ProgramCache:
         self._is_base_stale = True
         self._graphs.clear()
         self._compiled.cache_clear()
+        self.prepared.clear()
         self(*self._base_key)
 
     def _make(self, signature: Signature, training: bool) -> Program:

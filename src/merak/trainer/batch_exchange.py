@@ -6,7 +6,7 @@ and what a script has changed in Python, since all ranks must run the same model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from merak.core.errors import DataError, TraceError, TrainingError
+from merak.core.errors import DataError, TrainingError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import Signature
 from merak.data import BatchSignature, agreed, signatures, union
 from merak.data.digest import INDICES, SampleDigests, differing
 from merak.engine.comm.gradient_buckets import others_of
@@ -46,6 +47,11 @@ class ExchangedBatches:
         return [(number, found) for number, found in rounds if found.columns]
 
     @property
+    def columns(self) -> list[Signature]:
+        """Columns of the microbatches of all replicas."""
+        return [found.columns for row in self.signatures for found in row]
+
+    @property
     def num_microbatches(self) -> int:
         """The number of microbatches of all replicas."""
         return sum(bool(found.columns) for row in self.signatures for found in row)
@@ -65,7 +71,6 @@ class BatchExchange:
     def __init__(self, mesh: Mesh, progress: Progress) -> None:
         self.mesh = mesh
         self._progress = progress
-        self._prepared: set[tuple[bool, object]] = set()
         self._group: dist.ProcessGroup | None = None
         self._tp_group: dist.ProcessGroup | None = None
         if mesh.pp * mesh.replicas > 1:
@@ -131,40 +136,6 @@ class BatchExchange:
             merged_signatures.append(agreed(columns, may_change=may_change))
             merged_metadata.append(merged)
         return ExchangedBatches(tuple(merged_signatures), tuple(merged_metadata))
-
-    def prepare(
-        self,
-        exchanged: ExchangedBatches,
-        training: bool,
-        make: Callable[[], object],
-        anew: bool = False,
-    ) -> None:
-        """Make what a replica runs some microbatches with, where a replica has new shapes.
-
-        Args:
-            exchanged: the microbatches.
-            training: whether the model is about to train on them.
-            make: makes it on this rank, for its replica.
-            anew: whether what has been made before is to be made once more.
-
-        Raises:
-            TraceError: it cannot be made on some rank; on all of them, so that they can save.
-        """
-        rows = exchanged.signatures
-        own: set[tuple[bool, object]] = {(training, one.columns) for row in rows for one in row}
-        if not anew and own <= self._prepared:
-            return
-        refusal = None
-        try:
-            make()
-        except TraceError as error:
-            refusal = error
-        refusals = self.gather(None if refusal is None else str(refusal))
-        if refusal is None and any(refusals):
-            refusal = TraceError(next(filter(None, refusals)))
-        if refusal is not None:
-            raise refusal
-        self._prepared = own if anew else self._prepared | own
 
     def compare(self, samples: SampleDigests, what: str) -> None:
         """Compare what the ranks of each replica have read; all ranks call it together.

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice, product
 from typing import Any
 
@@ -289,9 +288,7 @@ class Evaluation:
         own = exchanged.own(self.mesh)
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
         batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]
-        prepare = partial(self._engine.prepare, signatures, False)
-        self._batch_exchange.prepare(exchanged, False, prepare)
-        made = self._engine.evaluate_each(signatures, batches)
+        made = self._engine.evaluate_each(signatures, batches, exchanged.columns)
 
         def run(numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
             held = {n for n, _ in own}.intersection(numbers)

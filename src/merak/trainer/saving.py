@@ -44,7 +44,7 @@ from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
 from merak.checkpoint.state import MODEL, check_model, load_state
 from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
-from merak.core.errors import ArgumentsError, SavingError, TraceError, WeightsError
+from merak.core.errors import ArgumentsError, RefusedBatchError, SavingError, WeightsError
 from merak.core.files.folder_owner import owning, this_job
 from merak.core.health.roll_call import call_the_roll, tell_others, wait_for_rank0
 from merak.core.mesh import Mesh
@@ -313,7 +313,7 @@ class Saving(Pushing):
         """Context of batches that all ranks refuse together, behind a save of what is trained."""
         try:
             yield
-        except TraceError:
+        except RefusedBatchError:
             self._save_before_refusal()
             raise
 

@@ -239,7 +239,7 @@ class Stepping(Saving):
     ) -> torch.Tensor:
         """All microbatches' losses; gradients are final afterwards."""
         engine, counter = self.engine, self._counter
-        assert engine is not None and counter is not None and self._batch_exchange is not None
+        assert engine is not None and counter is not None
         own = step.exchanged.own(self.mesh)
         left_over = self._left_over_gradients()
         engine.optimizer_params.clear_gradients()
@@ -252,20 +252,15 @@ class Stepping(Saving):
             1.0 if self.scaler is None else self.scaler.current(),
         )
         with self._saving_before_refusal():
-            self._batch_exchange.prepare(
-                step.exchanged,
-                True,
-                partial(engine.prepare, ran.signatures, True),
-                engine.is_stale(),
+            losses = engine.train_step(
+                ran.step,
+                ran.signatures,
+                ran.batches,
+                ran.scale,
+                self._inner_optimizer().step if engine.updates_inside else None,
+                ran.loss_scale,
+                step.exchanged.columns,
             )
-        losses = engine.train_step(
-            ran.step,
-            ran.signatures,
-            ran.batches,
-            ran.scale,
-            self._inner_optimizer().step if engine.updates_inside else None,
-            ran.loss_scale,
-        )
         engine.optimizer_params.add_gradients(left_over)
         self._ran = ran
         every = [replica for row in step.exchanged.metadata for replica in row]

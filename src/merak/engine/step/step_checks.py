@@ -1,16 +1,64 @@
-"""Checks before a training step or an evaluation: microbatch counts of replicas, table indices."""
+"""Before a training step or an evaluation: programs of shapes, microbatch counts, table indices."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from merak.core.errors import DataError, ScheduleError
+from merak.core.errors import DataError, RefusedBatchError, ScheduleError, TraceError
 from merak.core.mesh import largest
 from merak.core.tensor_meta import Signature
 from merak.engine.state import EngineState
 from merak.graph.program.index_ranges import out_of_range
+
+
+def make_programs(
+    state: EngineState,
+    signatures: Sequence[Signature],
+    training: bool,
+    of_all: Collection[Signature] | None = None,
+) -> None:
+    """Make the programs of some microbatches; a batch that one replica refuses, all refuse.
+
+    Args:
+        state: of this rank's engine.
+        signatures: of each microbatch of this replica.
+        training: whether the model is about to train on them.
+        of_all: as of `Engine.train_step`.
+
+    Raises:
+        RefusedBatchError: the model cannot be traced for a shape that a replica has, or with what
+            has changed in Python; on all ranks.
+        TraceError: the same, where there is one replica, whose ranks have one batch.
+    """
+    programs = state.program_for
+    refusal: TraceError | None = None
+    try:
+        programs.refresh()
+    except TraceError as error:
+        refusal = error
+    if of_all is None and state.mesh.dp == 1:
+        if refusal is not None:
+            raise refusal
+        return
+    found = {(training, one) for one in (signatures if of_all is None else of_all)}
+    is_new = refusal is not None or not found <= programs.prepared
+    if of_all is None:
+        others = tuple(rank for rank in range(state.mesh.world_size) if rank != state.mesh.rank)
+        with state.progress.waiting("whether batches have new shapes on", others):
+            is_new = any(largest([is_new], None))
+    if not is_new:
+        return
+    try:
+        for signature in signatures if refusal is None else ():
+            programs(signature, training)
+    except TraceError as error:
+        refusal = error
+    said = state.gather(None if refusal is None else str(refusal), "programs of new shapes on")
+    if any(said):
+        raise RefusedBatchError(next(filter(None, said))) from refusal
+    programs.prepared |= found
 
 
 def check_indices(

@@ -69,7 +69,8 @@ def blocks_of(model: nn.Module) -> dict[int, Block]:
 class State:
     """Python state that a block's forward could read, at some moment.
 
-    It is compared with that of another block; a `Snapshot` is compared with itself later on.
+    It is compared with that of another block, whose objects and tensors are others and may equal
+    it; a `Snapshot` is compared with itself later on, by identity.
 
     Args:
         attributes: of each of its modules, without tensors and modules, by name.

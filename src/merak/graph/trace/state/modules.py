@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from merak.graph.trace.state.slots import MISSING
+
+T = TypeVar("T")
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -29,14 +31,14 @@ class Code:
     usual: Callable[[], Any]
     own: dict[str, Any]
     forward: Any
-    children: tuple[nn.Module | None, ...]
+    children: list[nn.Module | None]
     is_hooked: bool
 
     @staticmethod
     def of(module: nn.Module) -> Code:
         """Code of a module as it is."""
         own = vars(module)
-        forward, children = own.get("forward", MISSING), tuple(own["_modules"].values())
+        forward, children = own.get("forward", MISSING), [*own["_modules"].values()]
         is_hooked = any(_own_hooks(own[kind]) for kind in _HOOKS)
         return Code(lambda: type(module).forward, own, forward, children, is_hooked)
 
@@ -47,21 +49,6 @@ class Code:
         names = tuple(own["_modules"])  # whose order counts
         forward = own.get("forward", self.usual())
         return {"forward": forward, "_modules": names, **own["_modules"], **hooks}
-
-    def seems_same(self) -> bool:
-        """Whether nothing has changed, as far as a glance tells: models have 50,000 modules."""
-        own = self.own
-        return (
-            own.get("forward", MISSING) is self.forward
-            and tuple(own["_modules"].values()) == self.children
-            and not (
-                self.is_hooked
-                or own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +70,28 @@ class CodeOfClass:
     def seems_same(self) -> bool:
         """Whether nothing has changed."""
         return self.cls.forward is self.forward
+
+
+def glance_at(codes: Mapping[T, Code]) -> Callable[[], list[T]]:
+    """Make a function that tells which codes may have changed: those that are hooked, or seem so.
+
+    Models have 50,000 modules, so that it looks at all of them in one loop without calls.
+
+    Args:
+        codes: as they were, each by what is to be told of it.
+    """
+    rows = [(k, c.own, c.forward, c.children, c.is_hooked) for k, c in codes.items()]
+    return lambda: [
+        key
+        for key, own, forward, children, is_hooked in rows
+        if own.get("forward", MISSING) is not forward
+        or ((children or own["_modules"]) and [*own["_modules"].values()] != children)
+        or is_hooked
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ]
 
 
 def line_of(function: Any) -> str:

@@ -13,7 +13,7 @@ import gc
 import random
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +39,7 @@ from merak.graph.trace.state.holders import (
     slot_names,
 )
 from merak.graph.trace.state.kept import is_same, kept, version
-from merak.graph.trace.state.modules import Code, CodeOfClass, line_of
+from merak.graph.trace.state.modules import Code, CodeOfClass, glance_at, line_of
 from merak.graph.trace.state.outside import CONTEXT, LASTING, OUTSIDE, SETTINGS, Outside
 from merak.graph.trace.state.places import (
     CONTAINER_KINDS,
@@ -98,10 +98,12 @@ class Snapshot:
     Args:
         places: what holds values.
         tensors: the plain tensors among these values.
+        glance: finds the places that may have changed; None where all of them may.
     """
 
     places: tuple[Place, ...]
     tensors: tuple[HeldTensor, ...]
+    glance: Callable[[], Sequence[Place]] | None = None
 
     @staticmethod
     def take(
@@ -173,13 +175,12 @@ class Snapshot:
         """Snapshot of what code a model's modules have, and of settings that hold between steps."""
         modules = dict(model.named_modules())
         places = [_code(path, type(m), Code.of(m)) for path, m in modules.items()]
-        for cls, path in {type(m): path for path, m in reversed(modules.items())}.items():
-            places.append(_code(path, cls, CodeOfClass(cls, cls.forward)))
+        seem_other = glance_at({place: place.owner for place in places})
         now = LASTING.now()
-        places.append(
-            Place("", LASTING, now, Outside, GLOBALS, glance=lambda: now == LASTING.now())
-        )
-        return Snapshot(tuple(places), ())
+        rest = [Place("", LASTING, now, Outside, GLOBALS, glance=lambda: now == LASTING.now())]
+        for cls, path in {type(m): path for path, m in reversed(modules.items())}.items():
+            rest.append(_code(path, cls, code := CodeOfClass(cls, cls.forward), code.seems_same))
+        return Snapshot((*places, *rest), (), lambda: [*seem_other(), *rest])
 
     @staticmethod
     def of_slots(slots: Iterable[Slot]) -> Snapshot:
@@ -190,7 +191,8 @@ class Snapshot:
         """Changes since the snapshot, by place; writes into tensors of modules are none."""
         written = (held for held in self.tensors if held.is_written)
         shared = [StateLeft(h.place, "", h.values, h.tensor) for h in written if h.is_shared]
-        others = [p for p in self.places if (glance := p.glance) is None or not glance()]
+        places = self.places if self.glance is None else self.glance()
+        others = [p for p in places if (glance := p.glance) is None or not glance()]
         return [found for place in others for found in place.changes()] + shared
 
     def written(self) -> list[HeldTensor]:
@@ -408,10 +410,15 @@ class _Walk:
                 self.value(held, f"{label}.{name}", root, None, source, depth + 1)
 
 
-def _code(path: str, cls: type[nn.Module], code: Code | CodeOfClass) -> Place:
+def _code(
+    path: str,
+    cls: type[nn.Module],
+    code: Code | CodeOfClass,
+    glance: Callable[[], bool] | None = None,
+) -> Place:
     label = str(StateRead(MODEL, path, (), ""))
     line = line_of(cls.forward)
-    return Place(label, code, code.now(), Code, MODEL, source=line, glance=code.seems_same)
+    return Place(label, code, code.now(), Code, MODEL, source=line, glance=glance)
 
 
 def _read(slot: Slot) -> Place:

@@ -80,7 +80,7 @@ class StateWatch:
 
     def changes(self) -> list[StateLeft]:
         """The values that are others now than those that are known."""
-        return Snapshot((*self._read.values(), *self._rest.places), ()).changes()
+        return [*Snapshot(tuple(self._read.values()), ()).changes(), *self._rest.changes()]
 
     def accept(self, changes: Iterable[StateLeft]) -> None:
         """Know the values that some places have now."""
