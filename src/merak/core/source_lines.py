@@ -59,8 +59,8 @@ def is_library(file: str) -> bool:
 
 def is_standard_library(file: str) -> bool:
     """Whether a source file is one of Python's own."""
-    in_packages = any(folder in file for folder in _PACKAGE_FOLDERS)
-    return file.startswith(_INSTALLED[1]) and not in_packages
+    is_pythons = file.startswith(_INSTALLED[1])
+    return is_pythons and not any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
 def is_installed(file: str) -> bool:
@@ -95,10 +95,13 @@ def model_frame(frame: FrameType | None = None) -> FrameType:
         frame: where to begin; by default the caller's.
 
     Returns:
-        The outermost call, where all are library code.
+        The outermost call, where all are library code or Python's own.
     """
     frame = frame or sys._getframe(1)
-    while frame.f_back is not None and is_library(frame.f_code.co_filename):
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        if not (is_library(file) or is_standard_library(file)):
+            break
         frame = frame.f_back
     return frame
 

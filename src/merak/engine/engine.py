@@ -494,9 +494,7 @@ class Engine:
             Per microbatch the model's outputs by name that this rank's stages compute.
 
         Raises:
-            RefusedBatchError: as in `train_step`.
-            DataError: as in `train_step`.
-            TrainingError: as in `train_step`.
+            RefusedBatchError, DataError, TrainingError: as in `train_step`.
         """
         self._refuse_retired()
         state, num_own = self._state, len(signatures)

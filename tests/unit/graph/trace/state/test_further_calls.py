@@ -380,7 +380,7 @@ REFUSED: dict[Use, str] = {
     counts_in_slots: r"model.places.'slots'..calls, at .*calls \+= 1",
     counts_in_an_array: r"model.places.'array'., at .*: `model.places..array",
     counts_in_a_global_array: "COUNTS, at .*: `COUNTS",
-    counts_in_a_container: r"model.places.'container'..data.'calls'., ",
+    counts_in_a_container: r"model.places.'container'..data.'calls'., at .*: `model.places",
     counts_deep_inside: r"model.places.'deep'.(.0.){6}, at ",
     counts_in_a_default: "defaults of counts_in_a_default.*, at .*: `def counts_in_a_default",
     draws_of_a_generator: r"model.places.'generator'., at .*: `return x . model.places",
