@@ -18,7 +18,12 @@ from tests.multirank.ranks import RankPool
 from tests.unit.graph import written_buffers as w
 
 KINDS = [w.Averaged, w.Spectral, w.BatchNormed, w.Watched, w.Queued, w.Followed]
-WARNED = {w.Watched: "running_mean", w.Queued: "queue", w.Followed: "average, seen"}
+WARNED = {
+    w.Watched: "running_mean",
+    w.Queued: "queue",
+    w.Followed: "average, seen",
+    w.Held: "held['mean']",
+}
 SAMPLES = 4
 
 
@@ -73,6 +78,32 @@ def test_rank_0_alone_names_what_is_not_as_in_one_process(
     assert len(said) == (kind in WARNED)
     assert not said or WARNED[kind] in said[0]
     assert not ranks[1][2]
+
+
+def train_and_evaluate() -> list[float]:
+    """Losses of steps, and of an evaluation behind each, over a pipeline."""
+    import merak
+
+    merak.init(pp=2, device="cpu")
+    torch.manual_seed(0)
+    make = partial(torch.optim.SGD, lr=0.1)
+    parallel = merak.parallelize(w.Held(), w.draw(0, 4), optimizer=make)
+    called = (parallel.step, parallel.evaluate)
+    return [float(call(w.draw(step, 4))) for step in range(3) for call in called]
+
+
+def test_an_evaluation_reads_on_one_stage_what_training_leaves_on_another(pool: RankPool) -> None:
+    torch.manual_seed(0)
+    model, expected = w.Held(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model.train()(w.draw(step, 4)["x"])
+        loss.backward()
+        optimizer.step()
+        expected += [loss.item(), model.eval()(w.draw(step, 4)["x"]).item()]
+    for found in pool.run(train_and_evaluate, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_averaged_weights_are_those_of_one_process_with_the_whole_batch(pool: RankPool) -> None:

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
-import torch
-
 from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.precision import refuse_autocast_around
@@ -90,10 +88,11 @@ class ProgramCache:
         graph = layout.graph
         self.own_stages = layout.schedule.stages_of(mesh.pp_rank)
         self.owners = stages_of_parameters(graph, layout.partition)
-        self.buffers: dict[str, torch.Tensor] = {}
         self.mesh = mesh
         self._partition = layout.partition
         self._writers = find_writers(layout) if options.trains else {}
+        written = graph.constants.keys() & self._writers
+        self.buffers = {name: graph.constants[name].to(mesh.device) for name in written}
         self._stage_rank = layout.stage_rank
         self._choices = _choices(layout)
         self._is_sub_pipelined = is_sub_pipelined
@@ -267,7 +266,8 @@ class ProgramCache:
             if not training
             else {}
         )
-        constants = {n: t.to(device) for n, t in graph.constants.items()}
+        held = graph.constants.items()
+        constants = {n: t.to(device) for n, t in held if n not in self.buffers}
         return replace(
             program,
             constants=constants,

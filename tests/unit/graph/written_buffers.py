@@ -112,6 +112,22 @@ class Followed(Averaged):
         return h - F.linear(x, self.average)
 
 
+class Held(Blocks):
+    """A tensor in a dict, no buffer: the last layer makes it, the first evaluates with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"mean": torch.zeros(WIDTH)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x if self.training else x - self.held["mean"]))
+        h = self.second(h)
+        if self.training:
+            h = h - self.held["mean"]
+            self.held["mean"] = h.detach().mean(0)
+        return h.square().mean()
+
+
 def draw(step: int, samples: int) -> dict[str, Tensor]:
     """The batch of a step, which differs from sample to sample."""
     generator = torch.Generator().manual_seed(step)

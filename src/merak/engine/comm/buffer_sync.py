@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from merak.core.mesh import Mesh
 from merak.engine.health.status import Progress
-from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.ir import LITERAL, ModelGraph
 from merak.graph.program.program import Program
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.plan.layout import Layout
@@ -25,7 +25,7 @@ def find_writers(layout: Layout) -> dict[str, int]:
     for stage, own in enumerate(layout.partition.stages):
         for segment in layout.graph.segments[own.start : own.stop]:
             for name in written_buffers(segment.graph):
-                if name not in layout.graph.constants:  # each run has its own copy of those
+                if not name.startswith(LITERAL):  # each run has its own copy of those
                     writers.setdefault(name, layout.stage_rank[stage])
     return writers
 

@@ -55,9 +55,9 @@ def make_programs(
             programs(signature, training)
     except TraceError as error:
         refusal = error
-    said = state.gather(None if refusal is None else str(refusal), "programs of new shapes on")
-    if any(said):
-        raise RefusedBatchError(next(filter(None, said))) from refusal
+    refusals = state.gather(None if refusal is None else str(refusal), "programs of new shapes on")
+    if any(refusals):
+        raise RefusedBatchError(next(filter(None, refusals))) from refusal
     programs.prepared |= found
 
 

@@ -25,6 +25,9 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.state_read import StateRead
 
+LITERAL = "literal "
+"""Beginning of names of constants that forward makes in each call; others the model holds."""
+
 
 class Kind(Enum):
     """Kind of a placeholder."""
@@ -126,7 +129,8 @@ class ModelGraph:
         values: what every value that crosses a cut or leaves the model is, by name.
         parameters: what every parameter is, by its (first) name in the user's model.
         tied: other names of a tied parameter → its first name.
-        constants: tensors that the trace found outside the model's buffers, by name.
+        constants: tensors that the trace found outside the model's buffers, by name: of those that
+            the model holds, their place; what training writes into these goes on as buffers do.
         columns: the batch it was traced with, by column.
         outputs: the model's own output names (loss, logits, …) → value names.
         loss: the value name of the loss; None when the model was traced for prediction alone.

@@ -7,7 +7,7 @@ from enum import Enum
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
+from merak.graph.ir.ir import LITERAL, Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import depending_on, find_mutations, mutated_arguments
 from merak.graph.ir.operators import BATCH_NORMS, RUNNING_STATISTICS, family
 from merak.graph.trace.branches.rng_stream import is_stream_draw
@@ -43,7 +43,7 @@ def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
         for node in _buffers(segment.graph):
             name, memory = node.meta["name"], node.meta.get("storage")
             writers = writes.writers.get(memory, []) if memory is not None else []
-            if writers and name not in graph.constants:
+            if writers and not name.startswith(LITERAL):
                 known = only_statistics.get(name, True)
                 only_statistics[name] = known and all(_is_statistic(w, node) for w in writers)
             if not all(_is_statistic(user, node) for user in node.users):

@@ -240,6 +240,7 @@ def _exported(program: torch.export.ExportedProgram, session: Session, runner: R
         {label: counter.values() for label, counter in run.counters.items()},
         tuple(sorted(run.remade)),
         frozenset(session.ones.queried),
+        run.tensors,
     )
 
 

@@ -29,6 +29,7 @@ KINDS = {
         "norm.running_var": MEAN,
     },
     w.Queued: {"place": SAME, "queue": SAMPLES},
+    w.Held: {"held['mean']": SAMPLES},
     w.Drawn: {"noise": SAMPLES},
     w.Followed: {"average": SAMPLES, "seen": SAMPLES},
 }

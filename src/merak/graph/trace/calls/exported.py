@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import Kind
+from merak.graph.ir.ir import LITERAL, Kind
 from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.state.left import LeftState
@@ -37,6 +37,7 @@ class Exported:
         thresholds: values to come of counters at which code may decide otherwise, by label.
         remade: buffers that forward has replaced by tensors of another shape.
         queried: as of `ModelGraph`.
+        tensors: places of plain tensors that the model holds, by identity.
     """
 
     graph: fx.Graph
@@ -53,6 +54,7 @@ class Exported:
     thresholds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     remade: tuple[str, ...] = ()
     queried: frozenset[str] = frozenset()
+    tensors: Mapping[int, str] = field(default_factory=dict)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:
@@ -76,9 +78,12 @@ def lift(exported: Exported) -> dict[str, torch.Tensor]:
         elif spec.kind == InputKind.PARAMETER:
             node.meta |= {"kind": Kind.PARAMETER, "name": tied.get(target, target)}
         else:
-            node.meta |= {"kind": Kind.BUFFER, "name": target}
             if spec.kind == InputKind.CONSTANT_TENSOR:
-                constants[target] = _with_values(target, exported.constants[spec.target or ""])
+                constant = exported.constants[spec.target or ""]
+                # Its place in all graphs of the model; a tensor that forward makes has none.
+                target = exported.tensors.get(id(constant), f"{LITERAL}{target}")
+                constants[target] = _with_values(target, constant)
+            node.meta |= {"kind": Kind.BUFFER, "name": target}
     _keep_user_outputs(graph, signature)
     _merge_placeholders(graph)
     return constants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Run:
         left: per call, what it has left in Python state that the one before had not.
         written: attributes, as of `StateLeft`, whose tensors have been written into.
         counters: by label, counters that have been compared with numbers.
+        tensors: places of plain tensors that the model holds, by identity.
     """
 
     outputs: tuple[str, ...] = ()
@@ -64,6 +66,7 @@ class Run:
     left: list[list[StateLeft]] = field(default_factory=list)
     written: set[tuple[int, str] | None] = field(default_factory=set)
     counters: dict[str, Counter] = field(default_factory=dict)
+    tensors: dict[int, str] = field(default_factory=dict)
 
 
 class Runner(nn.Module):
@@ -123,6 +126,7 @@ class Runner(nn.Module):
                 own = values[number * width : (number + 1) * width]
                 is_last = number + 1 == self.num_calls
                 before = self._taken(number)
+                self.run.tensors = _places(before)
                 buffers = Snapshot.of_buffers(self.model).tensors
                 self.conditions.restart(own)
                 with _written_buffers(self.model), self._watched_counters(left):
@@ -186,6 +190,16 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def _places(before: Snapshot) -> dict[int, str]:
+    """Places of plain tensors, by identity, but for those that nothing tells apart."""
+    count = Counts(held.place.label for held in before.tensors)
+    return {
+        id(held.tensor): held.place.label.removeprefix("model.")
+        for held in before.tensors
+        if count[held.place.label] == 1
+    }
 
 
 def _is_counter(left: StateLeft) -> bool:

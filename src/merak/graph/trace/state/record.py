@@ -224,10 +224,12 @@ class StateReads:
             known = key is not None and (
                 self.lines.get(key) or self._sources.get(key) or self._absent.get(key)
             )
-            name = left.place.label.rpartition(".")[2].partition("[")[0]
-            if name.endswith("_hooks"):
-                name = f"register{name[:-1]}"
-            return known or left.place.source or self._first(name, *_LOADS)
+            # Else the innermost name that code of the model has: it may call a container's own.
+            names = [part.partition("[")[0] for part in reversed(left.place.label.split("."))]
+            if names[0].endswith("_hooks"):
+                names[0] = f"register{names[0][:-1]}"
+            found = filter(None, (self._first(name, *_LOADS) for name in names))
+            return known or left.place.source or next(found, "")
         written = "" if key is None else self.writes.get(key, "")
         stores = _STORES.get(left.place.kind, ("STORE_ATTR", "DELETE_ATTR"))
         return written or self._first(name, *stores, place=left.place) or left.place.source

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ class Leaves(nn.Module):
         self.cos = self.sin = None
         self.grown, self.act, self.scaled = nn.ModuleList(), nn.Tanh(), Scaled().scaled
         self.linear.weight.calls = 0  # type: ignore[attr-defined]
-        self.folder = ""
+        self.folder, self.weak = "", WeakKeyDictionary({self.linear: 1})
         counted = {"calls": 0}
         self.places = {
             "slots": HeldInSlots(),
@@ -199,6 +200,12 @@ def counts_in_a_global_array(model: Any, x: Tensor) -> Tensor:
 def counts_in_a_container(model: Any, x: Tensor) -> Tensor:
     model.places["container"]["calls"] += 1
     return x * model.places["container"]["calls"]
+
+
+def counts_by_module(model: Any, x: Tensor) -> Tensor:
+    found = model.weak.get(model.linear, 1)
+    model.weak[model.linear] = found + 1
+    return x * found
 
 
 def counts_deep_inside(model: Any, x: Tensor) -> Tensor:
@@ -381,6 +388,7 @@ REFUSED: dict[Use, str] = {
     counts_in_an_array: r"model.places.'array'., at .*: `model.places..array",
     counts_in_a_global_array: "COUNTS, at .*: `COUNTS",
     counts_in_a_container: r"model.places.'container'..data.'calls'., at .*: `model.places",
+    counts_by_module: r"model.weak.data.*, at .*: `found = model.weak",
     counts_deep_inside: r"model.places.'deep'.(.0.){6}, at ",
     counts_in_a_default: "defaults of counts_in_a_default.*, at .*: `def counts_in_a_default",
     draws_of_a_generator: r"model.places.'generator'., at .*: `return x . model.places",
