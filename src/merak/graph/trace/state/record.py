@@ -228,8 +228,8 @@ class StateReads:
             names = [part.partition("[")[0] for part in reversed(left.place.label.split("."))]
             if names[0].endswith("_hooks"):
                 names[0] = f"register{names[0][:-1]}"
-            found = filter(None, (self._first(name, *_LOADS) for name in names))
-            return known or left.place.source or next(found, "")
+            found = next((line for n in names if (line := self._first(n, *_LOADS))), "")
+            return known or left.place.source or found
         written = "" if key is None else self.writes.get(key, "")
         stores = _STORES.get(left.place.kind, ("STORE_ATTR", "DELETE_ATTR"))
         return written or self._first(name, *stores, place=left.place) or left.place.source
