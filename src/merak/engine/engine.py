@@ -216,7 +216,11 @@ class Engine:
 
     def changed_state(self) -> dict[str, str]:
         """Python state that has changed since the model was traced, for ranks to compare."""
-        return self._state.program_for.state.described()
+        programs = self._state.program_for
+        found = programs.state.described()
+        if programs.state.is_stale:  # on all ranks, or what they compare is not the same
+            programs.prepared.clear()
+        return found
 
     def train_step(
         self,

@@ -175,8 +175,11 @@ class ProgramCache:
             return self.base
         return self._compiled((*signature, *self.state.signature), training)
 
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Trace the model anew where Python state that it reads has changed.
+
+        Returns:
+            Whether it has.
 
         Raises:
             TraceError: it cannot be.
@@ -188,12 +191,12 @@ class ProgramCache:
         changes = self.state.changes()
         if changes:
             self.state.adopt(changes, self._trace_anew)
+        return bool(changes)
 
     def _trace_anew(self) -> None:
         self._is_base_stale = True
         self._graphs.clear()
         self._compiled.cache_clear()
-        self.prepared.clear()
         self(*self._base_key)
 
     def _make(self, signature: Signature, training: bool) -> Program:

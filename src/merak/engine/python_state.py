@@ -56,9 +56,13 @@ class PythonState:
 
     Args:
         source: the model.
+
+    Attributes:
+        is_stale: whether the model was to be traced anew when `described` was last called.
     """
 
     def __init__(self, source: GraphSource) -> None:
+        self.is_stale = False
         self._source = source
         self._watch = StateWatch(source.model, source.loss_fn)
         self._watch.add(function_reads(source.model, source.loss_fn))
@@ -105,7 +109,9 @@ class PythonState:
 
     def described(self) -> dict[str, str]:
         """Changes of Python state since the trace, as text that ranks compare."""
-        changed = self._changed | {str(c): c.new for c in self._watched()}
+        watched = self._watched()
+        self.is_stale = bool(watched or any(map(self._is_other_kind, self._numbers())))
+        changed = self._changed | {str(c): c.new for c in watched}
         changed |= {name: slot.get() for name, slot in self._numbers().items()}
         found = {name: shown(value) for name, value in changed.items()}
         return found | {f"{name}.requires_grad": "False" for name in self.frozen()}

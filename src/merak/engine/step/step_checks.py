@@ -34,21 +34,26 @@ def make_programs(
     """
     programs = state.program_for
     refusal: TraceError | None = None
+    is_anew = False
     try:
-        programs.refresh()
+        is_anew = programs.refresh()
     except TraceError as error:
         refusal = error
-    if of_all is None and state.mesh.dp == 1:
-        if refusal is not None:
-            raise refusal
-        return
     found = {(training, one) for one in (signatures if of_all is None else of_all)}
-    is_new = refusal is not None or not found <= programs.prepared
-    if of_all is None:
+    is_new = not found <= programs.prepared
+    if of_all is None and state.mesh.dp == 1:
+        is_new = False
+    elif of_all is None:
         others = tuple(rank for rank in range(state.mesh.world_size) if rank != state.mesh.rank)
         with state.progress.waiting("whether batches have new shapes on", others):
-            is_new = any(largest([is_new], None))
-    if not is_new:
+            own = [is_new or refusal is not None, is_anew]
+            is_new, is_anew = map(bool, largest(own, None))
+        if is_anew:
+            is_new = True
+            programs.prepared.clear()
+    if not is_new:  # nor on any other rank, which does not wait for this one
+        if refusal is not None:
+            raise refusal
         return
     try:
         for signature in signatures if refusal is None else ():
