@@ -215,10 +215,13 @@ class Engine:
         return self._state.program_for(signature, False).outputs
 
     def changed_state(self) -> dict[str, str]:
-        """Python state that has changed since the model was traced, for ranks to compare."""
+        """Python state that has changed since the model was traced, for ranks to compare.
+
+        Where it is the same on all of them, they make their programs anew together.
+        """
         programs = self._state.program_for
         found = programs.state.described()
-        if programs.state.is_stale:  # on all ranks, or what they compare is not the same
+        if programs.state.is_stale:
             programs.prepared.clear()
         return found
 

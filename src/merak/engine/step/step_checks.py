@@ -30,7 +30,8 @@ def make_programs(
     Raises:
         RefusedBatchError: the model cannot be traced for a shape that a replica has, or with what
             has changed in Python; on all ranks.
-        TraceError: the same, where there is one replica, whose ranks have one batch.
+        TraceError: the same, on this rank: where there is one replica, whose ranks have one batch,
+            or where Python state has changed on this rank alone.
     """
     programs = state.program_for
     refusal: TraceError | None = None
