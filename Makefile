@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each has ranks of its own; what one of them waits for, the other uses.
 TEST_PROCESSES ?= 2
-TESTS := $(wildcard tests/unit tests/golden tests/multirank tests/mutations)
+TESTS := $(wildcard tests/unit tests/processes tests/golden tests/multirank tests/mutations)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
@@ -90,7 +90,7 @@ NEWEST := torch transformers
 PAIRS ?= oldest newest
 COMPAT := runs/compat
 COMPAT_TESTS ?= $(addprefix tests/unit/,graph ops engine checkpoint trainer launch test_arguments.py) \
-	$(addprefix tests/multirank/test_,parity.py trainer_arguments.py ranks.py check.py recipes.py)
+	$(addprefix tests/processes/test_,run_ranks.py forkserver.py) $(addprefix tests/multirank/test_,parity.py trainer_arguments.py ranks.py check.py recipes.py)
 # In miniature on the CPU: what meets a GPU of that torch first.
 GPU_IN_SMALL := "gpu_first.py --parts reference pp-1f1b dp-zero1" "gpu.py --parts launches"
 compat: ## run a subset of the tests with the oldest and the newest torch and transformers

@@ -16,7 +16,7 @@ from merak.core.doctor.failed_start import advice, advise
 from merak.core.doctor.finding import Check, Finding, Judgement, Level, System, fine, problem
 from merak.core.health import failure
 
-SOURCE = Path(__file__).parents[4] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def test_problems_come_first_and_what_is_fine_is_left_out() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -10,21 +9,14 @@ import torch.distributed as dist
 
 from merak.core.errors import MeshError
 from merak.core.health import failure
-
-SOURCE = Path(__file__).parents[4] / "src"
+from tests.processes.forked import SOURCE, run_script
 
 
 def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     imports = "from merak.core import errors; from merak.core.health import failure"
     script.write_text(f"{imports}\nfailure.install()\n{code}\n")
-    return subprocess.run(
-        [sys.executable, str(script)],
-        env={"PYTHONPATH": str(SOURCE), **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return run_script(script, {"PYTHONPATH": str(SOURCE), **environment})
 
 
 def test_a_merak_error_is_a_sentence_and_a_place(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ if sys.argv[1] == "trains":
      ("trains", "MeshError: Trainer does not run on the mesh of merak.init(pp=2)")],
 )  # fmt: skip
 def test_a_process_that_ends_says_that_nothing_ran(way: str, sentence: str | None) -> None:
-    source = str(Path(__file__).parents[3] / "src")
+    source = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(
         [sys.executable, "-c", ENDING, way],
         env=os.environ | {"PYTHONPATH": source},

@@ -18,7 +18,7 @@ import torch
 
 from merak.core import mesh
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def rows(gpu: ModuleType, name: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_attention_is_computed_as_in_plain_pytorch(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +68,7 @@ def test_attention_is_computed_as_in_plain_pytorch(
     assert "flash" in found[0]["merak"]  # is_causal, and no mask
 
 
+@pytest.mark.slow
 def test_memory_is_forecast_and_measured(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = gpu.gpu_parts
     monkeypatch.setattr(parts, "MODELS", {"llama": parts.MODELS["llama"]})
@@ -75,6 +77,7 @@ def test_memory_is_forecast_and_measured(gpu: ModuleType, monkeypatch: pytest.Mo
     assert all(abs(row["off by %"]) < 5 for row in found)
 
 
+@pytest.mark.slow
 def test_offloaded_activations_are_timed_and_counted(gpu: ModuleType) -> None:
     found = rows(gpu, "offload")
     assert [row["activations"] for row in found] == list(gpu.gpu_jobs.CHOICES)
@@ -94,6 +97,7 @@ def test_the_share_of_copies_that_is_hidden(
     assert gpu.gpu_jobs.hidden(*seconds) == said
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_job_is_rehearsed_beside_its_price(gpu: ModuleType) -> None:
     found = {row["figure"]: row for row in rows(gpu, "rehearsal")}
     for figure in ("step of the job, s", "optimizer's step, s", "peak memory, GB"):
@@ -101,6 +105,7 @@ def test_a_rank_of_a_job_is_rehearsed_beside_its_price(gpu: ModuleType) -> None:
     assert any(figure.startswith("F of stage 0") for figure in found)
 
 
+@pytest.mark.slow
 def test_each_training_is_alone_in_a_process_and_all_give_the_same_loss(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +117,7 @@ def test_each_training_is_alone_in_a_process_and_all_give_the_same_loss(
     assert own["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_training_without_time_is_told_and_the_next_one_tried(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from merak.core.health import preemption
 from merak.core.health import store as job_store
+from tests.processes.forked import SOURCE, run_script
 
-SOURCE = Path(__file__).parents[4] / "src"
+Run = Callable[[str], subprocess.CompletedProcess[str]]
 START = """
 import os, signal, sys, threading, time
 from merak.core.health import preemption
@@ -23,23 +24,22 @@ def term(): os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", START + code],
-        env={"PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(START + code)
+        return run_script(tmp_path / "script.py", {"PYTHONPATH": str(SOURCE)})
+
+    return run
 
 
-def test_where_nothing_trains_it_ends_the_process() -> None:
+def test_where_nothing_trains_it_ends_the_process(run: Run) -> None:
     done = run("term()\ntime.sleep(600)")
     assert done.returncode == preemption.TERMINATED
     assert done.stderr == ""
 
 
-def test_a_loop_stops_before_its_next_step() -> None:
+def test_a_loop_stops_before_its_next_step(run: Run) -> None:
     done = run("""
 with preemption.saves_on_sigterm(100.0):
     for step in range(1000):
@@ -55,13 +55,13 @@ with preemption.saves_on_sigterm(100.0):
     assert done.stdout == "saved after 4\n"
 
 
-def test_before_the_first_step_it_ends_the_process() -> None:
+def test_before_the_first_step_it_ends_the_process(run: Run) -> None:
     done = run("with preemption.saves_on_sigterm(1000.0):\n    term()\n    time.sleep(600)")
     assert done.returncode == preemption.TERMINATED
     assert done.stderr == ""
 
 
-def test_a_step_that_does_not_end_ends_at_the_limit() -> None:
+def test_a_step_that_does_not_end_ends_at_the_limit(run: Run) -> None:
     done = run("""
 with preemption.saves_on_sigterm(0.5):
     preemption.must_stop()
@@ -72,7 +72,7 @@ with preemption.saves_on_sigterm(0.5):
     assert "took longer than sigterm_limit_s=0.5; the job ends without that" in done.stderr
 
 
-def test_a_second_one_ends_at_once() -> None:
+def test_a_second_one_ends_at_once(run: Run) -> None:
     done = run("""
 preemption.SAME_S = 0.0
 with preemption.saves_on_sigterm(1000.0):
@@ -84,7 +84,7 @@ with preemption.saves_on_sigterm(1000.0):
     assert done.returncode == preemption.TERMINATED
 
 
-def test_a_scripts_own_handler_is_left_alone() -> None:
+def test_a_scripts_own_handler_is_left_alone(run: Run) -> None:
     done = run("""
 signal.signal(signal.SIGTERM, lambda *_: print("own"))
 preemption.listen()
@@ -94,7 +94,7 @@ time.sleep(0.2)
     assert (done.returncode, done.stdout) == (0, "own\n")
 
 
-def test_a_forked_process_ends_by_default() -> None:
+def test_a_forked_process_ends_by_default(run: Run) -> None:
     done = run("""
 read, write = os.pipe()
 pid = os.fork()

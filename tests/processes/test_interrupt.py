@@ -13,7 +13,7 @@ import pytest
 
 from merak.core.health import interrupt, signals
 
-SOURCE = Path(__file__).parents[4] / "src"
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 def start(folder: Path, code: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
