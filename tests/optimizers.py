@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 
 class Each(torch.optim.Optimizer):
@@ -158,9 +157,3 @@ def inverse_root(matrix: torch.Tensor) -> torch.Tensor:
     """A symmetric matrix to the power of -1/4."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ (values.clamp(min=1e-12).pow(-0.25)[:, None] * vectors.T)
-
-
-def linears(*sizes: tuple[int, int]) -> list[nn.Parameter]:
-    """Matrices of these sizes."""
-    torch.manual_seed(0)
-    return [nn.Parameter(0.1 * torch.randn(size)) for size in sizes]

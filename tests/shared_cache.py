@@ -1,11 +1,13 @@
 """Traces of models, and what this machine was measured to do, shared by the tests of a run.
 
 Most tests need the trace of some small model without being about how it is made; what one of them
-has traced, the others read, in whichever process they run.
+has traced, the others read, in whichever process they run. Likewise the splits and the memory of
+segments: what one test has found in a process is known to the later ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +18,28 @@ from unittest import mock
 import torch
 
 from merak.core.files.private_files import write_own_file
+from merak.graph.ir.ir import Segment
 from merak.graph.segment.build import GraphSource
+from merak.graph.tensor_parallel.search.auto_shard import (
+    AutoSharder,
+    SegmentSharding,
+    SegmentTask,
+    _carried_over,
+    structure_of,
+)
 from merak.plan.cost import benchmark
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.segment_memory import MeasuredGraphs
 
 FOLDER = Path(os.environ["MERAK_CACHE"])
 """The run's own folder; `tests/conftest.py` makes it."""
 
 _AS_IT_IS = GraphSource.__post_init__
+_SPLIT, _MAKE_GRAPHS = AutoSharder.__call__, MeasuredGraphs.__init__
+_MEMORY: dict[Any, Any] = {}
+
+SPLITS: dict[Any, tuple[Segment, SegmentSharding]] = {}
+"""Those that `share_found` remembers in this process, by the degree and what was searched."""
 
 
 def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
@@ -46,6 +62,30 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
 
     replace(GraphSource, "__post_init__", in_the_folder)
     replace(benchmark, "_measure", once_a_run)
+
+
+def share_found(replace: Callable[[object, str, Any], None] = setattr) -> None:
+    """Remember the splits and the memory of segments that were found once in this process.
+
+    Args:
+        replace: as of `share`.
+    """
+
+    def known_split(sharder: AutoSharder, task: SegmentTask) -> SegmentSharding:
+        key = tuple(structure_of(task))
+        at = (sharder.degree, key)
+        if at in SPLITS and key not in sharder._known:
+            split = dataclasses.replace(_carried_over(*SPLITS[at], task.segment), like=task.segment)
+            sharder._known[key] = (task.segment, split)
+        found = _SPLIT(sharder, task)
+        SPLITS.setdefault(at, sharder._known[key])
+        return found
+
+    def known_memory(graphs: MeasuredGraphs, found: Any = None) -> None:
+        _MAKE_GRAPHS(graphs, _MEMORY if found is None else found)
+
+    replace(AutoSharder, "__call__", known_split)
+    replace(MeasuredGraphs, "__init__", known_memory)
 
 
 @contextmanager

@@ -32,10 +32,6 @@ def twice() -> None:
     merak.init(dp=2, device="cpu")
 
 
-def dataset() -> None:
-    train(samples=Samples(0))  # rank 0 reads the inputs
-
-
 def collator() -> None:
     from transformers import default_data_collator
 
@@ -75,45 +71,25 @@ def leaves() -> None:
 
 
 def stalled() -> None:
-    train(samples=Samples(0, slow=True), hang_limit_s=6.0)  # rank 0 reads the inputs
+    train(samples=Samples(0), hang_limit_s=6.0)  # rank 0 reads the inputs
 
 
 def not_a_number() -> None:
     train(learning_rate=1e30)
 
 
-def stages() -> None:
-    merak.init(pp=2, device="cpu")
-    batch = {"x": torch.ones(2, 2)}
-    merak.parallelize(Tiny(), batch)
-
-
-class Tiny(torch.nn.Module):
-    """A model of a single segment."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.weight).sum()
-
-
 class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples, of which one raises on some rank, or takes for ever."""
+    """Samples, of which one takes for ever on some rank."""
 
-    def __init__(self, bad_rank: int | None = None, slow: bool = False) -> None:
+    def __init__(self, bad_rank: int | None = None) -> None:
         self.bad_rank = bad_rank
-        self.slow = slow
 
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == 40 and self.bad_rank == int(os.environ["RANK"]):
-            if self.slow:
-                time.sleep(300)
-            raise OSError("sample 40 cannot be read")
+            time.sleep(300)
         ids = torch.full((8,), index % 32)
         return {"input_ids": ids, "labels": ids}
 

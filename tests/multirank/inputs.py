@@ -135,15 +135,5 @@ def by_pair(
     return {"attention_mask": added, **target(ids)}
 
 
-def both_sides(ids: torch.Tensor) -> Batch:
-    """An encoder's and a decoder's masks."""
-    labels = ids.roll(1, 1)
-    return {
-        "attention_mask": padding(ids, "right"),
-        "decoder_attention_mask": padding(ids, "right").roll(1, 0),
-        "labels": labels,
-    }
-
-
 def images(ids: torch.Tensor) -> Batch:
     return {"pixel_values": torch.randn(len(ids), 3, 16, 16)}

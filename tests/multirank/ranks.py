@@ -176,6 +176,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     shared_cache.share()
+    shared_cache.share_found()
     apply_named()
     causes.count()
     while True:

@@ -116,7 +116,7 @@ def reference() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("layout,zero", [((1, 1, 2), 0), slow((1, 2, 1), 0), slow((2, 1, 1), 3)])
+@pytest.mark.parametrize("layout,zero", [((1, 1, 2), 0), slow((2, 1, 1), 3)])
 def test_a_model_after_training(
     pool: RankPool, cache: str, tmp_path: Path, layout: Layout, zero: int
 ) -> None:

@@ -51,9 +51,6 @@ def train(
 @pytest.mark.parametrize(
     ("degrees", "given", "samples"),
     [
-        slow(
-            {"plan": "auto"}, {"recompute": "off", "per_device_train_batch_size": 4}, 8, id="plan"
-        ),
         slow({"plan": "auto", "pp": 2}, {"schedule": "zero_bubble_h1"}, 16, id="pinned"),
         ({"dp": 2}, {"per_device_train_batch_size": "auto", "global_batch": 8}, 8),
     ],

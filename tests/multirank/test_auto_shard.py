@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import merak
 from merak.check import Case, CheckOptions, CheckReport, Layout, check_model
 from merak.core.shards import take
 from merak.graph.tensor_parallel.apply import tensor_parallel
+from tests.multirank.check_on import launcher
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph import expert_models
@@ -59,7 +59,7 @@ def gradients_off(models: list[tuple[str, dict[str, Any]]], tp: int) -> dict[str
 
 
 @pytest.mark.parametrize(
-    "tp,models", [slow(2, [(name, {}) for name in ARCHITECTURES]), (4, AT_FOUR)]
+    "tp,models", [slow(2, [(name, {}) for name in ARCHITECTURES]), slow(4, AT_FOUR)]
 )
 def test_every_gradient_of_every_architecture(
     pool: RankPool, tp: int, models: list[tuple[str, dict[str, Any]]]
@@ -81,7 +81,7 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     ("name", "layout"),
     [
         ("falcon", Layout(tp=2, pp=2)),
-        ("t5", Layout(tp=2, pp=2)),
+        slow("t5", Layout(tp=2, pp=2)),
         *(slow(name, Layout(tp=2, pp=2)) for name in EXPERTS),
         slow("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
         slow("gpt_oss", Layout(dp=2, tp=2, ep=2)),
@@ -92,7 +92,7 @@ def test_together_with_a_pipeline_and_clipping(pool: RankPool, name: str, layout
     assert checked(pool, name, layout).tp_sharded_fraction > 0.9
 
 
-@pytest.mark.parametrize("name", ["separate", slow("gpt_oss"), slow("all_called")])
+@pytest.mark.parametrize("name", [slow("separate"), slow("all_called")])
 def test_experts_of_ranks_that_share_tokens(pool: RankPool, name: str) -> None:
     checked(pool, name, Layout(tp=2, ep=2, cp=2))
 
@@ -100,10 +100,7 @@ def test_experts_of_ranks_that_share_tokens(pool: RankPool, name: str) -> None:
 def checked(pool: RankPool, name: str, layout: Layout) -> CheckReport:
     """The report of a check that has passed."""
 
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
     case = Case(name, partial(build, name), draw)
-    report = check_model(case, layout, CheckOptions(steps=2), launch=launch)
+    report = check_model(case, layout, CheckOptions(steps=2), launch=launcher(pool))
     assert (report.ok, report.reason) == (True, None)
     return report

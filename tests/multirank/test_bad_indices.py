@@ -10,6 +10,7 @@ import transformers
 
 from merak.core.errors import DataError
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 
 def sentences_of(degrees: Mapping[str, int]) -> list[str]:
@@ -35,7 +36,7 @@ def sentences_of(degrees: Mapping[str, int]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("degrees", [{"tp": 2}, slow({"pp": 2})])
 def test_an_index_beyond_the_vocabulary(pool: RankPool, degrees: dict[str, int]) -> None:
     for ids, _, labels, evaluated in pool.run(sentences_of, 2, degrees):
         assert "in step 2, column 'input_ids' holds the index 31, but transformer.wte.weight" in ids

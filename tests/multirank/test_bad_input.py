@@ -27,6 +27,7 @@ from tests.multirank.training import (
     loss_of_logits,
     make_merak,
 )
+from tests.tiers import slow
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
 
 
@@ -217,14 +218,7 @@ EXPECTED: list[tuple[str, dict[str, int], str]] = [
     ("batch", PP, r"'input_ids' has 4 samples, which do not divide into 3 microbatches; use"),
     ("ragged step", PP, r"'input_ids' has 3 samples, which do not divide into 2 microbatches"),
     ("does not trace", PP, r"test_bad_input\.py:\d+: `if y\.sum\(\) > 0:.*torch\.where"),
-    *(
-        (
-            "communicates",
-            degrees,
-            r"test_bad_input\.py:\d+: `dist\.all_reduce\(y.* with other ranks",
-        )
-        for degrees in (PP, TP, {"dp": 2})
-    ),
+    ("communicates", PP, r"test_bad_input\.py:\d+: `dist\.all_reduce\(y.* with other ranks"),
     ("no loss", PP, r"returns no loss for the columns x; it returns logits\. Give it"),
     ("no labels", PP, r"returns no loss for the columns input_ids; it returns logits\. Give it"),
     (
@@ -294,7 +288,7 @@ def loss_or_nothing(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any)
     return loss / (~is_bad).to(loss.dtype)
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("degrees", [{"pp": 2}, slow({"dp": 2})])
 def test_a_step_is_skipped_everywhere(pool: RankPool, degrees: dict[str, int]) -> None:
     for seen, rates in pool.run(skip_steps, 2, degrees):
         assert len(seen) == 5
@@ -331,7 +325,7 @@ def diverge(degrees: Mapping[str, int]) -> dict[str, Any]:
     return {"said": str(caught.value), "losses": losses, "steps": trainer.state.global_step}
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}])
+@pytest.mark.parametrize("degrees", [{"pp": 2}, slow({"dp": 2})])
 def test_a_diverged_model_is_not_skipped_for_ever(pool: RankPool, degrees: dict[str, int]) -> None:
     for found in pool.run(diverge, 2, degrees):
         assert "step 6 has loss" in found["said"]

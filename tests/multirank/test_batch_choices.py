@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph.trace.branches.test_batch_choices import LongTexts, Padded
 
 
@@ -29,17 +26,11 @@ def batch_of(step: int, samples: int) -> dict[str, torch.Tensor]:
     ("kind", "layout"),
     [
         (Padded, Layout(tp=2, pp=2)),
-        (LongTexts, Layout(dp=2, pp=2)),
+        slow(LongTexts, Layout(dp=2, pp=2)),
     ],
 )
-def test_as_in_one_process(
-    pool: RankPool, kind: type[nn.Module], layout: Layout, tmp_path: Path
-) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
+def test_as_in_one_process(pool: RankPool, kind: type[nn.Module], layout: Layout) -> None:
     options = CheckOptions("1f1b", num_microbatches=3, steps=2, evaluate=layout.dp == 1)
     checked = Job(Case(kind.__name__, kind, batch_of), layout, options)
-    report = check_against(reference(checked), checked, Workspace(tmp_path, launch))
-    assert report.reason is None
+    report = check_on(pool, checked)
     assert report.segments > 4 and not report.kept_whole

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
-from tests.tiers import slow
 
 WIDTH, WIDE = 8, 32
 Between = Callable[[int], nn.Module]
@@ -88,14 +83,13 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "standardised": lambda: standardised(groups),
     "in groups": lambda: convolved(nn.BatchNorm2d, groups=4),
 }
-ESSENTIAL = ("batch", "resized", "standardised")
 
 
 class Images(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 1)
-        self.blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(2))
+        self.blocks = nn.ModuleList(make() for make in BLOCKS.values())
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.stem(x)
@@ -108,13 +102,9 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(samples, 3, 4, 4, generator=torch.Generator().manual_seed(step))}
 
 
-@pytest.mark.parametrize("kind", [k if k in ESSENTIAL else slow(k) for k in BLOCKS])
-def test_channels(pool: RankPool, kind: str, tmp_path: Path) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
+def test_channels(pool: RankPool) -> None:
+    """All kinds of blocks in one model."""
     options = CheckOptions("1f1b", num_microbatches=2, microbatch=2, steps=2, evaluate=True)
-    checked = Job(Case(kind, partial(Images, kind), draw), Layout(tp=2, pp=2), options)
-    report = check_against(reference(checked), checked, Workspace(tmp_path, launch))
-    assert report.reason is None
+    checked = Job(Case("images", Images, draw), Layout(tp=2, pp=2), options)
+    report = check_on(pool, checked)
     assert report.tp_sharded_fraction > 0.9

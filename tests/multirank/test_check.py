@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from torch import nn
 from merak.check import Case, CheckOptions, CheckReport, Layout, check_model
 from merak.cli.main import main
 from merak.core.errors import PlanError, ScheduleError
+from tests.multirank.check_on import launcher
 from tests.multirank.ranks import RankPool
 from tests.remote_code import write_remote_model
+from tests.tiers import slow
 
 
 class Net(nn.Module):
@@ -90,13 +91,10 @@ def run(pool: RankPool, layout: Layout, schedule: str = "1f1b", other: bool = Fa
 
 
 def run_case(pool: RankPool, case: Case, layout: Layout, schedule: str = "1f1b") -> CheckReport:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
-    return check_model(case, layout, CheckOptions(schedule, steps=2), launch=launch)
+    return check_model(case, layout, CheckOptions(schedule, steps=2), launch=launcher(pool))
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2), Layout(tp=2)])
+@pytest.mark.parametrize("layout", [Layout(tp=2)])
 def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     report = run(pool, layout)
     assert (report.ok, report.reason) == (True, None)
@@ -105,7 +103,7 @@ def test_a_model_that_trains_alike(pool: RankPool, layout: Layout) -> None:
     assert report.segments == 4
 
 
-@pytest.mark.parametrize("squash", [Rounded, Branching, BranchingFloat])
+@pytest.mark.parametrize("squash", [Rounded, slow(Branching), slow(BranchingFloat)])
 def test_what_float64_shows_to_be_rounding_is_right(
     pool: RankPool, squash: Callable[[], nn.Module]
 ) -> None:

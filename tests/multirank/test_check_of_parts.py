@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from merak.check import CheckOptions, Job, Layout, Workspace, check_against
+from merak.check import CheckOptions, Job, Layout
 from merak.zoo.check_by_name import small_version
 from merak.zoo.request import Request
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 
@@ -31,13 +30,9 @@ ESSENTIAL = ("norms-of-heads", "router-loss")
 
 
 @pytest.mark.parametrize("part", [p if p in ESSENTIAL else slow(p, id=p) for p in PARTS])
-def test_it_trains_as_in_one_process(pool: RankPool, part: str, tmp_path: Path) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
+def test_it_trains_as_in_one_process(pool: RankPool, part: str) -> None:
     name, fields, layout = PARTS[part]
     options = CheckOptions(num_microbatches=2, steps=2)
     trained = small_version(Request(name, given=fields), layout, options)
     job = Job(trained.job.case, layout, options)
-    report = check_against(trained.outcome, job, Workspace(tmp_path, launch))
-    assert (report.ok, report.reason) == (True, None)
+    check_on(pool, job, trained.outcome)

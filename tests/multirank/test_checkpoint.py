@@ -106,7 +106,7 @@ def share(layout: Layout, seeds: list[int]) -> int:
     return broadcast.call_count
 
 
-@pytest.mark.parametrize("layout", [slow((2, 1, 1)), slow((1, 2, 1)), (1, 2, 2)])
+@pytest.mark.parametrize("layout", [(1, 2, 2)])
 def test_every_rank_gets_the_values_of_rank_0(pool: RankPool, layout: Layout) -> None:
     num_ranks = layout[0] * layout[1] * layout[2]
     counts = pool.run(share, num_ranks, layout, list(range(5, 5 + num_ranks)))
@@ -142,12 +142,8 @@ def create_and_export(layout: Layout, folder: str, size: str) -> None:
 
 
 LAYOUTS: list[Layout] = [
-    (2, 1, 1),
-    (1, 2, 1),
-    (1, 1, 2),
     (1, 2, 2),
     (2, 2, 1),
-    (1, 4, 1),
     (1, 1, 4),
 ]
 
@@ -304,9 +300,7 @@ def without_a_break() -> dict[str, Any]:
     [
         ((1, 2, 2), (1, 4, 1)),
         slow((1, 4, 1), (2, 1, 2)),
-        slow((1, 1, 4), (1, 2, 1)),
-        slow((2, 1, 1), (1, 2, 2)),
-        ((2, 2, 1), (1, 1, 2)),
+        slow((2, 2, 1), (1, 1, 2)),
     ],
 )
 def test_a_job_goes_on_in_another_layout(

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
-from tests.tiers import slow
 
 WIDTH, WIDE, HEADS = 16, 64, 4
 
@@ -129,7 +126,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "scaled": lambda: Feed(Scaled),
     "masked": lambda: Feed(Masked),
     "quantised": lambda: Feed(Quantised),
-    "transposed": lambda: Feed(Transposed),
     "reflected": lambda: Feed(Reflected),
     "sparse update": lambda: Feed(SparselyUpdated),
     "weight norm": lambda: Feed(normed),
@@ -137,8 +133,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "unbound": lambda: Gated(True),
     "attention": lambda: Attention(False),
     "attention with weights": lambda: Attention(True),
+    "transposed": lambda: Feed(Transposed),  # whose values are large, so it is the last
 }
-ESSENTIAL = ("quantised", "sparse update", "weight norm", "by index", "attention with weights")
+UNSHARDED = "sparse update"
+"""The sum of a weight with a sparse tensor cannot be sharded, so no weight is."""
 
 
 class Stream(nn.Module):
@@ -177,9 +175,9 @@ class Streams(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, *kinds: str) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(BLOCKS[kind]() for _ in range(3)))
+        self.blocks = nn.Sequential(*(BLOCKS[kind]() for kind in kinds))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": (self.blocks(x) - 1).pow(2).mean()}
@@ -189,24 +187,23 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(samples, 6, WIDTH, generator=torch.Generator().manual_seed(step))}
 
 
-@pytest.mark.parametrize("kind", [k if k in ESSENTIAL else slow(k) for k in BLOCKS])
-def test_computed_weights(pool: RankPool, kind: str, tmp_path: Path) -> None:
-    # The sum of a weight with a sparse tensor cannot be sharded, so no weight is.
-    least = -1.0 if kind == "sparse update" else 0.85  # all but the norms, and what leads in
-    check(pool, Case(kind, partial(Model, kind), draw), tmp_path, least)
+def test_computed_weights(pool: RankPool) -> None:
+    kinds = [kind for kind in BLOCKS if kind != UNSHARDED]  # one of each
+    check(pool, Case("kinds", partial(Model, *kinds), draw), 0.85)  # all but norms
 
 
-def test_two_streams(pool: RankPool, tmp_path: Path) -> None:
-    check(pool, Case("streams", Streams, draw), tmp_path, 0.85)
+@pytest.mark.slow
+def test_a_weight_that_is_not_sharded(pool: RankPool) -> None:
+    check(pool, Case(UNSHARDED, partial(Model, *3 * [UNSHARDED]), draw), -1.0)
 
 
-def check(pool: RankPool, case: Case, folder: Path, least: float) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
+def test_two_streams(pool: RankPool) -> None:
+    check(pool, Case("streams", Streams, draw), 0.85)
 
+
+def check(pool: RankPool, case: Case, least: float) -> None:
     options = CheckOptions("1f1b", num_microbatches=2, microbatch=2, steps=2)
     checked = Job(case, Layout(tp=2, pp=2), options)
-    report = check_against(reference(checked), checked, Workspace(folder, launch))
-    assert report.reason is None
+    report = check_on(pool, checked)
     assert report.segments >= 3
     assert report.tp_sharded_fraction > least

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Texts, gpt2
+from tests.tiers import slow
 
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
@@ -74,7 +75,7 @@ def train_here(layout: Layout, num_microbatches: int) -> list[list[int]]:
         return run_twice(merak.MerakTrainer(gpt2(0.1), args, train_dataset=asked), asked)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 1, 2), slow((1, 2, 1))], ids=str)
 def test_every_run_takes_the_samples_of_one_process(pool: RankPool, layout: Layout) -> None:
     """Also after the engine has drawn random numbers, other ones on every rank."""
     dp, tp, pp = layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,18 @@ from tests.multirank.ranks import RankPool
 from tests.snippets import programs
 from tests.snippets.blocks import Block, blocks
 from tests.snippets.commands import commands, commands_of
+from tests.tiers import slow
+
+README = "README.md"
 
 
-def with_kind(kind: str) -> list[Block]:
-    return [block for block in blocks() if block.kind == kind]
+def with_kind(kind: str) -> list[Any]:
+    return rows([block for block in blocks() if block.kind == kind])
+
+
+def rows(every: list[Block]) -> list[Any]:
+    """Those of the README in every run; those of the other pages are slow."""
+    return [block if block.page == README else slow(block) for block in every]
 
 
 @pytest.fixture
@@ -31,9 +40,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pages() -> list[str]:
+def pages() -> list[Any]:
     """The pages with commands that run."""
-    return sorted({command.block.page for command in commands() if command.runs})
+    found = sorted({command.block.page for command in commands() if command.runs})
+    return [page if page == README else slow(page) for page in found]
 
 
 @pytest.mark.parametrize("page", pages())
@@ -55,7 +65,7 @@ def test_an_output_is_that_of_the_command_before_it(
     assert capsys.readouterr().out.strip() == block.text.strip()
 
 
-@pytest.mark.parametrize("block", programs.programs(), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", rows(programs.programs()), ids=lambda block: block.place)
 def test_a_program_runs(block: Block, pool: RankPool, tmp_path: Path) -> None:
     made = pool.run(programs.run, block.ranks or 1, block, str(tmp_path))
     assert all(names == made[0] for names in made)

@@ -89,7 +89,7 @@ def train(layout: Layout, zero: int, cache: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("layout", "zero"),
-    [((2, 1, 1), 1), slow((2, 1, 1), 3), slow((1, 2, 1), 0), slow((1, 1, 2), 0)],
+    [((2, 1, 1), 1), slow((1, 2, 1), 0)],
 )
 def test_own_rates_are_trained_with(pool: RankPool, cache: str, layout: Layout, zero: int) -> None:
     with alone():
@@ -100,7 +100,7 @@ def test_own_rates_are_trained_with(pool: RankPool, cache: str, layout: Layout, 
         torch.testing.assert_close(found, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1))])
 def test_own_losses_are_traced_with_the_model(pool: RankPool, cache: str, layout: Layout) -> None:
     with alone():
         made = type("OwnLoss", (OwnLoss, Trainer), {})
@@ -135,7 +135,7 @@ def train_with_mean(layout: Layout, cache: str) -> list[float]:
     return gradients_of_mean(make_merak(setup, dp, cache, trainer_class=made))
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), slow((1, 1, 2)), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(2, 1, 1)])
 def test_a_mean_of_ones_own_is_averaged_over_replicas(
     pool: RankPool, cache: str, layout: Layout
 ) -> None:
@@ -161,7 +161,7 @@ def train_with_noise(layout: Layout, alpha: float | None) -> tuple[list[float], 
     return losses(trainer), trainer.evaluate(Texts(6))["eval_loss"]
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((1, 2, 1)), slow((2, 1, 1))])
+@pytest.mark.parametrize("layout", [slow((1, 2, 1)), slow((2, 1, 1))])
 def test_noise_of_embeddings_is_the_same_in_every_layout(pool: RankPool, layout: Layout) -> None:
     [(plain, evaluated)] = pool.run(train_with_noise, 1, (1, 1, 1), None)
     [(noisy, own)] = pool.run(train_with_noise, 1, (1, 1, 1), 5.0)

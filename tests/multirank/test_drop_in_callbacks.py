@@ -91,7 +91,7 @@ def train(layout: Layout, cache: str) -> tuple[list[str], str]:
     return [text for text in messages.texts if "Scales." in text], said
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1))])
 def test_callbacks_are_told_that_they_see_a_part(
     pool: RankPool, cache: str, layout: Layout
 ) -> None:
@@ -124,7 +124,7 @@ def train_clipped(layout: Layout, cache: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (1, 2, 1), slow((2, 1, 1))])
+@pytest.mark.parametrize("layout", [slow((1, 2, 1)), slow((2, 1, 1))])
 def test_norms_of_a_part_clip_nothing(pool: RankPool, cache: str, layout: Layout) -> None:
     for said in pool.run(train_clipped, 2, layout, cache):
         expected = "step 0: Clips.on_pre_optimizer_step clips gradients by their norm"
@@ -151,7 +151,7 @@ def train_averaged(layout: Layout, cache: str) -> tuple[list[str], bool]:
     return [text for text in messages.texts if "copies the model" in text], all(own)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1))])
 def test_copies_of_a_part_are_told(pool: RankPool, cache: str, layout: Layout) -> None:
     for rank, (said, are_averages) in enumerate(pool.run(train_averaged, 2, layout, cache)):
         assert are_averages
@@ -172,7 +172,7 @@ def train_sharded(zero: int, cache: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("zero", [0, 1, slow(3)])
+@pytest.mark.parametrize("zero", [0, slow(1), slow(3)])
 def test_gradients_that_parameters_do_not_have_are_not_read(
     pool: RankPool, cache: str, zero: int
 ) -> None:
@@ -198,7 +198,7 @@ def train_uploading(layout: Layout, cache: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1))])
 def test_uploads_of_a_part_are_refused_before_training(
     pool: RankPool, cache: str, layout: Layout
 ) -> None:
@@ -235,7 +235,7 @@ def train_hooked(layout: Layout, part: str, cache: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 1)), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1))])
 def test_later_hooks_that_would_not_run_are_refused(
     pool: RankPool, cache: str, layout: Layout
 ) -> None:

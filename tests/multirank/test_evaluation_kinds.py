@@ -178,6 +178,7 @@ def test_evaluation_of_all_kinds_equals_one_process(
             _assert_same(name, seen, expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1, 2)])
 def test_samples_without_labels_are_predicted_without_training(
     pool: RankPool, layout: Layout

@@ -266,11 +266,9 @@ def train_reported(how: str, evaluated: str, kind: str) -> tuple[int, str]:
     ("how", "evaluated", "kind", "said"),
     [
         ("data", "strategy", "rows", "this job evaluates, and the model cannot run in evaluation"),
-        slow("data", "do_eval", "dict", "this job evaluates, and the model cannot run in eval"),
         slow("data", "first", "stream", "this job evaluates, and the model cannot run in eval"),
         slow("no loss", "strategy", "rows", "the model returns no loss for the labels"),
         slow("data", "none", "rows", ""),
-        slow("", "strategy", "dict", ""),
     ],
 )
 def test_an_evaluation_is_laid_out_before_the_first_step(

@@ -66,23 +66,14 @@ def losses(
     ("kind", "first", "then", "zero"),
     [
         slow("mixtral", (2, 2, 1, 2), (1, 1, 2, 1), 1),
-        slow("mixtral", (1, 1, 1, 1), (2, 2, 1, 2), 2),
         slow("mixtral", (2, 2, 1, 2), (2, 2, 1, 1), 3),
-        slow("mixtral", (4, 1, 1, 2), (1, 2, 2, 2), 1),
-        slow("mixtral", (4, 1, 1, 2), (2, 1, 2, 2), 3),
-        slow("mixtral", (1, 2, 1, 2), (2, 1, 2, 2), 2),
         ("mixtral", (2, 1, 1, 2), (2, 1, 1, 1), 2),
-        ("separate", (2, 1, 1, 2), (1, 2, 1, 2), 2),
+        slow("separate", (2, 1, 1, 2), (1, 2, 1, 2), 2),
         slow("separate", (2, 2, 1, 2), (4, 1, 1, 4), 1),
-        slow("separate", (1, 1, 1, 1), (4, 1, 1, 2), 2),
         slow("all_called", (4, 1, 1, 2), (2, 1, 1, 1), 3),
         slow("few_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
-        slow("few_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
-        ("few_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
-        slow("six_heads", (2, 4, 1, 1), (1, 2, 2, 1), 1),
-        slow("six_heads", (1, 1, 1, 1), (1, 4, 2, 1), 0),
+        slow("few_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
         slow("six_heads", (1, 8, 1, 1), (2, 4, 1, 1), 3),
-        slow("six_heads", (1, 4, 1, 1), (1, 8, 1, 1), 0),
     ],
 )
 def test_checkpoints_go_on_with_weights_split_otherwise(
@@ -94,12 +85,9 @@ def test_checkpoints_go_on_with_weights_split_otherwise(
 @pytest.mark.parametrize(
     ("kind", "first", "then", "zero"),
     [
-        ("mixtral", (2, 1, 1, 2), (1, 1, 2, 1), 0),
-        slow("mixtral", (1, 2, 1, 1), (4, 1, 1, 2), 1),
-        slow("mixtral", (2, 1, 1, 2), (2, 1, 1, 2), 3),
+        slow("mixtral", (2, 1, 1, 2), (1, 1, 2, 1), 0),
         slow("mixtral", (2, 1, 2, 2), (2, 2, 1, 2), 2),
         slow("separate", (4, 1, 1, 2), (1, 2, 1, 2), 1),
-        slow("separate", (1, 1, 1, 1), (4, 1, 1, 2), 2),
     ],
 )
 def test_whole_experts_are_stepped_by_one_rank_and_saved(

@@ -51,7 +51,6 @@ def train(kind: str, layout: Layout, zero: int, folder: str) -> None:
     ("kind", "layout", "zero"),
     [
         ("gpt2", (2, 2, 1), 1),
-        slow("gpt2", (2, 1, 2), 3),
         slow("mixtral", (1, 2, 2), 0),
     ],
 )

@@ -225,10 +225,9 @@ def run_alone(kind: str) -> Outcome:
     ("kind", "layout", "schedule"),
     [
         ("adapted", (1, 2, 2), "early_recompute"),
-        slow("adapted", (1, 1, 3), "zero_bubble_h1"),
         slow("adapted", (1, 1, 2), "chimera"),
-        ("head alone", (2, 1, 2), "interleaved_1f1b"),
-        ("frozen tie", (1, 1, 3), "zero_bubble_v"),
+        slow("head alone", (2, 1, 2), "interleaved_1f1b"),
+        slow("frozen tie", (1, 1, 3), "zero_bubble_v"),
         slow("peft", (1, 1, 2), "shifted_critical_path"),
     ],
 )
@@ -261,6 +260,7 @@ def test_what_is_frozen_costs_nothing(pool: RankPool) -> None:
             assert seen["saved"] > 0
 
 
+@pytest.mark.slow
 def test_asynchronous_updates_leave_what_is_frozen(pool: RankPool) -> None:
     results = pool.run(run_parallel, 2, (1, 1, 2), "adapted", "pipedream_2bw")
     expected = model_of("adapted")

@@ -11,7 +11,7 @@ from tests.golden.formats import LOSSES, STEPS, STORED, WRITINGS, Writing, losse
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 
-ESSENTIAL = ("zero2-masters", "zero3", "tp-whole-tensors", "ep", "interleaved")
+ESSENTIAL = ("zero2-masters", "tp-whole-tensors")
 AFTER = range(STEPS, 2 * STEPS)
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
 

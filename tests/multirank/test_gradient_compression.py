@@ -55,15 +55,14 @@ def train(layout: Layout, kind: str, options: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("layout", "options"),
+    ("kind", "layout", "options"),
     [
-        ((2, 2, 1), {}),
-        slow((2, 1, 2), {}),
-        slow((2, 1, 2), {"schedule": "zero_bubble_h1"}),
-        slow((1, 1, 2), {"schedule": "chimera"}),
-        slow((2, 2, 1), {"sequence_parallel": True}),
+        ("powersgd", (2, 2, 1), {}),
+        *(slow(kind, (2, 2, 1), {}) for kind in KINDS if kind != "powersgd"),
+        slow("1bit", (2, 1, 2), {"schedule": "zero_bubble_h1"}),
+        slow("powersgd", (1, 1, 2), {"schedule": "chimera"}),
+        slow("fp16", (2, 2, 1), {"sequence_parallel": True}),
     ],
 )
 def test_compressed_training_stays_near_the_plain_one(
@@ -104,7 +103,9 @@ def count(kind: str) -> tuple[list[tuple[str, int]], list[list[tuple[tuple[int, 
     return calls, [[(tuple(p.shape), p.element_size()) for p in own] for own in buckets]
 
 
-@pytest.mark.parametrize("kind", ["off", *KINDS])
+@pytest.mark.parametrize(
+    "kind", ["off", *(kind if kind == "powersgd" else slow(kind) for kind in KINDS)]
+)
 def test_the_bytes_that_are_sent_are_those_of_the_formula(pool: RankPool, kind: str) -> None:
     calls, buckets = pool.run(count, 2, kind)[0]
     sizes = [sum(compressed_bytes(kind, *one) for one in own) for own in buckets]
@@ -130,7 +131,7 @@ def resumed(folder: str, kind: str, layout: Layout, first: int) -> tuple[list[fl
     return losses, errors
 
 
-@pytest.mark.parametrize("kind", sorted(WITH_ERROR_FEEDBACK))
+@pytest.mark.parametrize("kind", [slow(kind) for kind in sorted(WITH_ERROR_FEEDBACK)])
 def test_error_feedback_is_resumed(pool: RankPool, kind: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     whole = pool.run(resumed, 4, folder, kind, (2, 2, 1), 0)
@@ -153,7 +154,7 @@ def resumed_on_more(folder: str, kind: str) -> tuple[float, list[str]]:
     return errors, [call.args[1] for call in warn.call_args_list]
 
 
-@pytest.mark.parametrize("kind", [slow("powersgd"), "1bit"])
+@pytest.mark.parametrize("kind", [slow("1bit")])
 def test_errors_of_other_replicas_are_left_out_with_a_warning(
     pool: RankPool, kind: str, tmp_path: Path
 ) -> None:
@@ -172,7 +173,7 @@ def in_half_precision(kind: str) -> tuple[list[float], float]:
     return losses, max(float(own.abs().max()) for name, own in found if name is not None)
 
 
-@pytest.mark.parametrize("kind", [slow("powersgd"), "1bit"])
+@pytest.mark.parametrize("kind", [slow("1bit")])
 def test_errors_follow_the_loss_scale(pool: RankPool, kind: str) -> None:
     losses, largest = pool.run(in_half_precision, 2, kind)[0]
     assert losses == pytest.approx(pool.run(train, 2, (2, 1, 1), "off", {})[0], rel=0.2)
@@ -194,8 +195,8 @@ def low_parameters(kind: str, sums: str) -> list[float]:
     return [float(parallel.step({"x": own["x"].bfloat16(), "y": own["y"]})) for own in batches]
 
 
-@pytest.mark.parametrize("kind", [slow("fp16"), slow("1bit"), "powersgd"])
-@pytest.mark.parametrize("sums", ["float32", slow("own")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "sums"), [("powersgd", "float32"), ("1bit", "own")])
 def test_gradients_of_low_precision_are_compressed(pool: RankPool, kind: str, sums: str) -> None:
     found, plain = (pool.run(low_parameters, 2, own, sums)[0] for own in (kind, "off"))
     assert found == pytest.approx(plain, rel=0.2)
@@ -216,7 +217,7 @@ def skipped(kind: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", sorted(WITH_ERROR_FEEDBACK))
+@pytest.mark.parametrize("kind", ["powersgd", slow("1bit")])
 def test_a_skipped_step_leaves_the_error_feedback(pool: RankPool, kind: str) -> None:
     assert pool.run(skipped, 2, kind) == [True, True]
 
@@ -268,7 +269,7 @@ def two_tokens_each(kind: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["powersgd", "1bit"])
 def test_replicas_that_share_tokens_compress_too(pool: RankPool, kind: str) -> None:
     plain, found = (pool.run(two_tokens_each, 2, own) for own in ("off", kind))
     assert found[0] == found[1] and found[0] != plain[0]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import gradient_models as g
 
 Tensors = dict[str, torch.Tensor]
@@ -69,17 +67,13 @@ PAIRS, LABELLED = partial(batch_of, ("x", "other")), partial(batch_of, ("x", "y"
 FORCES = {"loss_fn": forces_loss, "loss_columns": ("other",)}
 
 
-def check(pool: RankPool, case: Case, job: tuple[Layout, str], folder: Path) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
+def check(pool: RankPool, case: Case, job: tuple[Layout, str]) -> None:
     layout, schedule = job
     # The others, like eager code, would need gradients to be on in evaluation.
     evaluate = layout.dp == 1 and case.build in (Penalty, Potential)
     options = CheckOptions(schedule, num_microbatches=2, steps=2, evaluate=evaluate)
     checked = Job(case, layout, options)
-    report = check_against(reference(checked), checked, Workspace(folder, launch))
-    assert report.reason is None
+    report = check_on(pool, checked)
     assert report.tolerance == 1e-5
     assert not report.kept_whole
     assert report.segments > 1
@@ -90,29 +84,24 @@ def check(pool: RankPool, case: Case, job: tuple[Layout, str], folder: Path) -> 
 @pytest.mark.parametrize(
     ("layout", "schedule"),
     [
-        (Layout(pp=2), "1f1b"),
-        (Layout(tp=2), "1f1b"),
         (Layout(tp=2, pp=2), "early_recompute"),
-        (Layout(dp=2, pp=2), "zero_bubble_h1"),
+        slow(Layout(dp=2, pp=2), "zero_bubble_h1"),
     ],
 )
-def test_a_penalty_on_a_gradient(
-    pool: RankPool, layout: Layout, schedule: str, tmp_path: Path
-) -> None:
-    check(pool, Case("Penalty", Penalty, PAIRS), (layout, schedule), tmp_path)
+def test_a_penalty_on_a_gradient(pool: RankPool, layout: Layout, schedule: str) -> None:
+    check(pool, Case("Penalty", Penalty, PAIRS), (layout, schedule))
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)])
-def test_a_loss_function_that_takes_a_gradient(
-    pool: RankPool, layout: Layout, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("layout", [slow(Layout(pp=2)), Layout(tp=2)])
+def test_a_loss_function_that_takes_a_gradient(pool: RankPool, layout: Layout) -> None:
     case = Case("Potential", Potential, PAIRS, **FORCES)
-    check(pool, case, (layout, "early_recompute"), tmp_path)
+    check(pool, case, (layout, "early_recompute"))
 
 
-@pytest.mark.parametrize("model", [g.FastAttack, g.Balanced])
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)])
+@pytest.mark.parametrize(
+    ("model", "layout"), [(g.FastAttack, Layout(pp=2)), slow(g.Balanced, Layout(tp=2))]
+)
 def test_attacks_and_gradients_of_parameters(
-    pool: RankPool, model: type[nn.Module], layout: Layout, tmp_path: Path
+    pool: RankPool, model: type[nn.Module], layout: Layout
 ) -> None:
-    check(pool, Case(model.__name__, model, LABELLED), (layout, "1f1b"), tmp_path)
+    check(pool, Case(model.__name__, model, LABELLED), (layout, "1f1b"))

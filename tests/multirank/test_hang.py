@@ -130,6 +130,7 @@ def test_every_rank_says_where_it_stands(
     assert "Without an answer" not in reason
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(job: Callable[..., Ended]) -> None:
     ended = job("stopped", 3, stopped=1)
     assert ended.codes == [1, None, 1], ended.said

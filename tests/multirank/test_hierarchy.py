@@ -71,13 +71,9 @@ def train(layout: Layout, hosts: str, options: dict[str, Any]) -> list[Any]:
     ("layout", "hosts", "options"),
     [
         ((4, 1, 1), "abab", {}),
-        ((4, 1, 1), "aabb", {"zero": 2}),
-        ((4, 1, 1), "abab", {"zero": 3}),
-        slow((4, 1, 1), "abba", {"zero": 1}),
-        slow((4, 2, 1), "aaaabbbb", {}),
+        slow((4, 1, 1), "aabb", {"zero": 2}),
+        slow((4, 1, 1), "abab", {"zero": 3}),
         slow((4, 2, 1), "aaaabbbb", {"zero": 1, "sequence_parallel": True}),
-        slow((4, 1, 2), "aabbccdd", {}),
-        slow((4, 1, 2), "aabbccdd", {"schedule": "zero_bubble_h1"}),
         slow((4, 1, 2), "aabbccdd", {"schedule": "interleaved_1f1b", "zero": 2}),
         slow((2, 1, 2), "abab", {"schedule": "chimera"}),
         slow((6, 1, 1), "aaaabb", {}),
@@ -114,9 +110,8 @@ def train_experts(degrees: dict[str, int], hosts: str, options: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("degrees", "hosts", "options"),
     [
-        ({"dp": 2, "cp": 2, "ep": 2}, "aabb", {}),
+        slow({"dp": 2, "cp": 2, "ep": 2}, "aabb", {}),
         slow({"dp": 4, "ep": 2}, "abab", {"zero": 2}),
-        slow({"dp": 2, "cp": 2}, "abab", {}),
     ],
 )
 def test_replicas_with_shared_tokens_and_experts_of_their_own(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import merak
-from merak.check import CheckOptions, Job, Layout, Workspace, check_against
+from merak.check import CheckOptions, Job, Layout
 from merak.check.reference import reference
 from merak.core.errors import DataError
 from tests.multirank import inputs
+from tests.multirank.check_on import check_on
 from tests.multirank.inputs import IMAGE, SHOWN, TEXT, Way
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
 EAGER, SDPA = {"attn_implementation": "eager"}, {"attn_implementation": "sdpa"}
 CLIP = {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 16}
@@ -61,17 +60,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_gradients_of_a_way_of_calling(pool: RankPool, name: str, tmp_path: Path) -> None:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
+ESSENTIAL = ("token types and positions", "an added mask by pair", "pairs")
 
+
+@pytest.mark.parametrize("name", [n if n in ESSENTIAL else slow(n) for n in WAYS])
+def test_gradients_of_a_way_of_calling(pool: RankPool, name: str) -> None:
     options = CheckOptions(num_microbatches=2, steps=2)
     case = WAYS[name].case(name)
     expected = reference(Job(case, Layout(), options))
     for layout in (Layout(pp=2), Layout(tp=2)):
-        report = check_against(expected, Job(case, layout, options), Workspace(tmp_path, launch))
-        assert (report.ok, report.reason) == (True, None)
+        check_on(pool, Job(case, layout, options), expected)
 
 
 def train_pairs(argument: bool) -> list[float]:

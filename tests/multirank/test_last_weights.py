@@ -135,14 +135,11 @@ def contents(path: Path) -> Tensors:
     "layout,family,zero",
     [
         ((1, 1, 2), "gpt2", 0),
-        ((1, 1, 2), "lora", 0),
-        ((1, 1, 2), "prompt", 0),
+        slow((1, 1, 2), "lora", 0),
+        slow((1, 1, 2), "prompt", 0),
         slow((1, 2, 1), "gpt2", 0),
         slow((2, 1, 1), "gpt2", 3),
-        slow((1, 1, 2), "prefix", 0),
-        slow((1, 1, 2), "p-tuning", 0),
         slow((1, 1, 2), "plain", 0),
-        slow((1, 2, 2), "llama", 0),
     ],
 )
 def test_rank_0_saves_what_one_process_saves(
@@ -262,6 +259,7 @@ def change(cache: str, folder: Path) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_model_that_is_changed_behind_its_training_is_refused(
     pool: RankPool, cache: str, tmp_path: Path
 ) -> None:

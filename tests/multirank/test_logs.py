@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import SEQUENCE, Layout, Setup, make_merak, model_of
+from tests.tiers import slow
 
 STEPS, MICROBATCHES, BATCH = 2, 4, 2
 
@@ -68,7 +69,7 @@ def _noting(counted: list[int]) -> Any:
     return add
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("layout", [(2, 1, 1), slow((1, 2, 1)), slow((1, 1, 2))])
 def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout: Layout) -> None:
     found = pool.run(train_and_log, 2, layout)
     for counted, logs, _, _ in found:

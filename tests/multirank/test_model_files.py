@@ -167,6 +167,7 @@ def save_plain(folder: str) -> list[str]:
     return written
 
 
+@pytest.mark.slow
 def test_a_plain_module_gives_its_state_dict_from_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     by_rank = pool.run(save_plain, 4, str(tmp_path / "out"))
     assert all(by_rank)  # every rank has written something
@@ -226,6 +227,7 @@ def save_where_only_some_see(folder: str) -> list[str]:
     return sorted(path.name for path in place.parent.iterdir()) if place.parent.exists() else []
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_see_the_folder_write_nothing(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     assert pool.run(save_where_only_some_see, 4, str(tmp_path)) == [["out"], [], ["out"], []]

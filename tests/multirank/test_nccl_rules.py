@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests import nccl_rules
 from tests.multirank.ranks import RankError, RankPool
+from tests.tiers import slow
 
 pytestmark = pytest.mark.nccl_rules
 
@@ -99,14 +100,14 @@ def dropped() -> None:
     ("broken", "sentence"),
     [
         (unconnected, "waits for ever in its first"),
-        (crossing, "two sends wait for their receives"),
-        (early, "read too early"),
+        slow(crossing, "two sends wait for their receives"),
+        slow(early, "read too early"),
         (changed, "was changed before it was sent"),
-        (short_integers, "torch.int16"),
-        (strided, r"\(2,\)"),
-        (overlapping, "lie over one another"),
+        slow(short_integers, "torch.int16"),
+        slow(strided, r"\(2,\)"),
+        slow(overlapping, "lie over one another"),
         (different, "ranks 0 and 1 of 0 call"),
-        (dropped, "dropped before they were waited for"),
+        slow(dropped, "dropped before they were waited for"),
     ],
 )
 def test_what_nccl_would_not_forgive(

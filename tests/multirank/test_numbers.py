@@ -70,14 +70,10 @@ def locate(degrees: dict[str, int], options: dict[str, Any], own: str) -> str:
 
 LAYOUTS = [
     ({"pp": 2}, {}, "log"),
-    ({"dp": 2}, {"zero": 3}, "root"),
+    slow({"dp": 2}, {"zero": 3}, "root"),
     slow({"pp": 2}, {"schedule": "zero_bubble_h1", "recompute": "off"}, "log"),
-    slow({"pp": 2}, {"schedule": "zero_bubble_h1", "recompute": "off"}, "root"),
     slow({"pp": 2}, {"schedule": "chimera"}, "root"),
-    slow({"tp": 2}, {"sub_pipelining": "on"}, "log"),
     slow({"tp": 2}, {"sub_pipelining": "on"}, "root"),
-    slow({"dp": 2}, {"zero": 2, "recompute": "full"}, "root"),
-    slow({"dp": 2}, {"zero": 3}, "log"),
 ]
 
 
@@ -126,9 +122,8 @@ def flip(degrees: dict[str, int], options: dict[str, Any], name: str, rank: int)
     "degrees,options,name",
     [
         ({"dp": 2}, {}, "transformer.h.1.mlp.c_fc.weight"),
-        ({"pp": 2}, {}, "transformer.wte.weight"),  # tied
+        slow({"pp": 2}, {}, "transformer.wte.weight"),  # tied
         slow({"tp": 2}, {}, "transformer.h.0.ln_1.weight"),  # which tp does not split
-        slow({"dp": 2}, {"zero": 1}, "transformer.h.1.mlp.c_fc.weight"),
         slow({"pp": 2}, {"schedule": "chimera"}, "transformer.h.0.ln_1.weight"),
     ],
 )
@@ -201,7 +196,7 @@ def roll_back(degrees: dict[str, int], folder: str, most: int) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"pp": 2}, slow({"dp": 2}), slow({"tp": 2})]
+    "degrees", [{"pp": 2}, slow({"dp": 2})]
 )  # fmt: skip
 def test_a_job_goes_back_to_its_checkpoint_and_on_with_the_data_after_the_step(
     pool: RankPool, tmp_path: Path, degrees: dict[str, int]

@@ -120,6 +120,7 @@ def test_tensor_parallel_jobs_train_the_same(pool):
     assert pool.run(trained, 2, (1, 2, 1), cases) == [[True] * 3] * 2
 
 
+@pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_runs_again(pool, tmp_path):
     away = (("offload_activations", "full"),)
     faults = [Fault("merak.engine.segments.run.call", (1,), 3, options=away)]

@@ -183,6 +183,7 @@ def test_all_kinds_of_schedules_run_the_step_again(pool, tmp_path):
     check(pool, (1, 1, 2), faults, tmp_path)
 
 
+@pytest.mark.slow
 def test_wherever_memory_runs_out_the_step_is_run_again(pool, tmp_path):
     faults = [Fault(CALL, (0, 1)), Fault(PROPAGATE, (1,), 0), Fault(CALL, (1,), 5, 2)]
     # Buffers of transfers and sums, of which each rank has several.
@@ -237,6 +238,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     check(pool, (1, 2, 1), faults, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.drains_tp
 def test_tensor_parallel_pipelines_run_the_step_again(pool, tmp_path):
     off = (("sub_pipelining", "off"),)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,11 @@ import torch
 from torch import nn
 
 import merak
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
 from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
 from merak.graph.trace.opaque.loops import MOST_PASSES
+from tests.multirank.check_on import check_on
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.opaque_models import (
     BLOCKS,
@@ -37,17 +35,13 @@ Degrees = tuple[int, int, int]
 Seen = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def check(pool: RankPool, block: type[nn.Module], job: tuple[Layout, str], folder: Path) -> None:
+def check(pool: RankPool, block: type[nn.Module], job: tuple[Layout, str]) -> None:
     layout, schedule = job
-
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
 
     # Of evaluations, the second one has fewer samples.
     options = CheckOptions(schedule, num_microbatches=3, steps=2, evaluate=layout.dp == 1)
     checked = Job(case_of(block), layout, options)
-    report = check_against(reference(checked), checked, Workspace(folder, launch))
-    assert report.reason is None
+    report = check_on(pool, checked)
     assert report.tolerance == 1e-5
     assert [(one.module, one.class_name) for one in report.kept_whole] == [
         (f"blocks.{number}", block.__name__) for number in range(2)
@@ -57,34 +51,27 @@ def check(pool: RankPool, block: type[nn.Module], job: tuple[Layout, str], folde
         assert report.tp_sharded_fraction > 0  # of what is around the blocks
 
 
-PIPELINED = (HitExperts, Mapped)
-"""The blocks that `make test` trains as a pipeline; it splits the others."""
+@pytest.mark.parametrize("block", [HitExperts, slow(Mapped)])
+def test_as_a_pipeline(pool: RankPool, block: type[nn.Module]) -> None:
+    check(pool, block, (Layout(pp=2), "early_recompute"))
 
 
-@pytest.mark.parametrize("block", [b if b in PIPELINED else slow(b) for b in BLOCKS])
-def test_as_a_pipeline(pool: RankPool, block: type[nn.Module], tmp_path: Path) -> None:
-    check(pool, block, (Layout(pp=2), "early_recompute"), tmp_path)
+@pytest.mark.parametrize("block", [Gated, slow(BLOCKS[2]), slow(BLOCKS[3])])
+def test_split(pool: RankPool, block: type[nn.Module]) -> None:
+    check(pool, block, (Layout(tp=2), "1f1b"))
 
 
-@pytest.mark.parametrize("block", [slow(b) if b in PIPELINED else b for b in BLOCKS])
-def test_split(pool: RankPool, block: type[nn.Module], tmp_path: Path) -> None:
-    check(pool, block, (Layout(tp=2), "1f1b"), tmp_path)
-
-
-def test_replicas_that_choose_other_experts(pool: RankPool, tmp_path: Path) -> None:
-    check(pool, HitExperts, (Layout(dp=2, pp=2), "zero_bubble_h1"), tmp_path)
+def test_replicas_that_choose_other_experts(pool: RankPool) -> None:
+    check(pool, HitExperts, (Layout(dp=2, pp=2), "zero_bubble_h1"))
 
 
 @pytest.mark.parametrize(("block", "tp"), [slow(Selective, 2), slow(DeltaRule, 4)])
-def test_loops_on_shards(pool: RankPool, block: type[nn.Module], tp: int, tmp_path: Path) -> None:
+def test_loops_on_shards(pool: RankPool, block: type[nn.Module], tp: int) -> None:
     """Functions that loop over the tokens, each called with a rank's channels or heads."""
-
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
 
     case = Case(block.__name__, partial(Blocks, block), partial(loop_batch, MOST_PASSES + 6))
     checked = Job(case, Layout(tp=tp), CheckOptions(num_microbatches=1, microbatch=2, steps=2))
-    report = check_against(reference(checked), checked, Workspace(tmp_path, launch))
+    report = check_on(pool, checked)
     assert (report.reason, report.tolerance) == (None, 1e-5)
     assert [one.class_name for one in report.kept_whole] == ["function"]
     assert report.tp_sharded_fraction > 0.8
@@ -142,6 +129,7 @@ def test_dropout_is_drawn_alike_in_every_layout_and_again(
             assert_gradients_close(kept[1], {n: one_rank[1][1][n] for n in kept[1]})
 
 
+@pytest.mark.slow
 def test_replicas_share_the_optimizer(pool: RankPool, one_rank: list[Seen]) -> None:
     settings = [{"experts": True, "zero": 0}, {"experts": True, "zero": 2}]
     for own in pool.run(train, 2, (2, 1, 1), settings):

@@ -96,14 +96,9 @@ def trained(make: Any, way: str, degrees: dict[str, int], zero: int) -> dict[str
     ("make", "way", "layout"),
     [
         (adamw, "scaled", "zero1"),
-        (adamw, "by_steps", "pp"),
-        (muon, "scaled", "tp"),
-        *(
-            slow(adamw, way, layout)
-            for way in WAYS
-            for layout in ("tp", "zero1", "zero3", "pp", "tp_zero1")
-        ),
-        slow(muon, "replaced", "zero3"),
+        slow(adamw, "by_steps", "pp"),
+        slow(muon, "scaled", "tp"),
+        *(slow(adamw, way, layout) for way in WAYS for layout in ("zero3", "tp_zero1")),
         slow(muon, "begun_anew", "tp_zero1"),
     ],
 )
@@ -150,7 +145,7 @@ def refused(degrees: dict[str, int], zero: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["zero1", slow("tp"), slow("zero3"), slow("tp_zero3")])
+@pytest.mark.parametrize("layout", ["zero1", slow("tp_zero3")])
 def test_what_needs_whole_states_is_refused(pool: RankPool, layout: str) -> None:
     degrees, zero = LAYOUTS[layout]
     for found in pool.run(refused, math.prod(degrees.values()), degrees, zero):
@@ -172,9 +167,7 @@ def counted(degrees: dict[str, int], zero: int) -> list[int]:
     return [p.numel() for p in model.parameters()] + [p.data.nelement() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "layout", ["tp", slow("zero1"), slow("zero3"), slow("pp"), slow("tp_zero3"), slow("tp_pp")]
-)
+@pytest.mark.parametrize("layout", [slow("tp"), slow("zero3"), slow("pp")])
 def test_a_script_counts_the_elements_of_the_whole_model(pool: RankPool, layout: str) -> None:
     degrees, zero = LAYOUTS[layout]
     expected = [p.numel() for p in make_model().parameters()]
@@ -208,7 +201,7 @@ def norms_of_gradients(way: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["sum", "groups"])
+@pytest.mark.parametrize("way", ["sum", slow("groups")])
 def test_gradients_of_other_stages_are_not_left_out(pool: RankPool, way: str) -> None:
     for said in pool.run(norms_of_gradients, 2, way):
         if way == "sum":

@@ -20,6 +20,7 @@ from merak.core.files.folder_owner import Owner, Pace, owning
 from merak.trainer import saving
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Setup, make_merak
+from tests.tiers import slow
 
 
 def starts(folder: str, case: str) -> str:
@@ -72,11 +73,11 @@ class Free:
         ("apart", "is not one folder for all ranks: rank 1 ({host}: {folder}/1) cannot see what "
          "rank 0 writes on {host}; name a folder on a file system that all hosts share for the "
          "checkpoints, or use save_strategy='no'."),
-        ("refused", "cannot be written by rank 1 (on {host}: [Errno 13] Permission denied); name "
-         "another for the checkpoints, or use save_strategy='no'."),
+        slow("refused", "cannot be written by rank 1 (on {host}: [Errno 13] Permission denied); "
+         "name another for the checkpoints, or use save_strategy='no'."),
         ("owned", "belongs to another job that is running (run id of another), whose checkpoints "
          "this one would remove; end that job, or name another output_dir."),
-        ("full", "has 2.0 kB free, but a checkpoint of this model takes at least 6"),
+        slow("full", "has 2.0 kB free, but a checkpoint of this model takes at least 6"),
     ],
 )  # fmt: skip
 def test_ranks_cannot_save(case: str, sentence: str, pool: RankPool, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from merak.core.mesh import current_mesh
 from merak.core.shards import take
 from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import own_backwards as own
 
 MICROBATCHES, SAMPLES = 2, 4
@@ -63,7 +64,7 @@ def step(plain: nn.Module, x: torch.Tensor) -> Seen:
 
 @pytest.mark.parametrize(
     "options",
-    [{"sub_pipelining": "off"}, {"sub_pipelining": "on"}, {"sequence_parallel": True}],
+    [{"sub_pipelining": "off"}, slow({"sub_pipelining": "on"}), slow({"sequence_parallel": True})],
     ids=["whole", "in sub-microbatches", "in shards of the sequence"],
 )
 def test_gradients_are_those_of_the_whole(pool: RankPool, options: dict[str, Any]) -> None:

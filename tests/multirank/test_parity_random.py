@@ -31,7 +31,7 @@ def one_rank(pool: RankPool, cache: str) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     "layout",
-    [slow((2, 1, 1)), slow((1, 2, 1)), slow((1, 1, 4)), (2, 2, 2)],
+    [slow((1, 2, 1)), slow((1, 1, 4)), slow((2, 2, 2))],
     ids=lambda x: "x".join(map(str, x)),
 )
 def test_layouts_agree_with_dropout_from_empty_weights(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from merak.check.first_divergence import StepPhase, first_divergence, with_equal
 from merak.check.runs import observe_on_ranks
 from merak.zoo.check_by_name import small_version
 from merak.zoo.request import Request
+from tests.multirank.check_on import launcher
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 
@@ -69,13 +69,6 @@ def line_of(fault: str) -> int:
     return first + next(i for i, line in enumerate(lines) if f"the {fault} is wrong here" in line)
 
 
-def launcher(pool: RankPool) -> Callable[..., Any]:
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
-    return launch
-
-
 def checked(pool: RankPool, fault: str, layout: Layout) -> CheckReport:
     case = Case("Faulty", partial(Faulty, fault), draw)
     return check_model(case, layout, CheckOptions(steps=1), launch=launcher(pool))
@@ -85,10 +78,8 @@ def checked(pool: RankPool, fault: str, layout: Layout) -> CheckReport:
     ("fault", "segment", "layout"),
     [
         ("trace", "0 (first)", Layout(pp=2)),
-        ("forward", "1 (second)", Layout(pp=2)),
-        ("forward", "1 (second)", Layout(tp=2)),
+        slow("forward", "1 (second)", Layout(pp=2)),
         ("backward", "1 (second)", Layout(tp=2)),
-        ("backward", "1 (second)", Layout(dp=2)),
     ],
 )
 def test_the_line_of_a_fault(pool: RankPool, fault: str, segment: str, layout: Layout) -> None:

@@ -34,7 +34,7 @@ def alone(pool: RankPool) -> tuple[list[Outcome], list[Outcome]]:
     return outcomes[: len(BF16)], outcomes[len(BF16) :]
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1, 2)), (2, 2, 1)])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 2, 1))])
 def test_bf16_is_that_of_transformers(
     pool: RankPool, alone: tuple[list[Outcome], list[Outcome]], cache: str, layout: Layout
 ) -> None:
@@ -100,6 +100,7 @@ class _Noted:
         return getattr(self.scaler, name)
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_the_same_steps_and_the_scale_is_kept(
     pool: RankPool, tmp_path: Any, cache: str
 ) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -113,6 +114,7 @@ class Blocks(torch.nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_a_loop_of_its_own_is_recorded(pool: RankPool, tmp_path: Path) -> None:
     (figures, record), (others, nothing) = pool.run(loop_of_its_own, 2, str(tmp_path))
     assert nothing is None and len(figures) == 2

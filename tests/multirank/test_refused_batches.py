@@ -69,7 +69,7 @@ def train(
     return losses(trainer), said
 
 
-@pytest.mark.parametrize("lengths", [[LONG] * 3, [OWN_LENGTH, LONG, OWN_LENGTH, LONG]])
+@pytest.mark.parametrize("lengths", [slow([LONG] * 3), [OWN_LENGTH, LONG, OWN_LENGTH, LONG]])
 def test_long_batches_train_as_in_one_process(
     lengths: list[int], pool: RankPool, tmp_path: Path
 ) -> None:
@@ -85,7 +85,7 @@ def test_long_batches_train_as_in_one_process(
     ("save", "lengths", "left"),
     [
         ("no", [LONG, LONG, LONG - 2], "last-weights"),
-        ("epoch", [OWN_LENGTH - 2, OWN_LENGTH - 2, LONG], "checkpoint-2"),
+        slow("epoch", [OWN_LENGTH - 2, OWN_LENGTH - 2, LONG], "checkpoint-2"),
     ],
 )
 def test_a_batch_of_another_length_is_refused_behind_a_save(
@@ -98,6 +98,7 @@ def test_a_batch_of_another_length_is_refused_behind_a_save(
     assert (tmp_path / left / "manifest.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", ["no", "epoch"])
 def test_all_replicas_save_where_one_meets_it(save: str, pool: RankPool, tmp_path: Path) -> None:
     lengths = [LONG] * 11 + [LONG - 2]
@@ -129,7 +130,7 @@ def loop(lengths: list[int], folder: Path, evaluated: int | None) -> tuple[int, 
     return parallel.num_steps, said, all(torch.equal(found[n], saved[n]) for n in found)
 
 
-@pytest.mark.parametrize("evaluated", [None, 2])
+@pytest.mark.parametrize("evaluated", [None, slow(2)])
 def test_a_loop_of_ones_own_may_save_where_one_replica_meets_it(
     evaluated: int | None, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -139,7 +140,7 @@ def test_a_loop_of_ones_own_may_save_where_one_replica_meets_it(
         assert "pad all batches to one length" in said[0]
 
 
-@pytest.mark.parametrize("dp", [1, slow(2)])
+@pytest.mark.parametrize("dp", [slow(1), slow(2)])
 def test_an_evaluation_that_meets_it_saves_first(dp: int, pool: RankPool, tmp_path: Path) -> None:
     evaluated = (LONG, LONG - 2)
     for found, said in pool.run(train, 2, [LONG] * 4 * dp**2, tmp_path, "no", dp, evaluated):

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from merak.check import Case, CheckOptions, Job, Layout, Workspace, check_against
-from merak.check.reference import reference
+from merak.check import Case, CheckOptions, Job, Layout
+from tests.multirank.check_on import check_on
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import written_buffers as w
 
-KINDS = [w.Averaged, w.Spectral, w.BatchNormed, w.Watched, w.Queued, w.Followed]
-WARNED = {
-    w.Watched: "running_mean",
-    w.Queued: "queue",
-    w.Followed: "average, seen",
-    w.Held: "held['mean']",
-}
+KINDS = (w.Averaged, w.Spectral, w.BatchNormed, w.Watched, w.Queued, w.Followed)
+
+
+class All(nn.Module):
+    """A model of each kind, whose losses are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(kind() for kind in KINDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([model(x) for model in self.kinds]).sum()
+
+
+WARNED = {w.Queued: "queue", w.Held: "held['mean']"}
 SAMPLES = 4
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_losses_gradients_buffers_and_evaluations(
-    pool: RankPool, kind: type[nn.Module], tmp_path: Path
-) -> None:
+def test_losses_gradients_buffers_and_evaluations(pool: RankPool) -> None:
     """As replicas in one process, one after the other, that start a step with equal buffers."""
 
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
     options = CheckOptions(num_microbatches=2, microbatch=SAMPLES, steps=3, evaluate=True)
-    job = Job(Case(kind.__name__, kind, w.draw), Layout(dp=2), options)
-    report = check_against(reference(job), job, Workspace(tmp_path, launch))
-    assert (report.ok, report.reason) == (True, None)
+    job = Job(Case("All", All, w.draw), Layout(dp=2), options)
+    check_on(pool, job)
 
 
 def train(kind: type[nn.Module], layout: tuple[int, int], options: dict[str, Any]) -> Any:
@@ -66,7 +66,7 @@ def train(kind: type[nn.Module], layout: tuple[int, int], options: dict[str, Any
     return losses, buffers, said
 
 
-@pytest.mark.parametrize("kind", [w.Averaged, w.Spectral, w.BatchNormed, *WARNED])
+@pytest.mark.parametrize("kind", [w.Averaged, w.Queued, slow(w.Held)])
 def test_rank_0_alone_names_what_is_not_as_in_one_process(
     pool: RankPool, kind: type[nn.Module]
 ) -> None:
@@ -129,7 +129,7 @@ def ragged(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-@pytest.mark.parametrize("kind", [w.Averaged, w.BatchNormed, w.Queued])
+@pytest.mark.parametrize("kind", [w.BatchNormed, slow(w.Queued)])
 def test_replicas_with_other_microbatches_end_alike(pool: RankPool, kind: type[nn.Module]) -> None:
     first, second = pool.run(ragged, 2, kind)
     for name, value in first.items():

@@ -14,7 +14,6 @@ from transformers import default_data_collator
 from merak.core.errors import DataError
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, Texts, make_merak
-from tests.tiers import slow
 
 SETUP = Setup("gpt2", num_samples=16, padded=False, arguments={"max_steps": 2})
 
@@ -100,7 +99,7 @@ def train(layout: Layout, names: list[str], cache: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2)])
 def test_different_samples_are_refused(pool: RankPool, cache: str, layout: Layout) -> None:
     for said in pool.run(train, 2, layout, ["dataset", "stored", "sampler"], cache):
         for sentence in said:
@@ -111,6 +110,7 @@ def test_different_samples_are_refused(pool: RankPool, cache: str, layout: Layou
         assert "the sampler's indices differ" in said[2]
 
 
+@pytest.mark.slow
 def test_a_column_that_others_do_not_read_may_differ(pool: RankPool, cache: str) -> None:
     """The first stage alone reads tokens, and the last one labels, which are the same."""
     assert pool.run(train, 2, (1, 1, 2), ["collator"], cache) == [[""], [""]]

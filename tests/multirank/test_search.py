@@ -103,7 +103,7 @@ def search_on_ranks(layout: Layout, folder: str, cache: str) -> tuple[Any, list[
     return search(made)
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((2, 1, 1)), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((2, 1, 1))])
 def test_a_search_is_that_of_one_process(pool: RankPool, tmp_path: Path, layout: Layout) -> None:
     pytest.importorskip("optuna")
     with alone():

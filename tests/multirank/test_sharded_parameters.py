@@ -82,15 +82,10 @@ def trained(degrees: dict[str, int], way: str, options: dict[str, Any]) -> Found
     ("degrees", "options", "way"),
     [
         ({"tp": 2}, {}, "redrawn"),
-        ({"dp": 2}, {"zero": 3}, "unit"),
-        slow({"tp": 2}, {}, "scaled"),
-        slow({"tp": 2}, {}, "rows"),
+        slow({"dp": 2}, {"zero": 3}, "unit"),
         slow({"tp": 2}, {}, "unit"),
-        slow({"pp": 2}, {}, "unit"),
         slow({"pp": 2}, {}, "redrawn"),
-        slow({"dp": 2}, {"zero": 1}, "redrawn"),
         slow({"dp": 2}, {"zero": 3}, "redrawn"),
-        slow({"pp": 2, "tp": 2}, {}, "redrawn"),
         slow({"tp": 2, "dp": 2}, {"zero": 3}, "unit"),
     ],
 )
@@ -141,9 +136,7 @@ def refused(degrees: dict[str, int], zero: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("degrees", "zero"), [({"tp": 2}, 0), slow({"dp": 2}, 1), slow({"dp": 2}, 3)]
-)
+@pytest.mark.parametrize(("degrees", "zero"), [({"tp": 2}, 0), slow({"dp": 2}, 3)])
 def test_what_needs_the_whole_is_refused(
     pool: RankPool, degrees: dict[str, int], zero: int
 ) -> None:
@@ -175,6 +168,7 @@ def joined_by_hand() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_for_the_layout_joins_shards_itself(pool: RankPool) -> None:
     model = Byol()
     model(**batch_of(0))["loss"].backward()

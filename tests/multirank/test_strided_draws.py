@@ -109,11 +109,9 @@ def train(degrees: dict[str, int], options: dict[str, Any]) -> Outcome:
     "degrees,options",
     [
         ({"pp": 2}, {}),
-        ({"tp": 2}, {}),
-        slow({"dp": 2}, {}),
+        slow({"tp": 2}, {}),
         slow({"pp": 2}, {"recompute": "full"}),
         slow({"tp": 2}, {"sub_pipelining": "on"}),
-        slow({"tp": 2, "pp": 2}, {}),
     ],
 )
 def test_draws_over_strided_values_do_not_depend_on_the_layout(

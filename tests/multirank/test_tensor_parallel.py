@@ -25,7 +25,9 @@ from merak.ops.sharded_statistics import (
     sharded_std,
     sharded_var,
 )
+from tests import shared_cache
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.zoo.plain.models import BY_NAME, case_of
 
@@ -51,9 +53,9 @@ def loss_and_gradients(
 @pytest.mark.parametrize(  # any two values, but tp=4 without dropout, in one of the rows
     ("tp", "dropout", "family", "attention"),
     [
-        (2, 0.0, "gpt2", "sdpa"), (2, 0.0, "llama", "sdpa"), (2, 0.0, "bert", "eager"),
-        (2, 0.2, "gpt2", "eager"), (2, 0.2, "llama", "eager"), (2, 0.2, "bert", "sdpa"),
-        (4, 0.2, "gpt2", "sdpa"), (4, 0.2, "llama", "sdpa"), (4, 0.2, "bert", "eager"),
+        (2, 0.0, "gpt2", "sdpa"), slow(2, 0.0, "llama", "sdpa"), slow(2, 0.0, "bert", "eager"),
+        slow(2, 0.2, "gpt2", "eager"), (2, 0.2, "llama", "eager"), slow(2, 0.2, "bert", "sdpa"),
+        slow(4, 0.2, "gpt2", "sdpa"), slow(4, 0.2, "llama", "sdpa"), slow(4, 0.2, "bert", "eager"),
     ],
 )  # fmt: skip
 def test_ranks_equal_one_process(
@@ -79,7 +81,8 @@ def build_with_another_search(folder: Path) -> str:
     job = Job(case_of(BY_NAME["UNet"]), options=CheckOptions(microbatch=4))
     source = job.source(ranks.device, folder)
     none = patch.object(Search, "_groups", lambda search, seeds: iter(()))
-    with none if ranks.rank == 1 else nullcontext(), pytest.raises(PlanError) as error:
+    as_if_first = patch.dict(shared_cache.SPLITS, clear=True)
+    with as_if_first, none if ranks.rank == 1 else nullcontext(), pytest.raises(PlanError) as error:
         build_engine(source, tuple(job.sample().items()), ranks, EngineOptions())
     return str(error.value)
 
@@ -111,7 +114,7 @@ def apply_all(degree: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, slow(4)])
 def test_collectives_and_their_gradients(pool: RankPool, degree: int) -> None:
     pattern = torch.arange(12.0).reshape(2, 6)
     shard = ParameterShard(1, (2 * degree, 4 * degree), degree)
@@ -154,7 +157,7 @@ def apply_shared(degree: int, copies: int) -> dict[str, tuple[torch.Tensor, torc
     return found
 
 
-@pytest.mark.parametrize(("degree", "copies"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("degree", "copies"), [(2, 2), slow(4, 2), slow(4, 4)])
 def test_collectives_of_shards_on_several_ranks(pool: RankPool, degree: int, copies: int) -> None:
     groups, counts = degree // copies, torch.arange(5.0) + 1
     shard = ParameterShard(1, (groups * copies, 2 * groups * copies), degree, copies=copies)
@@ -210,7 +213,7 @@ def statistics_of(degree: int) -> Results:
     return found
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, slow(4)])
 def test_statistics_over_a_split_dim(pool: RankPool, degree: int) -> None:
     expected = statistics_of(1)
     ranks: list[Results] = pool.run(statistics_of, degree, degree)

@@ -103,7 +103,7 @@ def expected(pool: RankPool) -> list[Seen]:
     return list(found)
 
 
-@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((2, 1, 2)), slow((1, 2, 2))])
+@pytest.mark.parametrize("layout", [slow((2, 1, 2)), slow((1, 2, 2))])
 def test_evaluation_equals_one_process(
     pool: RankPool, expected: list[Seen], layout: Layout, tmp_path_factory: Any
 ) -> None:
@@ -173,9 +173,7 @@ def count_logits(layout: Layout, options: Seen, cache: str) -> Seen:
         ((1, 1, 2), {}),
         slow((1, 2, 1), {}),
         slow((2, 1, 1), {"zero": 3}),
-        slow((2, 1, 2), {"zero": 3}),
         slow((2, 1, 2), {}),
-        slow((1, 1, 4), {}),
         slow((1, 1, 2), {"schedule": "interleaved_1f1b", "schedule_options": {"chunks": 2}}),
     ],
 )

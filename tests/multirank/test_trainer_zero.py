@@ -52,10 +52,6 @@ class Job:
 
 FUSED = Job({"bf16": True, "optim": "adamw_torch_fused", "learning_rate": 1e-3}, {"zero": 1})
 OWN = Job({"fp16": True}, {"zero": 2}, (Signs, {"lr": 1e-3}), rounding=2.0**-9)
-FOREACH = Job(
-    {"master_weights": True}, {"zero": 2, "gradient_sums": "own"},
-    (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}), torch.bfloat16, 2.0**-7,
-)  # fmt: skip
 PARAMETERS = Job({"learning_rate": 1e-3, "bf16": True}, {"zero": 3, "dataloader_drop_last": True})
 
 
@@ -91,6 +87,7 @@ def evaluate(zero: int, cache: str) -> float:
     return float(trainer.evaluate()["eval_loss"])
 
 
+@pytest.mark.slow
 def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, cache: str) -> None:
     whole, shares = (pool.run(evaluate, 4, zero, cache) for zero in (0, 3))
     assert shares == pytest.approx(whole, rel=1e-4)  # after a step of Adam
@@ -98,8 +95,8 @@ def test_replicas_that_hold_shares_evaluate_unequal_numbers(pool: RankPool, cach
 
 @pytest.mark.parametrize(
     "job",
-    [slow(FUSED), slow(OWN), slow(FOREACH), slow(PARAMETERS)],
-    ids=["fused", "own", "foreach", "parameters"],
+    [slow(FUSED), slow(OWN), slow(PARAMETERS)],
+    ids=["fused", "own", "parameters"],
 )
 def test_replicas_share_steps_and_resume_elsewhere(
     pool: RankPool, tmp_path: Path, job: Job
@@ -136,7 +133,7 @@ def ragged(changes: Mapping[str, Any], degrees: Mapping[str, int], cache: str) -
 
 @pytest.mark.parametrize(
     "changes,degrees",
-    [({"zero": 3}, {"dp": 2}), ({"schedule": "pipedream"}, {"dp": 2, "pp": 2})],
+    [({"zero": 3}, {"dp": 2}), slow({"schedule": "pipedream"}, {"dp": 2, "pp": 2})],
     ids=["zero", "asynchronous"],
 )
 def test_a_ragged_last_step_is_refused_before_the_first(

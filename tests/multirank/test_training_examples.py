@@ -11,8 +11,9 @@ import transformers
 
 from examples.training import adversarial, gan, lr_finder, pairs
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 
-LAYOUTS = pytest.mark.parametrize("degrees", [{"pp": 2}, {"tp": 2}], ids=("pp2", "tp2"))
+LAYOUTS = pytest.mark.parametrize("degrees", [{"pp": 2}, slow({"tp": 2})], ids=("pp2", "tp2"))
 NUM_STEPS = 3
 
 

@@ -19,7 +19,9 @@ from merak.ops.vocab_parallel_reductions import (
     vocab_parallel_log_softmax,
     vocab_parallel_logsumexp,
 )
+from tests.multirank.check_on import launcher
 from tests.multirank.ranks import RankPool
+from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 
@@ -81,7 +83,7 @@ def loss_is_right(
     return found.dtype == expected.dtype and close and off.item() <= rounding
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, slow(4)])
 def test_cross_entropy(pool: RankPool, tp: int) -> None:
     assert pool.run(losses_off, tp, tp) == [[]] * tp
 
@@ -113,7 +115,7 @@ def infinities_off(tp: int) -> list[str]:
     return off
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2, slow(3)])
 def test_infinite_logits(pool: RankPool, tp: int) -> None:
     assert pool.run(infinities_off, tp, tp) == [[]] * tp
 
@@ -211,7 +213,7 @@ def assert_rank_equals_one_process(
     cases.assert_gradients_equal({n: shares[n].grad for n in expected}, expected)
 
 
-@pytest.mark.parametrize("tp,names", [(2, list(MODELS)), (4, ["bert", "by-hand"])])
+@pytest.mark.parametrize("tp,names", [(2, list(MODELS)), slow(4, ["bert", "by-hand"])])
 def test_every_gradient(pool: RankPool, tp: int, names: list[str]) -> None:
     """Chosen from the graph alone, tied and not, with biases, scaled and capped."""
     assert pool.run(gradients_off, tp, names, tp) == [{}] * tp
@@ -226,14 +228,11 @@ def draw(step: int, samples: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", slow("bert")])
 def test_together_with_a_pipeline(pool: RankPool, name: str) -> None:
     """Tied over two stages, clipped, with weight decay; parameters too after some steps."""
 
-    def launch(function: Callable[..., Any], arguments: tuple[Any, ...], num_ranks: int) -> Any:
-        return pool.run(function, num_ranks, *arguments)
-
     case = Case(name, partial(build, name), draw)
-    report = check_model(case, Layout(tp=2, pp=2), CheckOptions(steps=2), launch=launch)
+    report = check_model(case, Layout(tp=2, pp=2), CheckOptions(steps=2), launch=launcher(pool))
     assert (report.ok, report.reason) == (True, None)
     assert report.tp_sharded_fraction > 0.95

@@ -141,7 +141,7 @@ IS_FINITE = {("engine/step/optimizer_step.py", "tolist"): 1}
     ("degrees", "options"),
     [
         ({}, [{}, {"recompute": "auto", "memory_budget": 2**30}]),
-        ({"dp": 2}, [{"zero": zero} for zero in range(4)]),
+        slow({"dp": 2}, [{"zero": zero} for zero in range(4)]),
         slow({"pp": 2}, [{}, {"schedule": "zero_bubble_v"}]),
         slow({"tp": 2}, [{}, {"sub_pipelining": "on"}]),
         slow({"cp": 2}, [{}]),
@@ -154,6 +154,7 @@ def test_a_step_reads_whether_it_was_finite(
         assert rank == [IS_FINITE] * len(options)
 
 
+@pytest.mark.slow
 def test_experts_read_their_sizes_once_a_layer_and_microbatch(pool: RankPool) -> None:
     layers, microbatches = 2, 2
     for rank in pool.run(waits, 2, "mixtral", {"dp": 2, "ep": 2}, [{}]):

@@ -89,8 +89,9 @@ def losses_of_one_process(how: str) -> list[float]:
 @pytest.mark.parametrize(
     ("degrees", "options", "how"),
     [
-        *(({"dp": 2}, {"zero": 1}, how) for how in WRITES),
-        *(slow({"pp": 2}, {}, how) for how in WRITES),
+        ({"dp": 2}, {"zero": 1}, next(iter(WRITES))),
+        *(slow({"dp": 2}, {"zero": 1}, how) for how in list(WRITES)[1:]),
+        slow({"pp": 2}, {}, next(iter(WRITES))),
     ],
 )
 def test_writes_of_a_script_stay(

@@ -151,6 +151,7 @@ def resume(layout: Layout, folder: str, options: dict[str, Any], start: int) -> 
     return losses, masters
 
 
+@pytest.mark.slow
 def test_masters_and_shares_resume_in_another_layout(pool: RankPool, tmp_path: Any) -> None:
     folder = str(tmp_path / "state")
     before = pool.run(resume, 4, (2, 2, 1), folder, {"zero": 1}, 0)

@@ -22,6 +22,7 @@ from merak.engine.step import step_checks
 from merak.engine.zero.param_all_gather import ParamAllGather
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
+from tests.tiers import slow
 
 PATIENCE_S = 300.0
 
@@ -124,7 +125,7 @@ def read(name: str) -> tuple[bool, dict[str, torch.Tensor], dict[str, torch.Tens
     return under_way, found, {n: p.detach() for n, p in parallel.engine.parameters.items()}
 
 
-@pytest.mark.parametrize("name", list(READERS))
+@pytest.mark.parametrize("name", [n if n == next(iter(READERS)) else slow(n) for n in READERS])
 def test_whoever_reads_the_model_finds_it_whole(pool: RankPool, name: str) -> None:
     (_, _, first), (under_way, found, second) = pool.run(read, 2, name)
     assert under_way

@@ -13,6 +13,7 @@ from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
 from tests.multirank.training import Layout
+from tests.tiers import slow
 
 STEPS = 3
 
@@ -36,7 +37,7 @@ def train(layout: Layout, name: str, settings: list[dict[str, Any]]) -> list[Any
 
 
 @pytest.mark.nccl_rules
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("layout", [(2, 1, 2), slow((2, 2, 1))])
 def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout) -> None:
     settings = [{}, {"zero": 3}, {"zero": 3, "recompute": "full"}]
     for rank in pool.run(train, 4, layout, "float32", settings):
@@ -47,6 +48,7 @@ def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout
             assert whole > 0 and kept == 0  # also of what several segments read
 
 
+@pytest.mark.slow
 def test_shares_are_masters(pool: RankPool) -> None:
     settings = [{"master_weights": True, "zero": zero} for zero in (2, 3)]
     for (losses, expected, _), (found, parameters, _) in pool.run(

@@ -20,6 +20,7 @@ from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
 from merak.graph.weights.empty_weights import empty_weights
 from merak.graph.weights.materialize import materialize
+from tests.tiers import one_in
 from tests.unit.checkpoint.models import PRETRAINED, Plain, gpt2
 
 CPU = torch.device("cpu")
@@ -43,6 +44,7 @@ def assert_same_folder(ours: Path, expected: Path) -> None:
 
 
 @families
+@one_in(4)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
 def test_the_folder_is_that_of_transformers(
     build: Callable[[], nn.Module], max_shard_size: str, tmp_path: Path
@@ -116,6 +118,7 @@ def test_a_folder_that_is_there_keeps_its_other_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@one_in(2)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
 def test_every_file_has_the_mode_that_the_umask_gives(
     tmp_path: Path, umask: int, mode: int, max_shard_size: str

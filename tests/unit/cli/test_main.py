@@ -92,6 +92,7 @@ KEPT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_kept_whole_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

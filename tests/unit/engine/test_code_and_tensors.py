@@ -14,6 +14,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.engine.python_state import MANY
+from tests.tiers import one_in
 from tests.unit.engine.test_python_state import batch, engine_of, num_programs, step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -120,6 +121,7 @@ def clean_classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             delattr(cls, name)
 
 
+@one_in(4)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_a_change_is_computed_with(change: Callable[[Any], object], clean_classes: None) -> None:
     model = Model()

@@ -14,6 +14,7 @@ from merak.engine.build import build_engine
 from merak.engine.comm.gradient_norm import pipeline_norm
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
+from tests.tiers import one_in
 
 WIDTH, CPU = 24, torch.device("cpu")
 
@@ -86,6 +87,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("kind", [ReadOften, UsedOften, LaidOut])
+@one_in(3)
 @pytest.mark.parametrize(
     "options", [{}, {"recompute": "full"}, {"offload_activations": "full"}], ids=str
 )

@@ -29,6 +29,7 @@ from merak.graph.trace.state.outside import Outside
 from merak.graph.trace.state.places import Place
 from merak.graph.weights.laid_out import Part, mark_laid_out
 from merak.plan.engine_options import EngineOptions
+from tests.tiers import one_in
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -294,6 +295,7 @@ def change_own_tensor(model: Any) -> None:
     model.shifts["first"] = torch.ones(4)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "change",
     [change_nested, change_tensor, change_tensor_in_place, add_key, change_own, change_own_tensor],
@@ -350,6 +352,7 @@ def change_buffer(model: Any, patch: pytest.MonkeyPatch) -> None:
     model.scales.gain = 3.0
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "change", [change_context, change_environment, change_parameter, change_buffer]
 )
@@ -403,6 +406,7 @@ SETTINGS: dict[str, Callable[[], object]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("change", SETTINGS.values(), ids=SETTINGS)
 def test_settings_of_torch_are_followed_there_and_back(change: Callable[[], object]) -> None:
     engine = engine_of(model := ReadsSettings())

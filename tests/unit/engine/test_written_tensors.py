@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from merak.core.errors import TraceError
+from tests.tiers import one_in
 from tests.unit.engine.test_python_state import batch, engine_of, step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -98,6 +99,7 @@ FOLLOWED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("use", FOLLOWED.values(), ids=FOLLOWED)
 def test_what_is_written_is_read_behind_it(
     use: Callable[[Any, torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture
@@ -182,6 +184,7 @@ class Keeps(Writes):
         self.nested: dict[str, list[torch.Tensor]] = {"all": []}
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "use"), [(name, use) for name, uses in HISTORIES.items() for use in uses]
 )

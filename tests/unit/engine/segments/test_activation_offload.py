@@ -24,6 +24,7 @@ from merak.engine.segments.activation_offload import (
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
+from tests.tiers import one_in
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping
 
@@ -107,6 +108,7 @@ def moved_bytes(engine: Engine) -> list[int]:
     return sizes
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -302,6 +304,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("value", VALUES)
+@one_in(2)
 @pytest.mark.parametrize("function", [torch.sum, lambda x: (x.transpose(-1, -2) * 3).sum()])
 def test_gradients_of_inputs_are_laid_out_as_inside_a_graph(value: str, function: Any) -> None:
     tensor = VALUES[value]()

@@ -25,6 +25,7 @@ from merak.graph.cache.cache import cached
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model
 from merak.graph.segment.build import GraphSource, build_timed
+from tests.tiers import one_in
 from tests.unit.graph import odd_models
 from tests.unit.graph.cache.test_fingerprint import RAISING, raising
 from tests.unit.graph.odd_models import Layers
@@ -93,6 +94,7 @@ def test_other_weights_are_found(tmp_path: Path) -> None:
     assert is_known(tmp_path)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "changed",
     [
@@ -454,6 +456,7 @@ def test_the_model_comes_whole_from_disk(tmp_path: Path) -> None:
     assert model.a.weight.shape == (4, 8)
 
 
+@one_in(4)
 @pytest.mark.parametrize(("method", "bases"), RAISING)
 def test_an_object_whose_code_fails_ends_no_trace(
     method: str, bases: tuple[type, ...], tmp_path: Path

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from merak import empty_weights
 from merak.graph.cache.fingerprint import file_hash, file_hashes, fingerprint, loaded_sources
+from tests.tiers import one_in
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers
 
@@ -271,6 +272,7 @@ def raising(method: str, bases: tuple[type, ...]) -> Any:
     return type("Raises", bases, {"__hash__": object.__hash__, method: fail})()
 
 
+@one_in(4)
 @pytest.mark.parametrize(("method", "bases"), RAISING)
 def test_an_object_whose_code_fails_ends_nothing(method: str, bases: tuple[type, ...]) -> None:
     held = raising(method, bases)

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 from merak.graph.context_parallel.padded_rows import ignores_padding
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
+from tests.tiers import one_in
 from tests.unit.graph import families
 from tests.unit.graph.stages import Pipeline, gradients_of, metas
 
@@ -88,6 +89,7 @@ def paired(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> to
     return sliced((pairs + pairs.mean(2, keepdim=True)).flatten(1, 2), labels, mask)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -131,6 +133,7 @@ def windowed() -> nn.Module:
     )  # fmt: skip
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "make",
     [

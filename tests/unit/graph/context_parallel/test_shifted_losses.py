@@ -15,6 +15,7 @@ from merak.graph.context_parallel.apply import context_parallel, gathered_operat
 from merak.graph.context_parallel.shifted_losses import read_all_tokens
 from merak.graph.ir.operators import NARROWS, family
 from merak.graph.tensor_parallel.apply import tensor_parallel
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.context_parallel.test_tokens import traced
 
@@ -78,6 +79,7 @@ class Shifted(nn.Module):
         return {"loss": self.loss(scores, input_ids), "logits": scores}
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", [*LOSSES, *OTHERS])
 @pytest.mark.parametrize(
     ("samples", "tokens"),
@@ -105,6 +107,7 @@ def test_values_and_gradients_stay(kind: str, samples: int, tokens: int) -> None
     cases.assert_gradients_equal(own, gradients)
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_shares_of_the_tokens_stay_where_they_are(kind: str) -> None:
     graph = traced(Shifted(kind), SAMPLES, TOKENS)

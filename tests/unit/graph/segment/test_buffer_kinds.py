@@ -8,6 +8,7 @@ from torch import nn
 
 from merak.graph.segment.buffer_kinds import WrittenBuffer, classify_written_buffers
 from merak.graph.segment.build import GraphSource, build_graph
+from tests.tiers import one_in
 from tests.unit.graph import written_buffers as w
 from tests.unit.graph.stages import metas
 
@@ -35,6 +36,7 @@ KINDS = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_a_written_buffer_depends_on(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

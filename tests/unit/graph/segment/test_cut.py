@@ -21,6 +21,7 @@ from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.cut import cut_into_segments, slice_outputs
 from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.trace import trace
+from tests.tiers import one_in
 from tests.unit.graph import families, odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
@@ -30,6 +31,7 @@ GOLDEN = Path(__file__).parents[3] / "golden" / "graph"
 ATTENTION_PARITY = ("gpt2", "llama", "neox", "mixtral", "bert", "vit")
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("family", "layers", "count"),
     [
@@ -109,6 +111,7 @@ def test_t5_is_cut_though_its_encoder_is_read_all_along() -> None:
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@one_in(3)
 @pytest.mark.parametrize("family", ATTENTION_PARITY)
 def test_families_give_what_eager_gives(family: str, attention: str) -> None:
     mask = attention == "sdpa" and family != "vit"  # images have no mask

@@ -13,7 +13,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
-from tests.tiers import slow
+from tests.tiers import one_in, slow
 
 WIDTH, KNOWN = 4, 6
 
@@ -109,6 +109,7 @@ def trace(rows: Any, lengths: tuple[int, ...], training: bool = True) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(4, 9), slow((9, 4)), slow((9, 8))])
+@one_in(3)
 @pytest.mark.parametrize(
     "rows",
     [
@@ -128,6 +129,7 @@ def test_a_table_that_serves_every_batch(
 
 
 @pytest.mark.parametrize("lengths", [(4, 9), (9, 4), slow((9, 8))])
+@one_in(2)
 @pytest.mark.parametrize(
     "rows",
     [

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.unread_arguments import unread_arguments
+from tests.tiers import one_in
 
 COLUMNS = {"x": TensorMeta((4, 8), torch.float32)}
 
@@ -58,6 +59,7 @@ READS = {
 }
 
 
+@one_in(4)
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_an_argument_that_is_read(read: Any) -> None:
     source = GraphSource(Model(read), fixed={"longest": 3, "other": "a"})

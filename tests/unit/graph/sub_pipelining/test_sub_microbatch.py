@@ -18,6 +18,7 @@ from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Row
 from merak.ops.collectives import copy_to, reduce_from
+from tests.tiers import one_in
 
 BATCH = 4
 
@@ -94,6 +95,7 @@ def call(segment: Segment, given: Sequence[object]) -> tuple[torch.Tensor, ...]:
     return result
 
 
+@one_in(2)
 @pytest.mark.parametrize("batch,within", [(2, ""), (3, "group norm"), (4, ""), (5, "")])
 def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int, within: str) -> None:
     model = Model(within)
@@ -125,6 +127,7 @@ def test_two_sub_microbatches_are_the_microbatch_dropout_included(batch: int, wi
     assert num_halved >= 3
 
 
+@one_in(2)
 @pytest.mark.parametrize("across", ["mean", "flip", "mixed", "batch norm"])
 def test_what_sees_several_samples_is_not_halved(across: str) -> None:
     refused = 0

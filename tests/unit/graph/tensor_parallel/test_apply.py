@@ -12,6 +12,7 @@ from merak.graph.tensor_parallel.apply import (
 from merak.graph.tensor_parallel.features import Column, Features, Replicate, Row
 from merak.graph.tensor_parallel.placement import Shard
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
@@ -22,6 +23,7 @@ def given(graph: ModelGraph, features: Features, degree: int) -> dict[str, Shard
 
 
 @pytest.mark.parametrize("attention,dropout,degree", [("sdpa", 0.2, 4), ("eager", 0.2, 2)])
+@one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "bert"])
 def test_ranks_equal_one_process(
     family: str, attention: str, dropout: float, degree: int, monkeypatch: pytest.MonkeyPatch
@@ -103,6 +105,7 @@ def test_fewer_kv_heads_than_ranks_can_be_replicated(
     assert "gather_from" not in ranks.num_calls
 
 
+@one_in(3)
 @pytest.mark.parametrize("whole", ["q_proj", "k_proj", "v_proj"])
 @pytest.mark.parametrize("padded", [True, False])
 def test_whole_heads_follow_split_ones(

@@ -24,7 +24,7 @@ from merak.ops import collectives
 from merak.ops.expert_dispatch import from_experts, to_experts
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
-from tests.tiers import slow
+from tests.tiers import one_in, slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_models import (
     SMALL,
@@ -177,6 +177,7 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     )
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -345,6 +346,7 @@ def build_dense() -> nn.Module:
 
 
 @pytest.mark.parametrize("product", [grouped_mm_rows, grouped_mm_fallback_rows])
+@one_in(3)
 @pytest.mark.parametrize("ends", [(2, 5, 7, 9), (0, 9, 9, 9), (0, 0, 0, 9)])
 def test_rows_of_other_ranks_are_zero_in_both_passes(
     product: Any, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

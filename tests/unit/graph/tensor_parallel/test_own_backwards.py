@@ -15,6 +15,7 @@ from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column
+from tests.tiers import one_in
 from tests.unit.graph import own_backwards as own
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
@@ -41,6 +42,7 @@ def functions_in(segment: Segment) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
+@one_in(4)
 @pytest.mark.parametrize("function", SAME_EVERY_TIME)
 def test_two_ranks_give_what_one_gives(
     function: type[Function], sequence: bool, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +60,7 @@ def test_what_sees_only_elements_runs_on_shards(function: type[Function]) -> Non
     assert [node.meta["tensor"][0].shape for node in found] == [(BATCH, 16)] * 3
 
 
+@one_in(5)
 @pytest.mark.parametrize("function", own.NOWHERE)
 def test_what_sees_its_size_refuses_a_split_that_is_asked_for(function: type[Function]) -> None:
     graph = cases.traced(built(lambda: own.Layers(function)), columns())
@@ -133,6 +136,7 @@ def halved(graph: ModelGraph, model: nn.Module) -> Iterator[bool]:
         values |= dict(zip(segment.outputs, results, strict=True))
 
 
+@one_in(4)
 @pytest.mark.parametrize("function", SAME_EVERY_TIME)
 def test_sub_microbatches_give_what_the_microbatch_gives(function: type[Function]) -> None:
     model = built(lambda: own.Layers(function))
@@ -185,6 +189,7 @@ class LibraryOperator:
         return made
 
 
+@one_in(3)
 @pytest.mark.parametrize("make", [own.Layers, own.EarlyReaders, own.QuantisedWeights])
 @pytest.mark.parametrize("name", ["layer_norm", "silu"])
 def test_operators_of_other_libraries_run_on_whole_tensors(

@@ -17,6 +17,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.search.auto_shard import limits_of
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 from tests.versions import exported_since
@@ -97,6 +98,7 @@ def traced(name: str) -> tuple[nn.Module, ModelGraph]:
     return model, cases.traced(model, columns())
 
 
+@one_in(5)
 @pytest.mark.parametrize("name", [pytest.param(one, marks=MARKS.get(one, ())) for one in CASES])
 def test_what_is_read_is_what_one_process_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph = traced(name)

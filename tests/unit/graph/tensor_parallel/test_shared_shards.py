@@ -16,7 +16,7 @@ from torch import nn
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard
 from merak.graph.tensor_parallel.report import replication_reasons
-from tests.tiers import slow
+from tests.tiers import one_in, slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -117,6 +117,7 @@ def norms_over_heads(attention: str, dropout: float) -> nn.Module:
     return model("Olmo2", 12, attention, **fields)
 
 
+@one_in(6)
 @pytest.mark.parametrize(
     ("build", "degree", "attention", "dropout", "sequence"),
     [

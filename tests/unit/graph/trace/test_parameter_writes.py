@@ -16,6 +16,7 @@ from merak.graph.ir.mutation import is_mutating
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.segment.build import GraphSource, build_graph
+from tests.tiers import one_in
 
 COLUMNS = {"x": TensorMeta((4, 6), torch.float32), "ids": TensorMeta((4, 3), torch.int64)}
 
@@ -69,6 +70,7 @@ def traced(model: nn.Module) -> ModelGraph:
     return build_graph(GraphSource(model), COLUMNS, training=True)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "write", [norm_rows, norm_data, limit_rows, clip, replace_rows, read_normed]
 )
@@ -143,6 +145,7 @@ def test_data_of_another_kind(write: Callable[[Any], Any]) -> None:
         traced(Writes(write))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("write", "said"),
     [

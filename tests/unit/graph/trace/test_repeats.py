@@ -12,6 +12,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.repeats.region import Region
+from tests.tiers import one_in
 from tests.unit.graph.architectures import ARCHITECTURES
 
 WIDTH, DEPTH = 8, 4
@@ -163,6 +164,7 @@ def test_blocks_are_copied_under_autocast(copies: list[str]) -> None:
     assert copies
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "kind", [ByIndex, ByDict, ByGlobal, Appending, Writing, Returning, Skipped]
 )
@@ -206,6 +208,7 @@ def exchange_function(block: Any) -> None:
     block.inner.forward = lambda x: x * 2
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "change", [change_number, freeze, drop_bias, share_inside, exchange_function]
 )
@@ -243,6 +246,7 @@ def test_reads_of_copied_blocks_are_noted() -> None:
     assert copied == whole
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_architectures_have_the_same_graphs(name: str, copies: list[str]) -> None:
     architecture = ARCHITECTURES[name]

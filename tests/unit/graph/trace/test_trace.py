@@ -19,6 +19,7 @@ from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
 from merak.graph.trace.calls.call import Call, LossFunction, call_model
 from merak.graph.trace.trace import parameter_names, trace
+from tests.tiers import one_in
 from tests.unit.graph import odd_models
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, built, check_structure, gradients_of, metas
@@ -63,6 +64,7 @@ def check_gradients(model: nn.Module, eager: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@one_in(5)
 @pytest.mark.parametrize("kind", odd_models.TRAINABLE, ids=lambda kind: kind.__name__)
 def test_segments_give_what_eager_gives(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
@@ -237,6 +239,7 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("model", "text"),
     [

@@ -25,6 +25,7 @@ from merak.core.shards import ParameterShard, take
 from merak.graph.weights import pretrained
 from merak.graph.weights.empty_weights import empty_weights
 from merak.graph.weights.materialize import materialize
+from tests.tiers import one_in
 from tests.unit.checkpoint.models import PRETRAINED, bert, gpt2, t5
 
 CPU = torch.device("cpu")
@@ -58,6 +59,7 @@ def assert_same(ours: nn.Module, expected: nn.Module) -> None:
 
 
 @families
+@one_in(4)
 @pytest.mark.parametrize("max_shard_size", ["1GB", "60KB"])
 def test_equals_from_pretrained(
     build: Callable[[], nn.Module], max_shard_size: str, tmp_path: Path

@@ -20,6 +20,7 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.registry import build
+from tests.tiers import one_in
 from tests.unit.engine.models import gpt2, text_batch
 
 
@@ -74,6 +75,7 @@ def count_runs(engine: Engine) -> Counter[int]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "early_recompute", "zero_bubble_h1"])
+@one_in(2)
 @pytest.mark.parametrize(
     ("recompute", "twice"),
     [("off", set()), ("full", set(range(6))), ("1,4", {1, 4}), ([0, 5], {0, 5})],
@@ -94,6 +96,7 @@ def test_a_share_of_the_segments_recomputes() -> None:
     assert sum(saved) == 3
 
 
+@one_in(2)
 @pytest.mark.parametrize("recompute", ["full", "2,3", 0.5, "selective"])
 def test_recomputation_changes_no_gradient(recompute: object) -> None:
     batch = text_batch()

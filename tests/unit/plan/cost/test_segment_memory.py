@@ -8,6 +8,7 @@ import torch
 from merak.graph.ir.ir import Kind
 from merak.plan.cost.segment_memory import SegmentMemories
 from tests.multirank.memory_jobs import MODELS, batch_of
+from tests.tiers import one_in
 from tests.unit.engine.models import buffers_of, graph_of, microbatch_of, program_of
 
 
@@ -47,6 +48,7 @@ def saved_bytes(stage, microbatch, weights, buffers):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@one_in(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_saved_bytes_are_those_of_real_tensors(family, dropout):
     model, batch = MODELS[family](dropout), batch_of(family)

@@ -14,6 +14,7 @@ from merak.plan.optimizer import trial
 from merak.plan.optimizer.small_tensors import LARGE, SMALL, JobTensor, small_tensors
 from merak.plan.optimizer.trial import Findings, run_trial
 from tests import optimizers
+from tests.tiers import one_in
 
 TP = (
     JobTensor(0, (256, 64), 0, 2),
@@ -32,6 +33,7 @@ def found_for(cls: Any, tensors: Sequence[JobTensor] = TP, **options: Any) -> Fi
     return run_trial(optimizer, small, torch.device("cpu"))
 
 
+@one_in(3)
 @pytest.mark.parametrize("tensors", [TP, ZERO, PP])
 @pytest.mark.parametrize(
     ("cls", "options"),
@@ -48,7 +50,9 @@ def test_elementwise_updates_are_the_same_on_shards(
     assert found_for(cls, tensors, **options) == Findings()
 
 
+@one_in(2)
 @pytest.mark.parametrize("tensors", [TP, ZERO])
+@one_in(2)
 @pytest.mark.parametrize(
     "cls",
     [

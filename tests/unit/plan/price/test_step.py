@@ -19,6 +19,7 @@ from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
+from tests.tiers import one_in
 
 LLAMA = ModelSource(
     LlamaForCausalLM,
@@ -69,6 +70,7 @@ CANDIDATES = [
 ]  # fmt: skip
 
 
+@one_in(4)
 @pytest.mark.parametrize("candidate", CANDIDATES)
 def test_parts_add_up_to_the_step(llama: Workload, candidate: Candidate) -> None:
     found = price(llama, cluster(), candidate)

@@ -15,6 +15,7 @@ from merak.plan.search.search import search_job
 from merak.plan.search.space import RECOMPUTES, space_of
 from merak.plan.search.variants import ContextClimb, try_context
 from merak.schedule import registry
+from tests.tiers import one_in
 from tests.unit.plan.search.doubles import Double, job_of
 
 MANY = 10**6
@@ -42,6 +43,7 @@ def brute_force(job, double, pinned, top):
     return sorted(own.step_s for own in found if not saves_more(own.candidate))[:top]
 
 
+@one_in(5)
 @pytest.mark.parametrize("seed", range(30))
 def test_the_ranking_is_that_of_brute_force(seed):
     draw = random.Random(seed)
@@ -77,6 +79,7 @@ def test_what_is_not_priced_is_said():
 
 
 @pytest.mark.parametrize("budget", [24, 40])
+@one_in(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_neighbour_of_the_first_plan_is_faster(seed, budget):
     """Estimates that know nothing of what a larger microbatch saves mislead; prices do not."""

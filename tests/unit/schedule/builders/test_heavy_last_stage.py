@@ -7,10 +7,12 @@ import pytest
 from merak.schedule.costs import stage_costs
 from merak.schedule.registry import build
 from merak.schedule.simulator.simulate import simulate
+from tests.tiers import one_in
 
 SPLIT = ("zero_bubble_h1", "zero_bubble_v", "interleaved_zero_bubble", "dualpipe_v")
 
 
+@one_in(5)
 @pytest.mark.parametrize("times", [(8, 8, 8), (64, 64, 64), (1, 8, 64), (64, 1, 8), (8, 64, 0)])
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(2, 8), (4, 8), (8, 32)])
 @pytest.mark.parametrize("name", SPLIT)

@@ -17,6 +17,7 @@ from merak.schedule.registry import build, options
 from merak.schedule.search.auto import auto
 from merak.schedule.simulator.simulate import simulate
 from merak.schedule.validate.schedule import validate
+from tests.tiers import one_in
 from tests.unit.schedule.cp_sat import optimum, random_instance
 
 OPTIMA = Path(__file__).parents[3] / "golden" / "schedule" / "optima.json"
@@ -90,6 +91,7 @@ def solve(seed: int) -> float:
     return simulation.makespan
 
 
+@one_in(10)
 @pytest.mark.parametrize("seed", range(NUM_INSTANCES))
 def test_auto_is_within_two_percent_of_the_optimum(seed: int) -> None:
     best = json.loads(OPTIMA.read_text(encoding="utf-8"))[seed]
@@ -98,6 +100,7 @@ def test_auto_is_within_two_percent_of_the_optimum(seed: int) -> None:
     assert best - 1e-6 <= makespan <= 1.02 * best
 
 
+@one_in(10)
 @pytest.mark.parametrize("seed", range(NUM_INSTANCES))
 def test_the_recorded_optima_are_what_cp_sat_proves(seed: int) -> None:
     pytest.importorskip("ortools")

@@ -26,6 +26,7 @@ from merak.trainer.subclass.overrides import (
     trainer_methods,
 )
 from merak.trainer.subclass.parts_seen import _gradient_readers
+from tests.tiers import one_in
 
 
 class Model(nn.Module):
@@ -123,7 +124,9 @@ def trainer_loss(trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return type(trainer).compute_loss(trainer, *args, **kwargs)
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", ON_CLASSES)
+@one_in(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_loss_that_is_assigned_to_a_class_is_trained(
     kind: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +143,7 @@ def test_a_loss_that_is_assigned_to_a_class_is_trained(
     assert losses(trainer) == expected
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", ON_OBJECTS)
 def test_a_loss_that_is_assigned_to_a_trainer_is_trained(kind: str, tmp_path: Path) -> None:
     trainer = make(tmp_path)
@@ -205,6 +209,7 @@ def alone(self: Any, model: Any, inputs: Any, *rest: Any) -> Any:
     return loss.detach()
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("owner", "name", "method", "message"),
     [

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import merak
 from merak.core import mesh
 from merak.core.errors import TraceError
+from tests.tiers import one_in
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,7 @@ def trained(cls: Any, kind: Any, folder: Path, **given: Any) -> list[float]:
     return [log[key] for log in logs for key in ("loss", "eval_loss") if key in log]
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_loss_reads_the_trainer_as_it_is_in_its_step(name: str, tmp_path: Path) -> None:
     own = trainers(merak.MerakTrainer, FACTORS[name])

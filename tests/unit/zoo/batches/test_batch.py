@@ -8,6 +8,7 @@ from merak.zoo.batches.batch import example_arguments, example_columns
 from merak.zoo.batches.columns import Column, draw_batch
 from merak.zoo.batches.examples import examples
 from merak.zoo.model_source import resolve_model
+from tests.tiers import one_in
 
 SMALL = {
     "hidden_size": 16,
@@ -131,6 +132,7 @@ MODELS = [
 ]
 
 
+@one_in(5)
 @pytest.mark.parametrize(("name", "config", "shapes"), MODELS, ids=[m[0] for m in MODELS])
 def test_models_give_a_loss(
     name: str, config: dict[str, object], shapes: dict[str, tuple[int, ...]]

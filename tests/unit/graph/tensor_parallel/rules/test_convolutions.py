@@ -15,6 +15,7 @@ from torch import nn
 from merak.core.errors import ShardError
 from merak.graph.tensor_parallel.apply import attributes_for, given_weights, tensor_parallel
 from merak.graph.tensor_parallel.features import Column
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -49,6 +50,7 @@ def columns() -> dict[str, torch.Tensor]:
 SPLIT = {"up.weight", "up.bias", "conv.weight", "down.weight"}
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "model,split",
     [
@@ -59,6 +61,7 @@ SPLIT = {"up.weight", "up.bias", "conv.weight", "down.weight"}
         (lambda: Convolved(24, parts=3), SPLIT | {"conv.bias"}),
     ],
 )
+@one_in(2)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ranks_convolve_their_own_groups(
     model: type[Convolved], split: set[str], degree: int, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +122,7 @@ QWEN_3_NEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "model_class,config",
     [

@@ -17,6 +17,7 @@ from merak.graph.tensor_parallel.features import Column
 from merak.graph.trace.opaque import loops
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.operator import cost_of, is_opaque, opaque_calls, operands
+from tests.tiers import one_in
 from tests.unit.graph import loop_models as models
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
@@ -58,6 +59,7 @@ def opaque_nodes_of_a_rank(graph: ModelGraph, degree: int) -> list[fx.Node]:
     return [node for segment in segments for node in segment.graph.nodes if is_opaque(node)]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("block", "degree", "is_short"),
     [
@@ -107,6 +109,7 @@ def test_its_cost_is_that_of_the_shards(block: type[nn.Module]) -> None:
     assert call.saved_bytes < 0.6 * whole.saved_bytes
 
 
+@one_in(3)
 @pytest.mark.parametrize(("block", "why"), WHOLE.items())
 def test_a_loop_that_needs_the_whole_has_it(
     block: type[nn.Module], why: str, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from torch.nn import functional
 from merak.core.errors import ShardError
 from merak.graph.tensor_parallel.apply import attributes_for, given_weights
 from merak.graph.tensor_parallel.features import Column, Features, Row
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -226,6 +227,7 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.gather(x, -1, torch.arange(WIDTH).flip(0).expand(B, T, WIDTH))
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "between,features,up",
     [
@@ -365,6 +367,7 @@ def written_in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
     return whole.add_(x)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     "between,message",
     [

@@ -22,6 +22,7 @@ from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.report import replication_warning
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity
@@ -60,6 +61,7 @@ def share_split(graph: ModelGraph, weights: dict[str, Shard], block: str) -> flo
     return sum(size for n, size in sizes.items() if n in weights) / sum(sizes.values())
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_most_of_a_block_is_split_with_few_collectives(name: str) -> None:
     graph = cases.traced(ARCHITECTURES[name].build(), ARCHITECTURES[name].batch())
@@ -80,6 +82,7 @@ def check_split(name: str, graph: ModelGraph, degree: int) -> None:
     assert sum(transfer.kind is Collective.REDUCE for transfer in found) == blocks
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_gradients_equal_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = ARCHITECTURES[name]

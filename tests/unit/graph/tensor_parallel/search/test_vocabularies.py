@@ -17,6 +17,7 @@ from merak.graph.tensor_parallel.features import Replicate, Vocabulary
 from merak.graph.tensor_parallel.placement import Shard
 from merak.graph.tensor_parallel.report import report_sharding
 from merak.graph.trace.trace import trace
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity
@@ -62,6 +63,7 @@ def test_large_ones_are_split_and_no_rank_sees_all_logits(name: str) -> None:
         assert any(-(-LARGE // degree) in shape for shape in shapes)
 
 
+@one_in(4)
 @pytest.mark.parametrize("name", [*TABLES, "vit"])
 def test_small_ones_stay_whole(name: str) -> None:
     graph = cases.traced(ARCHITECTURES[name].build(), ARCHITECTURES[name].batch())
@@ -176,6 +178,7 @@ def summed(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss", [in_two_steps, picked, summed])
+@one_in(2)
 @pytest.mark.parametrize("degree", [2, 101])  # with padding and without
 def test_losses_written_by_hand(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], degree: int

@@ -12,6 +12,7 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops import collectives
 from merak.ops.collectives import copy_to, reduce_from
 from merak.plan.cost.segment_memory import SegmentMemories
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity
@@ -37,6 +38,7 @@ def all_reduces(graph: ModelGraph) -> int:
     )
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_all_reduce_is_left_between_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = ARCHITECTURES[name]
@@ -49,6 +51,7 @@ def test_no_all_reduce_is_left_between_blocks(name: str, monkeypatch: pytest.Mon
     assert calls["gather_with_partial_grad"] >= BLOCKS[name]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", ["mixtral", "swin", "deberta_v2"])
 def test_what_must_see_whole_sequences_gets_them(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -69,6 +72,7 @@ def test_dropout_has_the_pattern_of_one_process(
     assert_parity(model, cases.batch(), None, 4, monkeypatch, sequence=True)
 
 
+@one_in(3)
 @pytest.mark.parametrize("samples,length,shares", [(1, 8, True), (2, 7, True), (1, 7, False)])
 def test_lengths_that_do_not_divide(
     samples: int, length: int, shares: bool, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
 from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.opaque.operator import opaque_calls
+from tests.tiers import one_in
 from tests.unit.graph import gradient_models as g
 from tests.unit.graph import gradient_parts as parts
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
@@ -74,6 +75,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...]
     torch.testing.assert_close(made, {n: t.detach() for n, t in outputs.items()})
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "critic",
     [
@@ -94,6 +96,7 @@ def test_a_penalty_on_the_gradient_of_convolutions() -> None:
     compare(g.Penalised(g.Images()), IMAGES)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "model", [g.FastAttack, g.AttentionAttack, g.GradAttribute, g.ProjectedAttack]
 )
@@ -101,6 +104,7 @@ def test_an_attack(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x", "y"))
 
 
+@one_in(3)
 @pytest.mark.parametrize("model", [g.Balanced, g.EveryParameter, g.Adapted])
 def test_gradients_of_parameters(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x", "y"))
@@ -114,6 +118,7 @@ def test_third_derivatives() -> None:
     compare(g.Physics(), POINTS)
 
 
+@one_in(3)
 @pytest.mark.parametrize("model", [g.Curved, g.Recomputed, g.Sampled, g.Scaled, g.Edited])
 def test_gradients_of_inputs(model: type[nn.Module]) -> None:
     compare(model(), batch_for("x"))
@@ -121,11 +126,13 @@ def test_gradients_of_inputs(model: type[nn.Module]) -> None:
 
 # torch itself uses what it calls deprecated, in derivatives along tangents.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@one_in(4)
 @pytest.mark.parametrize("kind", TRANSFORMS)
 def test_a_transform_of_functions(kind: str) -> None:
     compare(g.Transformed(kind), batch_for("x"))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("part", "columns"),
     [(parts.Slopes, ("x",)), (parts.Batched, ("x",)), (parts.Polluting, ("x", "y"))],
@@ -136,6 +143,7 @@ def test_a_part_that_no_operators_can_stand_for_is_opaque(
     compare(parts.Around(part()), batch_for(*columns), kept=("part",))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -10,6 +10,7 @@ from torch.nn import functional
 from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import opaque_calls
+from tests.tiers import one_in
 from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
 
 
@@ -116,6 +117,7 @@ def batch_of(low: int, high: int) -> dict[str, torch.Tensor]:
     return {"x": x, "y": y}
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", [Padded, Item, Written, InOneLoop, OneLevelDown, LongTexts])
 def test_either_way_is_that_of_eager_code(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch import nn
 from merak.core.errors import TraceError
 from merak.graph.trace.branches.branches import covering_array
 from merak.graph.trace.branches.flags import is_condition
+from tests.tiers import one_in
 from tests.unit.graph.dropped_layers import (
     DEPTH,
     PLAIN,
@@ -47,6 +48,7 @@ def assert_like_eager(model: nn.Module, batch: Batch, seeds: range) -> set[froze
     return without
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.__name__)
 def test_plain_models(kind: type[Stack]) -> None:
     without = assert_like_eager(kind(), plain_batch(), range(12))
@@ -217,12 +219,14 @@ REFUSED = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_refused(kind: type[Stack]) -> None:
     with pytest.raises(TraceError, match=REFUSED[kind]):
         built(kind(), plain_batch())
 
 
+@one_in(4)
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 11, 24])
 def test_every_two_choices_are_seen_in_all_ways(num: int) -> None:
     rows = [frozenset[int](), *covering_array(num)]

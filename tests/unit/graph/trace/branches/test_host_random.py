@@ -14,6 +14,7 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.graph.trace.branches.rng_stream import is_stream_draw
+from tests.tiers import one_in
 from tests.unit.graph.dropped_layers import WIDTH, Batch, Stack, plain_batch
 from tests.unit.graph.masked import Lengthy, Masked, same_masks
 from tests.unit.graph.stages import Pipeline, built, gradients_of
@@ -138,6 +139,7 @@ REFUSED = {
 }
 
 
+@one_in(3)
 @pytest.mark.parametrize("kind", REFUSED, ids=lambda kind: kind.__name__)
 def test_refused(kind: type[nn.Module]) -> None:
     before = random.getstate(), np.random.get_state()[1].tolist()

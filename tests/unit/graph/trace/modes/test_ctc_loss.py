@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ctc_loss
 
 from merak.graph.trace.normalize import is_random
+from tests.tiers import one_in
 from tests.unit.graph.speech import FRAMES, KINDS, LETTERS, Listener, speech
 from tests.unit.graph.stages import Pipeline, built, gradients_of
 
@@ -21,6 +22,7 @@ class Counted(Listener):
         return ctc_loss(told, picked, lengths, is_label.sum(-1)) * picked.float().mean()
 
 
+@one_in(2)
 @pytest.mark.parametrize("kind", [*KINDS, Counted], ids=lambda kind: kind.__name__)
 def test_as_eager(kind: type[Listener]) -> None:
     """One trace for batches with different numbers of labels."""

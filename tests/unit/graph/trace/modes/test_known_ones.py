@@ -18,6 +18,7 @@ from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.opaque.operator import opaque_calls
 from merak.plan.cost.gpu_kernels import attention_kernels
+from tests.tiers import one_in
 from tests.unit.graph import families
 from tests.unit.graph.odd_models import Layers
 from tests.unit.graph.stages import Pipeline, gradients_of, metas
@@ -84,6 +85,7 @@ def assert_as_eager(model: nn.Module, batch: Batch, graph: ModelGraph) -> None:
         assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-7), name
 
 
+@one_in(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_attention_has_no_mask(family: str) -> None:
     model, batch = MODELS[family](), batch_of()

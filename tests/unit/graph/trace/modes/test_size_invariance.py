@@ -9,6 +9,7 @@ from torch.autograd import Function
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.trace.modes.size_invariance import is_size_invariant
+from tests.tiers import one_in
 from tests.unit.graph import own_backwards as own
 
 
@@ -36,6 +37,7 @@ def test_arguments_that_are_numbers_are_the_same_everywhere() -> None:
     assert may_split(own.Reversed, 0.5)
 
 
+@one_in(4)
 @pytest.mark.parametrize("function", own.NOWHERE)
 def test_what_sees_the_size_is_not_split(function: type[Function]) -> None:
     assert not may_split(function)

@@ -13,11 +13,13 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.modes.value_checks import passing_value
 from merak.graph.trace.trace import trace
+from tests.tiers import one_in
 from tests.versions import exported_since
 
 COLUMNS = {"x": TensorMeta((2, 4), torch.float32)}
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("code", "answer"),
     [

@@ -14,6 +14,7 @@ from torch import nn
 from merak.core.errors import TraceError, TrainingError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
+from tests.tiers import one_in
 from tests.unit.graph.trace.opaque.test_operator import step
 
 COLUMNS = {"x": TensorMeta((6, 8), torch.float32)}
@@ -90,6 +91,7 @@ class Overlaps(nn.Module):
         return self.adds(h, h.view(8, 6).view(6, 8))
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "part", [WritesResult(), WritesResult(view=True), WritesArgument(), Overlaps()]
 )
@@ -187,6 +189,7 @@ class GrowsBuffer(nn.Module):
         return x * 2 if x.max() > self.top else x
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("model", "said"),
     [

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.trace import trace
+from tests.tiers import one_in
 from tests.unit.graph.odd_models import WIDTH, Layers
 from tests.unit.graph.stages import Pipeline, built
 
@@ -165,6 +166,7 @@ class Around(Layers):
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@one_in(4)
 @pytest.mark.parametrize("kind", COMMUNICATING)
 def test_a_collective_is_refused_with_its_line(ranks: int, kind: str) -> None:
     with pytest.raises(TraceError) as refused:

@@ -16,6 +16,7 @@ from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import is_dynamic_region
+from tests.tiers import one_in
 from tests.versions import exported_since
 
 SAMPLES, LENGTH, WORDS, WIDTH = 3, 5, 7, 4
@@ -121,6 +122,7 @@ def run(graph: ModelGraph, model: nn.Module, given: Batch) -> torch.Tensor:
     return values[str(graph.loss)]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -154,6 +156,7 @@ def change(given: Batch, **columns: Any) -> Batch:
     return {**given, **columns}
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("kind", "column", "value"),
     [

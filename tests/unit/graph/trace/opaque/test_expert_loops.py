@@ -11,7 +11,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.trace.opaque.operator import is_dynamic_region, opaque_nodes
-from tests.tiers import slow
+from tests.tiers import one_in, slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.expert_loops import (
     EXPERTS,
@@ -43,6 +43,7 @@ def gradients(graph: ModelGraph, model: Experts, given: dict[str, Tensor]) -> di
 
 
 @pytest.mark.parametrize("layers", [slow(1), 2])
+@one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_eager_code(way: str, layers: int) -> None:
     torch.manual_seed(0)

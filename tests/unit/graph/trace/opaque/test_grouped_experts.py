@@ -16,6 +16,7 @@ from merak.graph.ir.serialize import pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from merak.graph.trace.opaque.operator import opaque_nodes
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -122,6 +123,7 @@ def test_gradients_are_those_of_eager_code(loop: Loop) -> None:
             torch.testing.assert_close(named[name].grad, parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+@one_in(4)
 @pytest.mark.parametrize("loop", [other_weights, written_into, activated, kept])
 def test_what_is_another_computation_stays_opaque(loop: Loop) -> None:
     _, graph = traced(loop)

@@ -18,6 +18,7 @@ from merak.graph.ir.serialize import pack, pack_model, unpack_model
 from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel, tensor_parallel
 from merak.graph.trace.opaque.operator import opaque_nodes
+from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 
@@ -109,6 +110,7 @@ def traced(rows: Rows, idle: int = 0) -> tuple[Routed, ModelGraph]:
     return model, unpack_model(pack_model(cases.traced(model, batch(0))))
 
 
+@one_in(3)
 @pytest.mark.parametrize("idle", [0, 1, 2])
 def test_rows_of_experts_without_weights_are_not_forgotten(idle: int) -> None:
     graph = cases.traced(Routed(gated, idle, ByNumbers).train(), batch(0))
@@ -120,6 +122,7 @@ def products(graph: ModelGraph) -> int:
     return sum(family(n.target) in GROUPED_GEMMS for n in nodes)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("rows", "idle"), [(gated, 0), (gated, 1), (gated, 2), (biased, 0), (biased, 2), (flat, 1)]
 )
@@ -177,6 +180,7 @@ OTHERS = (
 )  # fmt: skip
 
 
+@one_in(4)
 @pytest.mark.parametrize("rows", OTHERS)
 def test_what_is_another_computation_stays_opaque(rows: Rows) -> None:
     _, graph = traced(rows)
@@ -192,6 +196,7 @@ def test_its_weights_are_split(
     assert_parity(model, batch(0), None, 2, monkeypatch)
 
 
+@one_in(3)
 @pytest.mark.parametrize(("rows", "idle"), [(gated, 0), (gated, 2), (biased, 1)])
 def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, graph = traced(rows, idle)

@@ -24,6 +24,7 @@ from merak.graph.trace.opaque import record
 from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
 from merak.graph.trace.opaque.report import opaque_cause, opaque_lines, report_opaque
 from merak.plan.layout import check_stages
+from tests.tiers import one_in
 from tests.unit.graph.stages import Pipeline, gradients_of
 
 COLUMNS = {
@@ -152,6 +153,7 @@ def run(
 
 
 @pytest.mark.parametrize("block", [Branch, Experts, Ranged, Written])
+@one_in(2)
 @pytest.mark.parametrize("scale", [0.01, 5.0])
 def test_gradients_and_buffers_are_those_of_eager_code(
     block: type[nn.Module], scale: float

@@ -23,6 +23,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.state.outside import torch_settings
 from merak.graph.trace.state.snapshot import Snapshot
+from tests.tiers import one_in
 
 COLUMNS = {"x": TensorMeta((4, 4), torch.float32)}
 COUNT = 0
@@ -418,6 +419,7 @@ def built(use: Use, folder: str = "") -> Leaves:
     return model
 
 
+@one_in(4)
 @pytest.mark.parametrize("use", REFUSED, ids=lambda use: use.__name__)
 def test_what_the_next_call_computes_with_is_refused_with_its_line(
     use: Use, tmp_path: Path
@@ -430,6 +432,7 @@ def test_what_the_next_call_computes_with_is_refused_with_its_line(
     assert (torch_settings(), dict(os.environ), CALLS.get()) == (settings, environment, 0)
 
 
+@one_in(4)
 @pytest.mark.parametrize(
     ("is_late", "value"),
     [
@@ -509,6 +512,7 @@ def puts_settings_back(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "use",
     [

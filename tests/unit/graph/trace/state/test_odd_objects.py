@@ -12,6 +12,7 @@ from torch import nn
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
+from tests.tiers import one_in
 
 
 class NoAttributes:
@@ -89,6 +90,7 @@ def within(place: str, one: Any) -> Any:
 PLACES = ("list", "dict", "tuple", "nested")
 
 
+@one_in(5)
 @pytest.mark.parametrize("kind", [NoAttributes, NoSlots, NotCompared, NoItems, NoClass])
 def test_objects_whose_code_fails_are_not_looked_at(
     kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

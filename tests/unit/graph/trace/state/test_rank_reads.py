@@ -19,6 +19,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.state.rank_reads import RankReads
 from merak.graph.trace.trace import trace
+from tests.tiers import one_in
 
 COLUMNS = {"x": TensorMeta((4, 4), torch.float32)}
 Use = Callable[[Tensor], Tensor]
@@ -87,6 +88,7 @@ COMPUTE = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize("use", COMPUTE, ids=lambda use: use.__name__)
 def test_what_computes_with_the_rank_is_refused_with_its_line(use: Use) -> None:
     with pytest.raises(TraceError, match="reads the rank of the process, and rank 0 would") as told:

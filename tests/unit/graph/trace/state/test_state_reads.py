@@ -20,7 +20,6 @@ from merak.graph.trace.state.slots import MISSING, Slot
 from merak.graph.trace.state.watch import StateWatch, sentence
 
 SCALE = 2.0
-UNREAD = 1.0
 COLUMNS = {"x": TensorMeta((2, 4), torch.float32)}
 
 
