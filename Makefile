@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Each has ranks of its own; what one of them waits for, the other uses.
 TEST_PROCESSES ?= 2
-TESTS := $(wildcard tests/unit tests/processes tests/golden tests/multirank tests/mutations)
+TESTS := $(wildcard tests/processes tests/unit tests/golden tests/multirank tests/mutations)
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
