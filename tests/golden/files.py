@@ -32,7 +32,7 @@ from merak.plan.cost.calibration import Curve
 from merak.plan.cost.measured_times import SegmentTimes, load_times, save_times
 from merak.plan.profile.profile import Profile
 from merak.plan.profile.profile_file import load_profile, save_profile
-from merak.plan.search.plan_file import candidate_fields, read_plan, refuse_other_model
+from merak.plan.search.plan_file import read_plan, refuse_other_model
 from merak.record.files import read_run
 from tests.golden.formats import batch_of, model
 from tests.unit.graph.stages import Pipeline, metas
@@ -78,7 +78,7 @@ def said_by_plan(folder: Path) -> Any:
         refuse_other_model(plan, torch.nn.Linear(2, 2), PLAN)
         raise AssertionError("a plan is taken for any model")
     figures = (plan.cluster, plan.optimizer, plan.sequence, plan.global_batch, dict(plan.price))
-    return [candidate_fields(plan.candidate), *figures]
+    return [plan.candidate.values(), *figures]
 
 
 def losses_of_plan(folder: str) -> list[float]:

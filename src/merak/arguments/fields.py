@@ -20,7 +20,7 @@ from merak.core.errors import keyword_names, refuse_unknown, takes_any_name
 from merak.core.units import read_bytes
 from merak.engine.step.loss_scale import MAX_SKIPPED_STEPS
 from merak.engine.step.replica_check import REPLICA_CHECK_STEPS
-from merak.plan.options import READS, taken
+from merak.plan.options import PARALLEL_OPTIONS, READS, taken, takes_options
 
 AUTO = "auto"
 """The microbatch that is chosen when the model and its batches are known."""
@@ -187,11 +187,12 @@ def _declared_elsewhere(cls: type) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 @dataclass(repr=False)  # transformers' own repr hides tokens
+@takes_options(*PARALLEL_OPTIONS)
 class TrainingFields(TrainingArguments):
     """Fields of a training job, without what `MerakArguments` does with them.
 
-    `merak.plan.options` has the defaults and the help of those that are taken from there. Types are
-    here what `transformers.HfArgumentParser` can parse.
+    `merak.plan.options` has the defaults and the help of those that are taken from there. They
+    stand here for editors, with types that `transformers.HfArgumentParser` can parse.
     """
 
     def __init_subclass__(cls, **of_bases: Any) -> None:

@@ -13,13 +13,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.rules import UNKNOWN, Layout, Policy
 from merak.arguments.table import RULES
 from merak.core.errors import did_you_mean
+from merak.core.kinds import fits, kind_names
 
 PATHS = frozenset(
     (
@@ -34,16 +35,16 @@ PATHS = frozenset(
 )
 """Fields of text that name a file or folder, which Python also has path objects for."""
 
-ALSO: Mapping[str, tuple[Any, ...]] = {
-    "resume_from_checkpoint": (bool,),
-    "bf16": (None,),
-    "fp16": (None,),
-    "recompute": (float, list[Any]),
-    "offload_activations": (float, list[Any]),
-    "bucket_bytes": (int,),
-    "memory_budget": (int,),
-    "host_bytes_per_s": (int, float),
-    "per_device_train_batch_size": (int, typing.Literal["auto"]),
+ALSO: Mapping[str, Any] = {
+    "resume_from_checkpoint": bool,
+    "bf16": None,
+    "fp16": None,
+    "recompute": float | list[Any],
+    "offload_activations": float | list[Any],
+    "bucket_bytes": int,
+    "memory_budget": int,
+    "host_bytes_per_s": float,
+    "per_device_train_batch_size": int | typing.Literal["auto"],
 }
 """Kinds that a field takes beside those of its annotation."""
 
@@ -87,13 +88,17 @@ def kind_problems(arguments: object, cls: type) -> Iterator[str]:
         value = getattr(arguments, field.name)
         if value is field.default:
             continue
-        options = (*_options(hints[field.name]), *ALSO.get(field.name, ()))
+        hint = hints[field.name]
+        if field.name in ALSO:
+            hint = hint | ALSO[field.name]
         if field.name in PATHS and isinstance(value, os.PathLike):
             continue
-        if not any(_fits(value, option) for option in options):
-            yield f"{field.name}={_shown(value)} should be {_named(options)}."
+        is_bit = isinstance(value, Integral) and value in (0, 1)
+        if not fits(value, hint) and not (is_bit and fits(bool(value), hint)):
+            named = kind_names(typing.Union[*filter(_is_named, _parts(hint))], _WORDS)
+            yield f"{field.name}={_shown(value)} should be {' or '.join(named)}."
         else:
-            yield from _choice_problem(field, value, options)
+            yield from _choice_problem(field, value, hint)
 
 
 @lru_cache
@@ -101,41 +106,24 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    """Return the types of a union; the one type of any other annotation."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return tuple(option for part in typing.get_args(hint) for option in _options(part))
-    return (hint,)
+def _parts(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; the one type of any other annotation."""
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (types.UnionType, typing.Union)
+        else (hint,)
+    )
 
 
-def _fits(value: object, option: Any) -> bool:
-    if option is Any:
-        return True
-    if option is None or option is type(None):
-        return value is None
-    if typing.get_origin(option) is typing.Literal:
-        return any(value is choice or value == choice for choice in typing.get_args(option))
-    kind = typing.get_origin(option) or option
-    is_boolean = isinstance(value, bool)
-    if kind is bool:
-        return is_boolean or (isinstance(value, Integral) and value in (0, 1))
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not is_boolean
-    if kind is list:
-        return isinstance(value, list | tuple) and _each_fits(value, typing.get_args(option))
-    return isinstance(value, Mapping if kind is dict else kind)
+def _is_named(kind: Any) -> bool:
+    """Whether messages name a type: not those that transformers makes of texts."""
+    return (typing.get_origin(kind) or kind) in (*_WORDS, list, typing.Literal)
 
 
-def _each_fits(values: list[Any] | tuple[Any, ...], kinds: tuple[Any, ...]) -> bool:
-    return all(any(_fits(v, o) for o in _options(kinds[0])) for v in values) if kinds else True
-
-
-def _choice_problem(
-    field: dataclasses.Field[Any], value: object, options: tuple[Any, ...]
-) -> Iterator[str]:
+def _choice_problem(field: dataclasses.Field[Any], value: object, hint: Any) -> Iterator[str]:
     """Yield the sentence that refuses a value of the right type that is no choice."""
     choices = tuple(field.metadata.get("choices") or CHOICES.get(field.name, ()))
-    for option in options:
+    for option in _parts(hint):
         if isinstance(option, type) and issubclass(option, Enum):
             choices = tuple(member.value for member in option)
     plain = value.value if isinstance(value, Enum) else value
@@ -148,32 +136,14 @@ def _choice_problem(
     yield f"{field.name}={_shown(plain)} is not a choice{how}"
 
 
-_NAMES: Mapping[Any, str] = {
+_WORDS: Mapping[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
     str: "a text",
-    list: "a list",
     dict: "a dictionary",
+    type(None): "None",
 }
-
-
-def _named(options: tuple[Any, ...]) -> str:
-    names: dict[str, None] = {}
-    for option in options:
-        if option is None or option is type(None):
-            continue  # comes last
-        kind = typing.get_origin(option) or option
-        if kind is list and typing.get_args(option):
-            inner = _NAMES.get(_options(typing.get_args(option)[0])[0], "values")
-            names[f"a list of {inner.removeprefix('a ')}s"] = None
-        elif kind in _NAMES:
-            names[_NAMES[kind]] = None
-        elif kind is typing.Literal:
-            names |= dict.fromkeys(repr(choice) for choice in typing.get_args(option))
-    if None in options or type(None) in options:
-        names["None"] = None
-    return " or ".join(names)
 
 
 def _shown(value: object) -> str:

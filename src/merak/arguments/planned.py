@@ -12,7 +12,7 @@ from merak.arguments.fields import AUTO, AutoBatch, TrainingFields, given_argume
 from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
-from merak.plan.price.candidate import Candidate
+from merak.plan.price.candidate import Candidate, option_values
 from merak.plan.search.explain import degrees
 from merak.plan.search.pinned import Pinned, pinned_options
 from merak.plan.search.plan_file import PlanFile, read_plan
@@ -229,23 +229,9 @@ def given_layout(arguments: TrainingFields, mesh: Mesh) -> Candidate:
         arguments: as the user gives them.
         mesh: of the job.
     """
-    pinned = pinned_arguments(arguments, mesh)
-    return Candidate(
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
-        cp=mesh.cp,
-        ep=mesh.ep,
-        num_microbatches=step_samples(arguments, mesh) // mesh.dp,
-        schedule=arguments.schedule,
-        schedule_options=pinned.schedule_options,
-        recompute=pinned.recompute,
-        offload_activations=pinned.offload_activations,
-        zero=arguments.zero,
-        sequence_parallel=arguments.sequence_parallel,
-        sub_pipelining=pinned.sub_pipelining or "off",
-        partition=pinned.partition,
-    )
+    count = step_samples(arguments, mesh) // mesh.dp
+    own = option_values(vars(arguments))
+    return Candidate(**mesh.degrees._asdict(), num_microbatches=count, **own)
 
 
 def set_layout(arguments: TrainingFields, candidate: Candidate) -> None:

@@ -18,7 +18,7 @@ from merak.cli.model import (
     request_optimizer,
     types_of,
 )
-from merak.cli.options import JobRequest, autocast, job_options, option, parameter_dtype, takes
+from merak.cli.options import JobRequest, TypedRequest, job_options, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
@@ -39,12 +39,11 @@ _NO_LIMIT = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryRequest(JobRequest):
+class MemoryRequest(JobRequest, TypedRequest):
     """Request for the memory of a job."""
 
     options: Mapping[str, Any] = job_options(*LAYOUT, *PRICED, "host_bytes_per_s", "memory_budget")
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
-    dtype: str | None = parameter_dtype()
     device: str | None = option(
         None,
         "--device",
@@ -58,7 +57,6 @@ class MemoryRequest(JobRequest):
         "DEVICE:PER_NODExNODES|FILE",
         "Devices that need not be here, such as h100:8x4, or a YAML file of them.",
     )
-    autocast: str | None = autocast()
 
 
 @takes(MemoryRequest)

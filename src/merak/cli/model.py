@@ -6,10 +6,10 @@ The options of two commands may differ in what they leave open; what is made of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from merak.core.errors import CommandError, did_you_mean
 from merak.core.health.stderr import write_line
@@ -18,6 +18,7 @@ from merak.core.precision import PARAMETER_TYPES, read_type
 if TYPE_CHECKING:
     import torch
 
+    from merak.cli.options import ModelRequest, TypedRequest
     from merak.cli.recipe.planned_job import JobDraft, PlannedJob
     from merak.plan.cost.optimizer_memory import OptimizerFactory
     from merak.plan.options import ParallelOptions
@@ -29,47 +30,7 @@ logger = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Any)
 
 
-class NamedModel(Protocol):
-    """Request that names a model."""
-
-    @property
-    def model(self) -> Any:
-        """As `--model`."""
-
-    @property
-    def settings(self) -> Sequence[str]:
-        """As `--set`."""
-
-    @property
-    def config(self) -> str | None:
-        """As `--config`."""
-
-    @property
-    def sequence(self) -> int | None:
-        """As `--seq`."""
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """As `--trust-remote-code`."""
-
-
-class TypedModel(NamedModel, Protocol):
-    """Request that names a model, and the types that it trains in."""
-
-    @property
-    def dtype(self) -> str | None:
-        """As `--dtype`."""
-
-    @property
-    def autocast(self) -> str | None:
-        """As `--autocast`."""
-
-    @property
-    def given(self) -> frozenset[str]:
-        """Names of the fields that the command line gives."""
-
-
-def recipe_job(request: NamedModel) -> PlannedJob | None:
+def recipe_job(request: ModelRequest) -> PlannedJob | None:
     """Return the job of the recipe that a request names as its model; None where it is none.
 
     Args:
@@ -107,7 +68,9 @@ def filled(request: Request, values: Mapping[str, Any]) -> Request:
     return replace(request, **changed)
 
 
-def named_model(request: NamedModel, job: PlannedJob | None) -> tuple[str, Mapping[str, Any], bool]:
+def named_model(
+    request: ModelRequest, job: PlannedJob | None
+) -> tuple[str, Mapping[str, Any], bool]:
     """Return a model's name, a recipe's changes of its config, and whether its code may run.
 
     Args:
@@ -164,7 +127,7 @@ def model_source(request: Request, job: PlannedJob | None) -> tuple[Request, Mod
     return request, source
 
 
-def precision_of(workload: Workload, request: TypedModel, job: PlannedJob | None) -> str:
+def precision_of(workload: Workload, request: TypedRequest, job: PlannedJob | None) -> str:
     """Return in words the types that a workload is priced in, and who says so.
 
     Args:
@@ -182,7 +145,7 @@ def precision_of(workload: Workload, request: TypedModel, job: PlannedJob | None
 
 
 def model_workload(
-    request: TypedModel,
+    request: TypedRequest,
     source: ModelSource,
     *,
     global_batch: int,

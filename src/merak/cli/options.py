@@ -130,7 +130,8 @@ def flag_of(name: str) -> str:
     Args:
         name: of the option.
     """
-    return str(options.declared(name).metadata["flag"]) or "--" + name.replace("_", "-")
+    own = "" if name not in options.PARALLEL_OPTIONS else options.declared(name).metadata["flag"]
+    return str(own) or "--" + name.replace("_", "-")
 
 
 def _hint(name: str) -> Any:
@@ -311,7 +312,7 @@ def device() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
-    """Request about a model by name, and the shape of a microbatch of it."""
+    """Request about a model by name, or that of a recipe."""
 
     model: str = option(
         MISSING,
@@ -323,7 +324,6 @@ class ModelRequest:
     config: str | None = option(
         None, "--config", "JSON", "Fields of the config to change, as an object."
     )
-    batch: int = option(1, "--batch", "B", "Samples of a microbatch.")
     sequence: int | None = option(
         None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
     )
@@ -335,13 +335,28 @@ class ModelRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRequest(ModelRequest):
-    """Request about a job that trains a model on dp × cp × tp × pp ranks."""
+class TypedRequest(ModelRequest):
+    """Request about a model in the types that it trains in."""
+
+    dtype: str | None = parameter_dtype()
+    autocast: str | None = autocast()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest(ModelRequest):
+    """Request about a model on dp × cp × tp × pp ranks."""
 
     dp: int = option(1, "--dp", "D", "Data parallel degree.")
     tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
     pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
     ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
-    microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")
     device: str | None = device()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest(LayoutRequest):
+    """Request about a job that trains a model in microbatches of some samples."""
+
+    batch: int = option(1, "--batch", "B", "Samples of a microbatch.")
+    microbatches: int = option(1, "--microbatches", "M", "Microbatches of a step.")

@@ -15,17 +15,7 @@ from merak.cli.model import (
     request_optimizer,
     types_of,
 )
-from merak.cli.options import (
-    autocast,
-    device,
-    given,
-    job_options,
-    json_output,
-    option,
-    parameter_dtype,
-    recipe_settings,
-    takes,
-)
+from merak.cli.options import LayoutRequest, TypedRequest, job_options, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
 from merak.core.errors import CommandError
@@ -38,28 +28,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearseRequest:
+class RehearseRequest(LayoutRequest, TypedRequest):
     """Request to run one rank of a job."""
 
-    model: str = option(
-        MISSING,
-        "--model",
-        "M",
-        "transformers class name, a folder or file with a config.json, or a recipe.",
-    )
     cluster: str = option(
         MISSING, "--cluster", "C", "What the job is planned for: such as h100:8x128, or a file."
     )
     rank: int = option(MISSING, "--rank", "R", "The rank to run, 0 to dp × cp × tp × pp − 1.")
-    settings: list[str] = recipe_settings()
-    config: str | None = option(
-        None, "--config", "JSON", "Fields of the config to change, as an object."
-    )
-    dp: int = option(1, "--dp", "D", "Data parallel degree.")
-    tp: int = option(1, "--tp", "T", "Tensor parallel degree.")
-    pp: int = option(1, "--pp", "P", "Pipeline parallel degree.")
-    cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
-    ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
     microbatch: int = option(1, "--microbatch", "B", "Samples of a microbatch.")
     global_batch: int | None = option(
         None,
@@ -67,21 +42,10 @@ class RehearseRequest:
         "N",
         "Samples of a step of the job; dp × microbatch × 2 pp if unset.",
     )
-    sequence: int | None = option(
-        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
-    )
     layout: Mapping[str, Any] = job_options(*LAYOUT)
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
     common: Mapping[str, Any] = job_options(*PRICED)
-    dtype: str | None = parameter_dtype()
-    autocast: str | None = autocast()
     steps: int = option(3, "--steps", "N", "Steps that are timed.")
-    device: str | None = device()
-    trust_remote_code: bool = option(
-        False, "--trust-remote-code", "", "Run code that is in the model's folder."
-    )
-    as_json: bool = json_output()
-    given: frozenset[str] = given()
 
 
 @takes(RehearseRequest)
@@ -139,26 +103,20 @@ def rehearsal_report(request: RehearseRequest) -> RehearsalReport:
 
 def _candidate(request: RehearseRequest) -> Candidate:
     from merak.core.elastic import Degrees, check_expert_degree
-    from merak.plan.price.candidate import Candidate
+    from merak.plan.price.candidate import Candidate, option_values
 
     for name in ("dp", "tp", "pp", "cp", "microbatch"):
         if getattr(request, name) < 1:
             raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
-    layout = dict(request.layout)
-    if layout["sub_pipelining"] == "auto":
-        if "sub_pipelining" in request.given:
-            raise CommandError("--sub-pipelining auto waits for all ranks; use on or off.")
-        layout["sub_pipelining"] = "off"
+    if request.layout["sub_pipelining"] == "auto" and "sub_pipelining" in request.given:
+        raise CommandError("--sub-pipelining auto waits for all ranks; use on or off.")
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
     return Candidate(
-        dp=request.dp,
-        tp=request.tp,
-        pp=request.pp,
-        cp=request.cp,
+        **degrees._asdict(),
         ep=check_expert_degree(request.ep, degrees),
         microbatch=request.microbatch,
         num_microbatches=_num_microbatches(request),
-        **layout | {"schedule_options": layout["schedule_options"] or {}},
+        **option_values(request.layout),
     )
 
 

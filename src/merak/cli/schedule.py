@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from merak.cli.options import argument, json_output, option, read_pair, takes, words
+from merak.cli.options import argument, option, read_pair, takes, words
 from merak.cli.output import lines_of, show
 from merak.cli.schedule_of_model import StagesRequest, simulate_model
 from merak.core.errors import ScheduleError
@@ -123,7 +123,6 @@ class ScheduleRequest(StagesRequest):
     output: Path | None = option(
         None, "--output", "", "Also write it: .txt or .json to run, .svg or .html to look at."
     )
-    as_json: bool = json_output()
 
     @property
     def times(self) -> dict[str, float]:

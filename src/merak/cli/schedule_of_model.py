@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.model import filled, model_source, model_workload, precision_of, recipe_job
-from merak.cli.options import autocast, given, option, parameter_dtype, recipe_settings
+from merak.cli.options import TypedRequest, option
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 
@@ -17,34 +17,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagesRequest:
+class StagesRequest(TypedRequest):
     """Request for the stages of a model on devices that need not be here."""
 
-    model: str | None = option(
+    model: str | None = option(  # type: ignore[assignment]  # here it may be left out
         None,
         "--model",
         "M",
         "Take the stages of this model instead: transformers class, config or recipe.",
     )
-    settings: list[str] = recipe_settings()
     config: str | None = option(
         None, "--config", "JSON", "Fields of the model's config to change, as an object."
     )
     batch: int = option(1, "--batch", "B", "Samples of a microbatch of the model.")
-    sequence: int | None = option(
-        None, "--seq", "S", "Tokens of a sequence; the model's longest, up to 512."
-    )
     tp: int = option(1, "--tp", "T", "Tensor parallel degree of the model.")
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.")
     ep: int = option(1, "--ep", "E", "Expert parallel degree: that of tp, or of replicas.")
-    dtype: str | None = parameter_dtype()
-    autocast: str | None = autocast()
     device: str | None = sheet_device("What the model's stages run on.")
     cluster: str | None = cluster()
-    trust_remote_code: bool = option(
-        False, "--trust-remote-code", "", "Run code that is in the model's folder."
-    )
-    given: frozenset[str] = given()
 
 
 def simulate_model(

@@ -108,6 +108,7 @@ class TraceReport:
 class TraceRequest(ModelRequest):
     """Request for the segments of a model."""
 
+    batch: int = option(1, "--batch", "B", "Samples of a microbatch.")
     tp: int = option(2, "--tp", "T", "Tensor parallel degree to derive splits for.", min=1)
     ep: int = option(1, "--ep", "E", "Expert parallel degree, 1 or that of tp.", min=1)
     cp: int = option(1, "--cp", "C", "Context parallel degree: ranks that share tokens.", min=1)

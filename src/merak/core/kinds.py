@@ -6,18 +6,20 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
+from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 Data = TypeVar("Data")
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether a value is of a type, as far as that can be told without looking into containers.
+    """Whether a value is of a type, as far as that can be told without looking into mappings.
 
     A whole number is a number, true and false are none.
 
     Args:
-        value: as a file has it.
+        value: as a file or an argument has it.
         hint: a type, a union, a literal, or a container's hint.
     """
     origin = typing.get_origin(hint)
@@ -28,31 +30,40 @@ def fits(value: object, hint: Any) -> bool:
     kind = origin or hint
     if kind is Any or not isinstance(kind, type):
         return True
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int and isinstance(value, bool):
-        return False
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    if kind in (list, tuple):
+        each = typing.get_args(hint)[:1] if kind is list else ()
+        if not isinstance(value, (list, tuple)):
+            return False
+        return all(fits(own, inner) for inner in each for own in value)
+    if kind is dict:
+        return isinstance(value, Mapping)
     if dataclasses.is_dataclass(kind):
         return isinstance(value, (Mapping, kind))
     return isinstance(value, kind)
 
 
-def kind_names(hint: Any) -> list[str]:
-    """What a value of a type is called in messages, each of a union's once.
+def kind_names(hint: Any, words: Mapping[Any, str] = MappingProxyType({})) -> list[str]:
+    """What a value of a type is called in messages, each of a union's once, and none last.
 
     Args:
         hint: as of `fits`.
+        words: for types that are not called as in a file.
     """
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
-        found = [name for option in typing.get_args(hint) for name in kind_names(option)]
-        return list(dict.fromkeys(found))
+        options = sorted(typing.get_args(hint), key=lambda option: option is type(None))
+        return list(dict.fromkeys(n for option in options for n in kind_names(option, words)))
     if origin is Literal:
         return [repr(choice) for choice in typing.get_args(hint)]
-    kind = origin or hint
+    kind, inner = origin or hint, typing.get_args(hint)
     if dataclasses.is_dataclass(kind):
         return ["named fields"]
-    return [_KINDS.get(kind, str(getattr(kind, "__name__", kind)))]
+    if kind is list and inner and inner[0] is not Any:
+        each = [f"{name.removeprefix('a ')}s" for name in kind_names(inner[0], words)]
+        return [f"a list of {' or '.join(each)}"]
+    return [{**_KINDS, **words}.get(kind, str(getattr(kind, "__name__", kind)))]
 
 
 _KINDS: Mapping[Any, str] = {

@@ -6,19 +6,22 @@ ones by name (`taken`). What a page, a `--help` or a range check says of an opti
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from merak.core.errors import ArgumentsError
 from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS
-from merak.plan.recompute_spec import Recompute
+from merak.plan.recompute_spec import RECOMPUTES, Recompute
 from merak.schedule.ir import USUAL
+
+_Class = TypeVar("_Class", bound=type)
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are reduced together: as in torch's DistributedDataParallel."""
@@ -73,6 +76,7 @@ def option(
     within: Range | None = None,
     reads: Callable[[object], object] | None = None,
     planned: str = "",
+    searched: Callable[[Any], Sequence[Any]] | None = None,
     flag: str = "",
 ) -> Any:
     """Field of an options dataclass.
@@ -87,13 +91,18 @@ def option(
         planned: how a plan takes it: "searched" for layouts that differ in it, "given" for layouts
             that have it as it is given, "priced" for what is the job's and changes the time or
             memory of a layout, or "" for not at all.
+        searched: the values that a search for plans tries in a candidate with the same degrees.
         flag: of the command line, where that is not the name with dashes.
     """
     metadata = {"help": help, "placeholder": placeholder, "choices": list(choices), "flag": flag}
-    return field(
-        default=default,
-        metadata={**metadata, "range": within, "reads": reads, "planned": planned},
-    )
+    planned = planned if searched is None else _SEARCHED
+    further = {"range": within, "reads": reads, "planned": planned, "searched": searched}
+    return field(default=default, metadata=metadata | further)
+
+
+def _cuts_blocks(own: Any) -> bool:
+    """Whether tensor parallel ranks reduce activations that are whole on each of them."""
+    return bool(own.tp > 1 and own.cp == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +173,7 @@ class ParallelOptions:
         "The stage of ZeRO, what replicas shard instead of each holding all of it: 1 the "
         "optimizer's state and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
         choices=(0, 1, 2, 3),
-        planned=_SEARCHED,
+        searched=lambda own: (0, 1, 2, 3) if own.replicas > 1 else (0,),
     )
     local_steps: int = option(
         0,
@@ -259,7 +268,9 @@ class ParallelOptions:
         "all-reduces of one run beside the computation of the other: 'on', 'off', or 'auto' for "
         "where it pays, with all-reduces measured on GPUs or between machines.",
         choices=("auto", "on", "off"),
-        planned=_SEARCHED,
+        searched=lambda own: (
+            ("off", "on") if own.microbatch > 1 and _cuts_blocks(own) else ("off",)
+        ),
     )
     sequence_parallel: bool = option(
         False,
@@ -267,7 +278,7 @@ class ParallelOptions:
         "Shard the sequence over tensor parallel ranks between the matrix products that they "
         "split, which takes less memory: reduce-scatters and all-gathers replace all-reduces. Not "
         "together with sub_pipelining='on'.",
-        planned=_SEARCHED,
+        searched=lambda own: (False, True) if _cuts_blocks(own) else (False,),
     )
     recompute: Recompute = option(
         None,
@@ -277,7 +288,7 @@ class ParallelOptions:
         "'3,4,7', 'selective' for all but operators that are slow to compute and small to save, or "
         "'auto' for as few as the memory allows. If unset, as the schedule says, which saves all "
         "unless its name says otherwise.",
-        planned=_SEARCHED,
+        searched=lambda own: RECOMPUTES,
     )
     offload_activations: Recompute = option(
         None,
@@ -376,6 +387,24 @@ def taken(name: str, default: Any = MISSING) -> Any:
     return field(default=own.default if default is MISSING else default, metadata=shown)
 
 
+def takes_options(*names: str) -> Callable[[_Class], _Class]:
+    """Class decorator, below `dataclass`: fields of the options that the class does not declare.
+
+    Args:
+        *names: of the options.
+    """
+
+    def decorated(cls: _Class) -> _Class:
+        own, hints = inspect.get_annotations(cls), get_type_hints(ParallelOptions)
+        further = {name: hints[name] for name in names if name not in own}
+        cls.__annotations__ = own | further
+        for name in further:
+            setattr(cls, name, taken(name))
+        return cls
+
+    return decorated
+
+
 def common_options(arguments: Any) -> ParallelOptions:
     """The options that all layouts of a job have, others at their defaults.
 
@@ -393,6 +422,16 @@ def declared(name: str) -> Field[Any]:
 def is_searched(name: str) -> bool:
     """Whether a search gives an option several values."""
     return str(_FIELDS[name].metadata["planned"]) == _SEARCHED
+
+
+def searched_values(own: Any) -> dict[str, Sequence[Any]]:
+    """Values that a search tries, by option; without schedules, which are the registry's.
+
+    Args:
+        own: a candidate with the degrees and the microbatch.
+    """
+    metadata = {name: _FIELDS[name].metadata["searched"] for name in LAYOUT}
+    return {name: searched(own) for name, searched in metadata.items() if searched is not None}
 
 
 def option_problems(name: str, value: Any, typed: str) -> Iterator[str]:

@@ -12,6 +12,9 @@ from merak.plan.balance import Timed
 Recompute = str | float | Sequence[int | str] | None
 """The argument's values: "off", "full", "selective", "auto", a fraction, or some segments."""
 
+RECOMPUTES = ("off", "selective", "full")
+"""Recomputations that are searched, from the most memory to the least."""
+
 
 class Mode(Enum):
     """Form of the argument `recompute`."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, wraps
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, get_type_hints
 
 from merak.core.errors import ScheduleError, did_you_mean
+from merak.core.kinds import fits, kind_names
 from merak.schedule.builders.common import check_counts
 from merak.schedule.catalog import FORMULAS, even_traits
 from merak.schedule.ir import Schedule
@@ -55,16 +56,11 @@ def options(name: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
-def _options(build: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
+def _options(build: Callable[..., Schedule]) -> Mapping[str, Any]:
     """Options of a builder by name, with the types of their values."""
     parameters, hints = inspect.signature(build).parameters.values(), get_type_hints(build)
     named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    found = {}
-    for name in named:
-        hint = hints.get(name, object)
-        parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        found[name] = tuple(get_origin(part) or part for part in parts)
-    return found
+    return {name: hints.get(name, object) for name in named}
 
 
 def takes_costs(name_or_file: str) -> bool:
@@ -104,12 +100,9 @@ def _checked(name: str, chosen: Mapping[str, Any]) -> Builder:
         fix = f"; its options are: {known}." if meant == "." else meant
         raise ScheduleError(f"{name} has no option {unknown[0]!r}{fix}")
     for option, value in chosen.items():
-        kinds = hints[option]
-        # Integers are numbers, but booleans are not integers.
-        allowed = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, allowed) or (type(value) is bool and bool not in allowed):
-            wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-            raise ScheduleError(f"{name}'s option {option} is {value!r}; give a value of {wanted}.")
+        if not fits(value, hints[option]):
+            wanted = " or ".join(kind_names(hints[option]))
+            raise ScheduleError(f"{name}'s option {option} is {value!r}; give {wanted}.")
     return builder
 
 

@@ -81,22 +81,23 @@ class Throughput:
 class Logging(Trainer):
     """The part of `MerakTrainer` that logs, shows and records."""
 
+    # What all parts of the trainer read; these stand here alone.
     args: MerakArguments
     mesh: Mesh
-    engine: Engine | None
-    _batch_exchange: BatchExchange | None
+    engine: Engine | None = None
+    _batch_exchange: BatchExchange | None = None
     throughput: Throughput
     # What is shown on rank 0, and the record of the run.
     board: JobBoard
-    _recorder: RunRecorder | None
+    _recorder: RunRecorder | None = None
     # MFU of a job with one microbatch a second; None where no peak is known.
-    _utilisation: float | None
+    _utilisation: float | None = None
     callback_handler: AgreedCallbacks
     _display: TrainerCallback
     _is_traced: bool = False  # while a trace runs compute_loss
     is_as_in_first_step: bool = False  # whether stand-ins are in the place of what trains
     # Figures of the ranks for the log that comes; None where there is none.
-    _measured: Figures | None
+    _measured: Figures | None = None
 
     def _show_progress(self) -> None:
         """Put Merak's display in the place of transformers' bar or printer; rank 0 alone has it."""

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import (
@@ -55,6 +54,7 @@ from merak.engine.step.loss_scale import LossScale
 from merak.graph.weights.holders import find_holders
 from merak.graph.weights.laid_out import ReadTensors, is_in_parts
 from merak.trainer.before import check_output, leaves_last_weights, saves_checkpoints
+from merak.trainer.logs import Logging
 from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.unsupported import refuse_no_steps
@@ -70,7 +70,7 @@ ARGUMENTS_FILE = "training_args.json"
 """Arguments of a job beside its model, for people."""
 
 if TYPE_CHECKING:
-    from merak.arguments import MerakArguments
+    pass
 
 
 class _Left(NamedTuple):
@@ -87,13 +87,10 @@ class _Left(NamedTuple):
     host: str
 
 
-class Pushing(Trainer):
+class Pushing(Logging):
     """The part of `MerakTrainer` that talks to the hub."""
 
-    mesh: Mesh
     hub_model_id: Any
-
-    engine: Engine | None
 
     @property
     def _were_left(self) -> bool:
@@ -136,8 +133,6 @@ class Pushing(Trainer):
 class Saving(Pushing):
     """The part of `MerakTrainer` that writes and reads folders."""
 
-    args: MerakArguments
-    mesh: Mesh
     scaler: LossScale | None
     # transformers types these as perhaps None; they are there when the methods below run.
     model: Any

@@ -26,16 +26,12 @@ from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
 from merak.engine.rank_arguments import step_options
-from merak.engine.recording.recorder import RunRecorder
 from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.optimizer_step import StepNumbers
-from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
-from merak.trainer.logs import Throughput
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
-from merak.trainer.subclass.callbacks import AgreedCallbacks
 from merak.trainer.subclass.methods import describe, overriding
 from merak.trainer.tokens import TOKENS, TokenCounter
 
@@ -54,30 +50,26 @@ class _Ran:
 class Stepping(Saving):
     """The part of `MerakTrainer` that runs training steps."""
 
-    throughput: Throughput
-    callback_handler: AgreedCallbacks
     _rollbacks: Rollbacks
-    _ran: _Ran | None
+    _ran: _Ran | None = None
     # The last step, and the learning rates before it, until it is known whether it was finite.
     _last_step: LastStep
     _rates: LearningRates
     _is_alone: bool
     _has_shared_groups: bool = False  # in the optimizers of all ranks
     _traced_loss: tuple[object, ...] = ()
-    _batch_exchange: BatchExchange | None
-    _counter: TokenCounter | None
+    _counter: TokenCounter | None = None
     _skipped: SkippedSteps
     # The step that runs, and the losses of its microbatches once it has run.
-    _step: StepInputs | None
+    _step: StepInputs | None = None
     _losses: torch.Tensor
     # Whether no optimizer has stepped the gradients of the microbatches that ran last.
-    _is_left_over: bool
-    _flops_per_token: float
+    _is_left_over: bool = False
+    _flops_per_token: float = 0.0
     # Whether the loss reads the step's label tokens.
     _divides_by_count: bool
     # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
-    _recorder: RunRecorder | None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, and on SIGTERM stop before a step that all ranks agree on."""

@@ -70,7 +70,7 @@ from merak.trainer.health.not_finite import SkippedSteps
 from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
-from merak.trainer.logs import Logging, Throughput, announced_level
+from merak.trainer.logs import Throughput, announced_level
 from merak.trainer.optimizer_like import (
     LocalParameters,
     optim_of,
@@ -106,7 +106,7 @@ from merak.trainer.unsupported import (
 logger = logging.getLogger(__name__)
 
 
-class MerakTrainer(Stepping, Logging, Trainer):
+class MerakTrainer(Stepping):
     """Trains a model with data, tensor and pipeline parallelism; used as `transformers.Trainer`.
 
     Args:
@@ -130,8 +130,6 @@ class MerakTrainer(Stepping, Logging, Trainer):
         MeshError: `merak.init` has not been called.
         ArgumentsError: an argument that cannot be honoured.
     """
-
-    args: MerakArguments
 
     def __init__(
         self,
@@ -190,26 +188,16 @@ class MerakTrainer(Stepping, Logging, Trainer):
         known = names_after(type(self), MerakTrainer)
         refuse_unknown(type(self).__name__, kwargs, known, former=FORMER)
         refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
-        self.engine = None
         self._is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
         self._check_methods()
         self._connected: torch.optim.Optimizer | None = None
         self._loader_in_train: Callable[[], Any] | None = None
-        self._batch_exchange = None
-        self._counter = None
         self._evaluation: Evaluation | GeneratedBatches | None = None
         self.throughput = Throughput()
-        self._measured = None
-        self._recorder = None
-        self._utilisation = None
         self.board = JobBoard()
-        self._flops_per_token = 0.0
         self._plain: dict[str, Any] = {}  # arguments in every batch that are no tensors
-        self._step = None
-        self._ran = None
         self._last_step = LastStep(self._skips)
         self._losses = torch.zeros(0)
-        self._is_left_over = False
         self._rollbacks = Rollbacks()
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -70,3 +70,10 @@ def test_a_config_without_attributes_is_refused_by_name(config: object) -> None:
     said = rf"^Linear.config is a {type(config).__name__}, which takes no attributes.*settings"
     with pytest.raises(ArgumentsError, match=said):
         set_use_cache(model, use_cache=True)
+
+
+def test_attributes_of_the_trainers_parts_are_declared_once() -> None:
+    own = [cls for cls in MerakTrainer.__mro__ if cls.__module__.startswith("merak.")]
+    names = [name for cls in own for name in vars(cls).get("__annotations__", {})]
+    assert len(names) > 20
+    assert sorted(names) == sorted(set(names))

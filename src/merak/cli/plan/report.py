@@ -6,18 +6,18 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from merak.core import units
 from merak.core.units import counted, size, table_lines
 from merak.plan.memory.non_tensor import NonTensorMemory
+from merak.plan.price.candidate import Candidate
 from merak.plan.search.explain import degrees
 
 if TYPE_CHECKING:
     import torch
 
     from merak.plan.cluster.cluster import Cluster
-    from merak.plan.price.candidate import Candidate
     from merak.plan.price.price import Price
     from merak.plan.search.ranking import Ranking
 
@@ -25,27 +25,13 @@ _SECONDS_PER_HOUR = 3600.0
 _BILLION = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """One plan, with the names of the command's options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRow(Candidate):
+    """One plan: a candidate, and what it takes.
 
     Args:
         devices: that it uses.
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
-        ep: expert parallel degree.
-        cp: context parallel degree.
-        microbatch: samples of one microbatch.
-        num_microbatches: of a step of one replica.
-        schedule: its name.
-        schedule_options: of its builder.
-        recompute: what is recomputed.
-        zero: ZeRO stage.
-        sequence_parallel: whether the sequence is sharded.
-        sub_pipelining: "on" or "off".
-        offload: what is offloaded.
-        partition: segments of every stage.
+        offload: `offload_activations` under its former name.
         step_seconds: of a step.
         uncertainty: of it, as a fraction.
         tokens_per_second_per_device: throughput.
@@ -63,21 +49,7 @@ class PlanRow:
     """
 
     devices: int
-    dp: int
-    tp: int
-    pp: int
-    ep: int
-    cp: int
-    microbatch: int
-    num_microbatches: int
-    schedule: str
-    schedule_options: dict[str, Any]
-    recompute: str | None
-    zero: int
-    sequence_parallel: bool
-    sub_pipelining: str
     offload: str | None
-    partition: list[int] | None
     step_seconds: float
     uncertainty: float
     tokens_per_second_per_device: float
@@ -187,22 +159,9 @@ def row_of(
         dollars = dollars_per_hour / whole * own.world_size * price.step_s / _SECONDS_PER_HOUR
     known = [most for most in price.device_bytes if most < float("inf")]
     return PlanRow(
+        **own.values(),
         devices=own.world_size,
-        dp=own.dp,
-        tp=own.tp,
-        pp=own.pp,
-        ep=own.ep,
-        cp=own.cp,
-        microbatch=own.microbatch,
-        num_microbatches=own.num_microbatches,
-        schedule=own.schedule,
-        schedule_options=dict(own.schedule_options),
-        recompute=own.recompute,
-        zero=own.zero,
-        sequence_parallel=own.sequence_parallel,
-        sub_pipelining=own.sub_pipelining,
         offload=own.offload_activations,
-        partition=None if own.partition is None else list(own.partition),
         step_seconds=price.step_s,
         uncertainty=price.uncertainty,
         tokens_per_second_per_device=price.tokens_per_second_per_device,

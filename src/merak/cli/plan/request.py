@@ -8,16 +8,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import (
-    autocast,
-    given,
-    job_options,
-    json_output,
-    option,
-    parameter_dtype,
-    recipe_settings,
-    words,
-)
+from merak.cli.options import TypedRequest, flag_of, job_options, option, words
+from merak.core.elastic import GivenDegrees
 from merak.core.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
 from merak.plan.options import LAYOUT, PRICED
@@ -25,19 +17,14 @@ from merak.plan.options import LAYOUT, PRICED
 if TYPE_CHECKING:
     from merak.plan.search.pinned import Pinned
 
+_DEGREES = (*GivenDegrees._fields, "microbatch")
 _PINNED = " Pinned; else it is searched."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(TypedRequest):
     """Request for the fastest plans of a job on devices that need not be here."""
 
-    model: str = option(
-        MISSING,
-        "--model",
-        "M",
-        "transformers class name, a folder or file with a config.json, or a recipe.",
-    )
     cluster: str = option(
         MISSING,
         "--cluster",
@@ -54,10 +41,6 @@ class PlanRequest:
         "S",
         "Tokens of a sequence; needed where the model reads sequences and is no recipe's.",
     )
-    settings: list[str] = recipe_settings()
-    config: str | None = option(
-        None, "--config", "JSON", "Fields of the config to change, as an object."
-    )
     dp: int | None = option(None, "--dp", "D", f"Data parallel degree.{_PINNED}")
     tp: int | None = option(None, "--tp", "T", f"Tensor parallel degree.{_PINNED}")
     pp: int | None = option(None, "--pp", "P", f"Pipeline parallel degree.{_PINNED}")
@@ -72,8 +55,6 @@ class PlanRequest:
         None, "--microbatch", "B", f"Samples of a microbatch of one replica.{_PINNED}"
     )
     pins: Mapping[str, Any] = job_options(*LAYOUT, is_open=True)
-    dtype: str | None = parameter_dtype()
-    autocast: str | None = autocast()
     optimizer: str = option("AdamW", "--optimizer", "CLASS", "Of torch.optim.")
     common: Mapping[str, Any] = job_options(*PRICED)
     top: int = option(5, "--top", "K", "Plans to show.")
@@ -91,11 +72,6 @@ class PlanRequest:
     page: Path | None = option(
         None, "--page", "FILE.html", "Write a page: timeline, memory, frontier of time and memory."
     )
-    trust_remote_code: bool = option(
-        False, "--trust-remote-code", "", "Run code that is in the model's folder."
-    )
-    as_json: bool = json_output()
-    given: frozenset[str] = given()
 
 
 def pinned_of(request: PlanRequest) -> Pinned:
@@ -120,22 +96,13 @@ def pinned_of(request: PlanRequest) -> Pinned:
         )
     left = {"sub_pipelining": "auto", "offload_activations": "off"}  # as if they were left out
     pins |= {name: None for name, word in left.items() if pins[name] == word}
-    degrees = {name: getattr(request, name) for name in ("dp", "tp", "pp", "cp", "ep")}
-    return Pinned(**degrees, microbatch=request.microbatch, **pins)
+    return Pinned(**{name: getattr(request, name) for name in _DEGREES}, **pins)
 
 
 def _check_counts(request: PlanRequest) -> None:
-    for flag, value in (
-        ("--global-batch", request.global_batch),
-        ("--seq", request.sequence),
-        ("--top", request.top),
-        ("--dp", request.dp),
-        ("--tp", request.tp),
-        ("--pp", request.pp),
-        ("--cp", request.cp),
-        ("--ep", request.ep),
-        ("--microbatch", request.microbatch),
-    ):
+    names = ("global_batch", "sequence", "top", *_DEGREES)
+    for name, value in ((name, getattr(request, name)) for name in names):
+        flag = "--seq" if name == "sequence" else flag_of(name)
         if value is not None and value < 1:
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")
     price = request.price_per_device_hour

@@ -18,7 +18,7 @@ from merak.cli.recipe.draft import draft_of
 from merak.cli.recipe.parts import with_adapters
 from merak.cli.recipe.recipe import model_of, names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
-from merak.core.elastic import AUTO_PLAN
+from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 from merak.core.mesh import Mesh
@@ -28,6 +28,7 @@ from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import BUCKET_BYTES, LAYOUT, PARALLEL_OPTIONS, common_options
+from merak.plan.price.candidate import option_values
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource, resolve_model
 from merak.zoo.workload import reads_sequence
@@ -206,8 +207,7 @@ class JobDraft:
         rest, and left to the search where the recipe gives all of them.
         """
         found = pinned_arguments(self.args, self.mesh)
-        degrees = {axis: getattr(found, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
-        layout = degrees | {"microbatch": found.microbatch}
+        layout = {name: getattr(found, name) for name in (*GivenDegrees._fields, "microbatch")}
         kept = {name: getattr(found, name) for name in LAYOUT}
         kept["global_batch"] = step_samples(self.args, self.mesh)
         return self._shared() | kept | (layout if self.is_planned else {})
@@ -215,7 +215,6 @@ class JobDraft:
     def laid_out(self) -> dict[str, Any]:
         """Fields of a request about one layout: the recipe's, with 1 for degrees that it lacks."""
         args, own = self.args, self.job.recipe.parallel
-        found = pinned_arguments(args, self.mesh)
         batch = args.per_device_train_batch_size
         is_open = isinstance(batch, AutoBatch)
         sizes = {} if is_open else {"batch": int(batch), "microbatch": int(batch)}
@@ -223,8 +222,7 @@ class JobDraft:
             count = args.gradient_accumulation_steps
             sizes |= {"microbatches": count, "global_batch": step_samples(args, self.mesh)}
         kept = {name: getattr(args, name) for name in PARALLEL_OPTIONS}
-        words = {name: getattr(found, name) for name in ("recompute", "offload_activations")}
-        kept |= words | {"partition": found.partition}
+        kept |= option_values(kept)
         return self._shared() | kept | sizes | own.axes() | {"ep": own.ep or 1}
 
     def _shared(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from merak.plan.price.step import price
 from merak.plan.price.workload import Workload
 from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.plan_file import candidate_fields, candidate_from
+from merak.plan.search.plan_file import candidate_from
 from merak.plan.search.ranking import Refusal
 from merak.plan.search.search import search
 from merak.plan.search.smallest import fits_nowhere
@@ -160,6 +160,6 @@ def _on_rank0(mesh: Mesh, what: str, job: Job, chosen: Callable[[], Price]) -> C
             100 * best.uncertainty,
             size(max(best.peak_memory_bytes)),
         )
-        return candidate_fields(best.candidate)
+        return best.candidate.values()
 
     return candidate_from(decide_on_rank0(mesh, what, decide))

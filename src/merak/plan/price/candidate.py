@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from merak.core.mesh import Mesh
-from merak.plan.options import LAYOUT, taken
+from merak.plan.options import LAYOUT, declared, taken, takes_options
 from merak.schedule import registry
 from merak.schedule.traits import Traits
 
@@ -40,6 +40,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@takes_options(*LAYOUT)
 class Candidate:
     """One way to lay a job out: degrees, and the options in which layouts differ.
 
@@ -73,14 +74,16 @@ class Candidate:
     cp: int = 1
     ep: int = 1
 
+    def values(self) -> dict[str, Any]:
+        """All choices by name."""
+        found = {own.name: getattr(self, own.name) for own in fields(Candidate)}
+        return found | {"schedule_options": dict(self.schedule_options)}
+
     def options(self) -> dict[str, Any]:
-        """Options of the candidate by name, as plain values."""
+        """Options of the candidate by name, as `ParallelOptions` has them."""
         found = {name: getattr(self, name) for name in LAYOUT}
-        partition = None if self.partition is None else list(self.partition)
-        return found | {
-            "schedule_options": dict(self.schedule_options) or None,
-            "partition": partition,
-        }
+        found["partition"] = None if self.partition is None else list(self.partition)
+        return found | {"schedule_options": dict(self.schedule_options) or None}
 
     @property
     def world_size(self) -> int:
@@ -134,3 +137,25 @@ class Candidate:
     def splits(self) -> bool:
         """Whether microbatches run as two sub-microbatches."""
         return self.sub_pipelining == "on" and self.tp > 1 and self.cp == 1
+
+
+def option_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a layout as a `Candidate` has them, without those that are left to a choice.
+
+    Args:
+        options: those of `merak.plan.options.ParallelOptions` by name, as users write them.
+    """
+    found = {name: options[name] for name in LAYOUT}
+    given, partition = found["schedule_options"], found["partition"]
+    found["schedule_options"] = dict(given) if isinstance(given, Mapping) else {}
+    found["partition"] = None if partition is None else tuple(partition)
+    for name in ("recompute", "offload_activations"):
+        found[name] = _spec(found[name])
+    return {n: v for n, v in found.items() if not v == declared(n).default == "auto"}
+
+
+def _spec(given: Any) -> str | None:
+    """The option `recompute` or `offload_activations` as text."""
+    if isinstance(given, list | tuple):
+        return ",".join(map(str, given))
+    return None if given is None else str(given)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
+from merak.core.elastic import GivenDegrees
 from merak.core.units import counted
+from merak.plan.options import LAYOUT
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.ranking import Cause, Rejected, Rejection
 
@@ -14,6 +17,15 @@ MOST_LINES = 24
 
 _SHARED = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",), ())
 """What the candidates of one line share, from the finest lines to the coarsest."""
+
+_OPTIONS = {
+    **{name: f"{name}={{}}" for name in LAYOUT},
+    "offload_activations": "offload={}",
+    "sequence_parallel": "sequence parallel",
+    "sub_pipelining": "sub-pipelined",
+}
+for _own in ("schedule", "schedule_options", "recompute", "partition"):  # stand apart
+    del _OPTIONS[_own]
 
 _WORDS = {
     Cause.SAVED: "more recomputation",
@@ -69,7 +81,7 @@ def degrees(own: Any) -> str:
     Args:
         own: a candidate, or a report's row of one.
     """
-    named = {name: getattr(own, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    named = {name: getattr(own, name) for name in GivenDegrees._fields}
     usual = ("dp", "tp", "pp")
     return " ".join(f"{n}={degree}" for n, degree in named.items() if n in usual or degree > 1)
 
@@ -85,12 +97,12 @@ def describe(candidate: Candidate) -> str:
         degrees(candidate),
         f"{counted(candidate.num_microbatches, 'microbatch')} of {candidate.microbatch}",
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
-        f"zero={candidate.zero}" if candidate.zero else "",
         f"recompute={_recomputed(candidate)}" if candidate.recompute not in (None, "off") else "",
-        f"offload={candidate.offload_activations}" if candidate.offload_activations else "",
-        "sequence parallel" if candidate.sequence_parallel else "",
-        "sub-pipelined" if candidate.sub_pipelining == "on" else "",
     ]
+    for own in fields(candidate):
+        value = getattr(candidate, own.name)
+        if own.name in _OPTIONS and value not in (None, own.default):
+            parts.append(_OPTIONS[own.name].format(value))
     return ", ".join(part for part in parts if part)
 
 

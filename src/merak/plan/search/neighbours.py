@@ -11,16 +11,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from merak.plan.options import LAYOUT, is_searched
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.space import RECOMPUTES
+from merak.plan.recompute_spec import RECOMPUTES
 from merak.schedule.ir import USUAL
 
-_FREE = {
-    "schedule": "schedule",
+_FREE = {name: name for name in LAYOUT if is_searched(name) and name != "recompute"} | {
     "schedule_options": "schedule",
-    "zero": "zero",
-    "sequence_parallel": "tensor parallelism",
-    "sub_pipelining": "tensor parallelism",
+    "sub_pipelining": "sequence_parallel",
 }
 """Fields whose other values are all one step away, and the choice that each is part of."""
 

@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from dataclasses import dataclass, fields
 from typing import Any
 
 from merak.core.elastic import GivenDegrees
+from merak.plan.options import LAYOUT, declared
+from merak.plan.price.candidate import Candidate, option_values
 from merak.schedule.ir import USUAL
 
+_NAMES = frozenset(own.name for own in fields(Candidate)) - {"num_microbatches"}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, init=False)
 class Pinned:
-    """Choices that the search leaves as they are; None for one that it makes.
+    """Choices of a candidate that the search leaves as they are; None is read of all others.
 
     Args:
-        dp: data parallel degree.
-        tp: tensor parallel degree.
-        pp: pipeline parallel degree.
-        cp: context parallel degree.
-        ep: expert parallel degree.
-        microbatch: samples of one microbatch on one replica.
-        schedule: name of the schedule.
-        schedule_options: options of that schedule's builder.
-        recompute: as the option `recompute`.
-        offload_activations: as the option of this name.
-        zero: ZeRO stage.
-        sequence_parallel: whether activations between blocks are sharded over tp.
-        sub_pipelining: "on" or "off".
-        partition: segments of every stage.
+        choices: degrees, microbatch and options of a `Candidate`, by name.
     """
 
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    cp: int | None = None
-    ep: int | None = None
-    microbatch: int | None = None
-    schedule: str | None = None
-    schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    recompute: str | None = None
-    offload_activations: str | None = None
-    zero: int | None = None
-    sequence_parallel: bool | None = None
-    sub_pipelining: str | None = None
-    partition: tuple[int, ...] | None = None
+    choices: Mapping[str, Any]
+
+    def __init__(self, **choices: Any) -> None:
+        """Pin choices.
+
+        Args:
+            **choices: by name; None, and a schedule's options that are empty, pin nothing.
+
+        Raises:
+            TypeError: candidates have no such choice.
+        """
+        if unknown := choices.keys() - _NAMES:
+            raise TypeError(f"candidates have no {', '.join(sorted(unknown))}")
+        kept = {name: own for name, own in choices.items() if own is not None and own != {}}
+        object.__setattr__(self, "choices", kept)
+
+    def __getattr__(self, name: str) -> Any:
+        """Value of a choice that is pinned; None, or no options of a schedule, where it is not."""
+        if name not in _NAMES:
+            raise AttributeError(name)
+        return self.choices.get(name, {} if name == "schedule_options" else None)
 
     @property
     def leaves_context(self) -> bool:
@@ -62,13 +59,7 @@ class Pinned:
 
     def __str__(self) -> str:
         """What is pinned, such as "dp=2, zero=1"; empty for nothing."""
-        named = {own.name: getattr(self, own.name) for own in fields(self)}
-        return ", ".join(f"{name}={value!r}" for name, value in named.items() if _is_set(value))
-
-
-def _is_set(value: Any) -> bool:
-    """Whether a choice is pinned: zero=0 and sequence_parallel=False are."""
-    return value is not None and not (isinstance(value, Mapping) and not value)
+        return ", ".join(f"{name}={value!r}" for name, value in self.choices.items())
 
 
 def pinned_options(
@@ -85,25 +76,8 @@ def pinned_options(
         microbatch: samples of a microbatch.
         given: names of options that the user gives, at their default or not.
     """
-    own = options.schedule_options
-    is_usual = options.schedule == USUAL and not own and "schedule" not in given
-    shards = options.sequence_parallel or "sequence_parallel" in given
-    return Pinned(
-        **degrees._asdict(),
-        microbatch=microbatch,
-        schedule=None if is_usual else options.schedule,
-        schedule_options=dict(own) if isinstance(own, Mapping) else {},
-        recompute=_spec(options.recompute),
-        offload_activations=_spec(options.offload_activations),
-        zero=options.zero if options.zero or "zero" in given else None,
-        sequence_parallel=bool(options.sequence_parallel) if shards else None,
-        sub_pipelining=None if options.sub_pipelining == "auto" else options.sub_pipelining,
-        partition=None if options.partition is None else tuple(options.partition),
-    )
-
-
-def _spec(given: Any) -> str | None:
-    """The option `recompute` or `offload_activations` as text."""
-    if isinstance(given, list | tuple):
-        return ",".join(map(str, given))
-    return None if given is None else str(given)
+    values = option_values({name: getattr(options, name) for name in LAYOUT})
+    chosen = {n: v for n, v in values.items() if n in given or v != declared(n).default}
+    if values["schedule_options"]:
+        chosen["schedule"] = values["schedule"]
+    return Pinned(**degrees._asdict(), microbatch=microbatch, **chosen)

@@ -114,7 +114,7 @@ def write_plan(path: Path, plan: PlanFile) -> None:
         "global_batch": plan.global_batch,
         **{name: getattr(plan, name) for name in _OF_THE_JOB},
         **plan.common,
-        "candidate": candidate_fields(plan.candidate),
+        "candidate": plan.candidate.values(),
         "price": dict(plan.price),
         "model": dict(plan.model),
     }
@@ -149,16 +149,6 @@ def read_plan(path: Path) -> PlanFile:
         ) from error
 
 
-def candidate_fields(candidate: Candidate) -> dict[str, Any]:
-    """Fields of a candidate, as plain values.
-
-    Args:
-        candidate: the layout.
-    """
-    found = {part.name: getattr(candidate, part.name) for part in fields(candidate)}
-    return found | {"schedule_options": dict(candidate.schedule_options)}
-
-
 _NEEDED = {"dp", "tp", "pp", "microbatch", "num_microbatches", "schedule_options", "partition"}
 """Fields that every plan file has; others were no options when the oldest ones were written."""
 
@@ -167,7 +157,7 @@ _FORMER = {"offload": "offload_activations"}
 
 
 def candidate_from(given: Mapping[str, Any]) -> Candidate:
-    """The candidate of `candidate_fields`.
+    """The candidate of the fields in a plan file.
 
     Args:
         given: its fields, as they were or as JSON has them.

@@ -18,9 +18,9 @@ from merak.core.errors import MerakError
 from merak.core.units import size
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
+from merak.plan.recompute_spec import RECOMPUTES
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.ranking import Cause, Rejection
-from merak.plan.search.space import RECOMPUTES
 
 
 def state_rejection(candidate: Candidate, pricing: Pricing) -> Rejection | None:

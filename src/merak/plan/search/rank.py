@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from merak.core.errors import MerakError
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
+from merak.plan.recompute_spec import RECOMPUTES
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.prune import (
@@ -21,7 +22,6 @@ from merak.plan.search.prune import (
     state_rejection,
 )
 from merak.plan.search.ranking import Cause, Rejection
-from merak.plan.search.space import RECOMPUTES
 
 MOST_PRICED = 32
 """Candidates that a search prices; what is left then is said."""

@@ -11,13 +11,14 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
+from merak.plan.recompute_spec import RECOMPUTES
 from merak.plan.search.bounds import JobPricing
 from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.prune import state_rejection
 from merak.plan.search.ranking import Ranking
 from merak.plan.search.search import context_degrees, job_of
-from merak.plan.search.space import RECOMPUTES, space_of
+from merak.plan.search.space import space_of
 from merak.schedule.ir import USUAL
 
 MOST_DEVICES = 2**17

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from merak.core.elastic import GivenDegrees
 from merak.core.errors import ScheduleError
 from merak.core.units import counted
+from merak.plan.options import LAYOUT, searched_values
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees, divisors
 from merak.plan.search.pinned import Pinned
@@ -36,9 +38,6 @@ from merak.schedule.traits import Traits
 
 MOST_MICROBATCH = 8
 """Largest microbatch that is searched; twice as many are tried where it is the best plan's."""
-
-RECOMPUTES = ("off", "selective", "full")
-"""Recomputations that are searched, from the most memory to the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +112,7 @@ def space_of(job: Job, pinned: Pinned) -> Space:
     """
     check_degrees(job.num_devices, job.global_batch, pinned)
     space = Space()
+    given = {name: pinned.choices[name] for name in LAYOUT if name in pinned.choices}
     for tp, cp in _within_stages(job, pinned, space):
         for pp, dp in _pipelines(job, pinned, tp * cp, space):
             for ep, microbatch in itertools.product(
@@ -121,15 +121,10 @@ def space_of(job: Job, pinned: Pinned) -> Space:
             ):
                 whole = job.global_batch // dp // microbatch
                 base = Candidate(
-                    dp=dp,
-                    tp=tp,
-                    pp=pp,
-                    cp=cp,
-                    ep=ep,
+                    **given,
+                    **GivenDegrees(dp, tp, pp, cp, ep)._asdict(),
                     microbatch=microbatch,
                     num_microbatches=whole,
-                    offload_activations=pinned.offload_activations,
-                    partition=pinned.partition,
                 )
                 space.candidates += _variants(job, pinned, base, space)
     return space
@@ -236,65 +231,36 @@ def _microbatches(job: Job, pinned: Pinned, dp: int, space: Space) -> Iterator[i
 
 def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterator[Candidate]:
     """A layout in all its schedules, with all that can be switched on."""
-    own_tokens = base.cp == 1
-    sequences = _choices(
-        pinned.sequence_parallel, (False, True) if base.tp > 1 and own_tokens else (False,)
-    )
-    subs = ("off", "on") if base.tp > 1 and base.microbatch > 1 and own_tokens else ("off",)
-    zeros = _choices(pinned.zero, (0, 1, 2, 3) if base.replicas > 1 else (0,))
-    recomputes = _choices(pinned.recompute, RECOMPUTES)
+    values = searched_values(base)
+    values |= {name: (pinned.choices[name],) for name in values if name in pinned.choices}
+    same = {own.name: getattr(base, own.name) for own in fields(base)}
     for name, options, traits in _schedules(job, pinned, base, space):
-        combinations = itertools.product(
-            zeros, sequences, _choices(pinned.sub_pipelining, subs), recomputes
-        )
-        for zero, sequence, sub, recompute in combinations:
-            if sub == "on" and (sequence or (base.tp == 1 and pinned.sub_pipelining is None)):
+        of_schedule = same | {"schedule": name, "schedule_options": options}
+        for combination in itertools.product(*values.values()):
+            own = Candidate(**of_schedule | dict(zip(values, combination, strict=True)))
+            if own.sub_pipelining == "on" and own.sequence_parallel:
                 space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
-                continue
-            problem = _zero_problem(job, base, zero, traits, sub)
-            if problem is not None:
+            elif problem := _zero_problem(job, own, traits):
                 space.reject(*problem)
-                continue
-            yield Candidate(
-                dp=base.dp,
-                tp=base.tp,
-                pp=base.pp,
-                cp=base.cp,
-                ep=base.ep,
-                microbatch=base.microbatch,
-                num_microbatches=base.num_microbatches,
-                offload_activations=base.offload_activations,
-                partition=base.partition,
-                schedule=name,
-                schedule_options=options,
-                recompute=recompute,
-                zero=zero,
-                sequence_parallel=sequence,
-                sub_pipelining=sub,
-            )
+            else:
+                yield own
 
 
-def _zero_problem(
-    job: Job, base: Candidate, zero: int, traits: Traits, sub: str
-) -> tuple[str, str] | None:
+def _zero_problem(job: Job, own: Candidate, traits: Traits) -> tuple[str, str] | None:
     """What is left out of the ZeRO stages, and of experts over replicas, and why."""
-    whole = "zero, or experts over replicas"
+    whole, zero, sub = "zero, or experts over replicas", own.zero, own.sub_pipelining
     if zero == 3 and (traits.splits_backwards or sub == "on"):
         what = "sub-pipelining" if sub == "on" else "split backwards"
         return f"zero=3 with {what}", "gathers one segment's parameters at a time"
-    if job.compresses and (zero or base.form.spreads_experts):
+    if job.compresses and (zero or own.form.spreads_experts):
         return whole, "gradient_compression reduces whole gradients"
-    if job.steps_alone and (zero or base.form.spreads_experts):
+    if job.steps_alone and (zero or own.form.spreads_experts):
         return whole, "local_steps has every replica step all parameters on its own"
     if zero == 3 and job.drops_layers:
         return "zero=3", "reduces every gradient, but a step may leave layers out"
     if zero == 3 and job.low_sums:
         return "zero=3", "needs float32 masters, and float32 sums of gradients"
     return None
-
-
-def _choices(pinned: Any, searched: Sequence[Any]) -> Sequence[Any]:
-    return searched if pinned is None else (pinned,)
 
 
 def _schedules(

@@ -15,7 +15,8 @@ from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.workload import Workload
-from merak.plan.search.space import RECOMPUTES, Job
+from merak.plan.recompute_spec import RECOMPUTES
+from merak.plan.search.space import Job
 
 BUBBLES = {"1f1b": 1.0, "zero_bubble_h1": 0.4, "zero_bubble_v": 0.1}
 

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from merak.core.errors import PlanError
+from merak.plan.recompute_spec import RECOMPUTES
 from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search_job
-from merak.plan.search.space import RECOMPUTES, space_of
+from merak.plan.search.space import space_of
 from merak.plan.search.variants import ContextClimb, try_context
 from merak.schedule import registry
 from tests.tiers import one_in

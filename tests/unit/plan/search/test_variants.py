@@ -50,7 +50,7 @@ class WithAuto(Double):
 
 
 def ranking(double, pinned, refusal=None):
-    only = replace(pinned, ep=1)
+    only = Pinned(**pinned.choices, ep=1)
     found = search_job(job_of(), double, only, 3)
     plan = replace(found.plans[0], candidate=replace(found.plans[0].candidate, recompute="full"))
     found = replace(found, plans=(plan, *found.plans[1:]))
