@@ -21,7 +21,7 @@ _SLACK = 2
 """Open sends beyond those that a schedule needs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """Schedule for a number of microbatches, with every rank's steps."""
 

@@ -17,10 +17,11 @@ from merak.parallel import ParallelModel
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.hierarchy import on_nodes
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.memory.model import RankMemory
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
-from merak.plan.price.stages import Stage, StageTimes
+from merak.plan.price.stages import Stage
 from merak.plan.price.step import price, priced_stages
 from merak.plan.price.workload import Workload
 from merak.rehearse.charge import Charge, charges, seconds_inside
@@ -222,9 +223,9 @@ def _known(
     return replace(stage, compute=compute, whole=_stage_times(combined, number))
 
 
-def _stage_times(action_s: Mapping[Place, float], stage: int) -> StageTimes:
+def _stage_times(action_s: Mapping[Place, float], stage: int) -> PassSeconds:
     """Times of a stage; what is recomputed inside a backward is a part of it."""
-    return StageTimes(
+    return PassSeconds(
         forward_s=action_s.get((Kind.FORWARD, stage), 0.0),
         recompute_s=action_s.get((Kind.RECOMPUTE, stage), 0.0),
         backward_s=action_s.get((Kind.BACKWARD, stage), 0.0),

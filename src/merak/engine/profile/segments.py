@@ -22,7 +22,7 @@ from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.program.program import SegmentProgram, compile_segment, has_draws
 from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
 from merak.graph.weights.materialize import materialize
-from merak.plan.cost.calibration import SegmentSeconds
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
 from merak.plan.price.candidate import Form
 from merak.plan.price.workload import Workload
@@ -141,7 +141,7 @@ def _random(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
 
 
-def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> SegmentSeconds:
+def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
     program = compile_segment(inputs.segment, inputs.graph.values, draws)
     program = replace(program, gradient_inputs=_carries(inputs.segment))
     ctx = inputs.context
@@ -154,7 +154,7 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> SegmentSeconds:
     forward_s = plain.forward_s()
     recompute_s = plain.recompute_s()
     if not program.trains:
-        return SegmentSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
+        return PassSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
     backward_s, _ = plain.backward_s()
     deferred = WeightGradients()
     segment = split_weight_gradients(inputs.segment, frozenset(), deferred)
@@ -162,7 +162,7 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> SegmentSeconds:
     split = replace(split, gradient_inputs=program.gradient_inputs)
     split_passes = _Passes(split, lambda save: forward(split, save), ctx, watch, deferred)
     input_s, weight_s = split_passes.backward_s()
-    return SegmentSeconds(forward_s, recompute_s, backward_s, input_s, weight_s)
+    return PassSeconds(forward_s, recompute_s, backward_s, input_s, weight_s)
 
 
 def _carries(segment: Segment) -> tuple[bool, ...]:

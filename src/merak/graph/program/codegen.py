@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def runnable(
     if not places:
         return whole
 
-    @cache
+    @lru_cache(maxsize=64)
     def chosen(answers: BranchValues) -> Function:
         return _function(specialize_branches(graph, answers), observe, compiler)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from itertools import groupby, islice
 
 import torch
@@ -144,7 +144,7 @@ def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProg
     if not conditions:
         return program
 
-    @cache
+    @lru_cache(maxsize=64)
     def for_branches(answers: BranchValues) -> SubMicrobatchProgram:
         return _in_pieces(replace(segment, graph=specialize_branches(segment.graph, answers)))
 

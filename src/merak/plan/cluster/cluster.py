@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from merak.plan.cost.calibration import Curve
 from merak.plan.cost.device import DeviceProfile
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredCollective:
-    """Measured collectives of one kind over groups of one size.
-
-    Args:
-        kind: as of `collective_seconds`.
-        ranks: of the group.
-        hosts: that they are on.
-        seconds: by bytes of the whole tensor.
-    """
-
-    kind: str
-    ranks: int
-    hosts: int
-    seconds: Curve
+from merak.plan.profile.profile import CollectiveTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +32,7 @@ class Link:
     protocols: tuple[tuple[float, float], ...] = ()
     start_s: float = 0.0
     switch_fraction: float = 0.0
-    measured: tuple[MeasuredCollective, ...] = ()
+    measured: tuple[CollectiveTimes, ...] = ()
     interference: float | None = None
 
 

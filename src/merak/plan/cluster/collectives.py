@@ -20,8 +20,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from merak.core.errors import PlanError
-from merak.plan.cluster.cluster import Link, MeasuredCollective
+from merak.plan.cluster.cluster import Link
 from merak.plan.cluster.groups import Group
+from merak.plan.profile.profile import CollectiveTimes
 
 _AT_ONCE = 8
 """Peers to which NCCL sends at a time. Source: NCCL, src/include/device.h."""
@@ -81,7 +82,7 @@ def _measured(kind: str, num_bytes: float, group: Group) -> float | None:
     return seconds * own_s / like_s
 
 
-def _distance(own: MeasuredCollective, group: Group) -> float:
+def _distance(own: CollectiveTimes, group: Group) -> float:
     """How far a measured group is from another, by ratios of ranks and hosts."""
     ranks, hosts = own.ranks / group.size, own.hosts / group.num_nodes
     return abs(math.log(ranks)) + abs(math.log(hosts))

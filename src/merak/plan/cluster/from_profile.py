@@ -15,8 +15,8 @@ from types import MappingProxyType
 
 import torch
 
-from merak.plan.cluster.cluster import Cluster, Link, MeasuredCollective, Nodes
-from merak.plan.cost.calibration import Calibration, Curve, SegmentSeconds
+from merak.plan.cluster.cluster import Cluster, Link, Nodes
+from merak.plan.cost.calibration import Calibration, Curve, PassSeconds
 from merak.plan.cost.device import DeviceProfile, preset, sheet_name
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import Work
@@ -66,7 +66,7 @@ def device_of(profile: Profile) -> DeviceProfile:
 
 
 def _calibration(profile: Profile, speeds: DeviceProfile) -> Calibration:
-    kinds: dict[str, dict[float, SegmentSeconds]] = {}
+    kinds: dict[str, dict[float, PassSeconds]] = {}
     for row in profile.segments:
         kinds.setdefault(row.kind, {})[row.size] = row.seconds
     products = {
@@ -133,11 +133,7 @@ def _link(profile: Profile, kind: str) -> Link:
     if not rows:
         return Link(kind, 0.0, float("inf"))
     latency_s, bytes_per_s = fit_link(max(rows, key=lambda own: own.senders).seconds)
-    measured = tuple(
-        MeasuredCollective(own.kind, own.ranks, own.hosts, own.seconds)
-        for own in profile.collectives
-        if (own.hosts > 1) == (kind == NETWORK)
-    )
+    measured = tuple(o for o in profile.collectives if (o.hosts > 1) == (kind == NETWORK))
     slows = dict(profile.interference).get(kind)
     return Link(kind, latency_s, bytes_per_s, measured=measured, interference=slows)
 

@@ -54,8 +54,8 @@ def curve_of(points: Sequence[tuple[float, float]]) -> Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentSeconds:
-    """Measured seconds of a segment for one microbatch, collectives over tp left out.
+class PassSeconds:
+    """Seconds of the passes of a segment or a stage for one microbatch.
 
     Args:
         forward_s: of the forward.
@@ -88,8 +88,8 @@ class Calibration:
     products: Mapping[str, Curve] = field(default_factory=lambda: MappingProxyType({}))
     copies: Curve | None = None
     updates: Curve | None = None
-    segments: Mapping[str, SegmentSeconds] = field(default_factory=lambda: MappingProxyType({}))
-    kinds: Mapping[str, Mapping[float, SegmentSeconds]] = field(
+    segments: Mapping[str, PassSeconds] = field(default_factory=lambda: MappingProxyType({}))
+    kinds: Mapping[str, Mapping[float, PassSeconds]] = field(
         default_factory=lambda: MappingProxyType({})
     )
 
@@ -112,7 +112,7 @@ class Calibration:
         """Factor of the seconds of the optimizer's step."""
         return 1.0 if self.updates is None else self.updates.at(num_bytes)
 
-    def segment(self, digest: str, kind: str, size: float) -> SegmentSeconds | None:
+    def segment(self, digest: str, kind: str, size: float) -> PassSeconds | None:
         """Measured seconds of a segment; None where neither it nor its kind was measured.
 
         Args:
@@ -127,9 +127,9 @@ class Calibration:
             return None
         found = {
             name: curve_of([(own, getattr(seconds, name)) for own, seconds in known.items()])
-            for name in SegmentSeconds.__slots__
+            for name in PassSeconds.__slots__
         }
-        return SegmentSeconds(**{name: _seconds(curve, size) for name, curve in found.items()})
+        return PassSeconds(**{name: _seconds(curve, size) for name, curve in found.items()})
 
 
 def _seconds(curve: Curve, size: float) -> float:

@@ -77,7 +77,7 @@ class SegmentMemory:
         return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class MeasuredGraphs:
     """Memory measured by runs on fake tensors, for several layouts of one model.
 

@@ -10,31 +10,13 @@ from merak.graph.ir.ir import ModelGraph
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import send_link
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.overlap import interleaved_s
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.segments import Pass, SegmentPrice, pass_seconds
 from merak.schedule.costs import Costs, Link, stage_costs
 from merak.schedule.ir import Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of a stage's actions for one microbatch.
-
-    Args:
-        forward_s: of an F.
-        recompute_s: of an R, or of a recomputation inside a B or I.
-        backward_s: of a B without recomputation.
-        input_gradient_s: of an I.
-        weight_gradient_s: of a W.
-    """
-
-    forward_s: float
-    recompute_s: float
-    backward_s: float
-    input_gradient_s: float
-    weight_gradient_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +29,8 @@ class Stage:
         parameters: by name, the rank's shards.
     """
 
-    whole: StageTimes
-    compute: StageTimes
+    whole: PassSeconds
+    compute: PassSeconds
     parameters: Mapping[str, TensorMeta]
 
 
@@ -81,7 +63,7 @@ def _stage(
     policy: ActivationPolicy,
     split: bool,
 ) -> Stage:
-    passes: dict[str, list[Pass]] = {own.name: [] for own in fields(StageTimes)}
+    passes: dict[str, list[Pass]] = {own.name: [] for own in fields(PassSeconds)}
     parameters: dict[str, TensorMeta] = {}
     for index in own:
         price, segment = prices[index], graph.segments[index]
@@ -96,7 +78,7 @@ def _stage(
         parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
     whole = {name: _seconds(found, split) for name, found in passes.items()}
     compute = {name: sum(c for own in found for c, _ in own) for name, found in passes.items()}
-    return Stage(StageTimes(**whole), StageTimes(**compute), parameters)
+    return Stage(PassSeconds(**whole), PassSeconds(**compute), parameters)
 
 
 def _seconds(passes: Sequence[Pass], split: bool) -> float:
@@ -106,7 +88,7 @@ def _seconds(passes: Sequence[Pass], split: bool) -> float:
 
 
 def costs_of(
-    times: Sequence[StageTimes],
+    times: Sequence[PassSeconds],
     links: Sequence[Link],
     boundary_bytes: Sequence[float],
     reduction_s: Sequence[float],
@@ -169,7 +151,7 @@ def _send_s(link: Link) -> float:
     return link.latency_s + _USUAL_MESSAGE / link.bandwidth_bytes_per_s
 
 
-def slower(times: StageTimes, forward_s: float, backward_s: float) -> StageTimes:
+def slower(times: PassSeconds, forward_s: float, backward_s: float) -> PassSeconds:
     """Times with seconds added that forwards and backwards wait.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merak.plan.cost.calibration import Curve, SegmentSeconds
+from merak.plan.cost.calibration import Curve, PassSeconds
 from merak.plan.cost.device import DeviceProfile
 
 HOST = "host"
@@ -87,7 +87,7 @@ class SegmentRow:
     size: float
     microbatch: int
     tp: int
-    seconds: SegmentSeconds
+    seconds: PassSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

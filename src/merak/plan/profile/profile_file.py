@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from merak.core.errors import PlanError
 from merak.core.files.json_file import UnreadableFile, parse_json, read_json, read_text
-from merak.plan.cost.calibration import Curve, SegmentSeconds, curve_of
+from merak.plan.cost.calibration import Curve, PassSeconds, curve_of
 from merak.plan.cost.device import from_json, to_json
 from merak.plan.profile.profile import (
     HOST,
@@ -164,14 +164,14 @@ def _collective(row: Mapping[str, Any]) -> CollectiveTimes:
 
 
 def _segment(row: Mapping[str, Any]) -> SegmentRow:
-    seconds = {name: _number(row["seconds"][name], 0.0) for name in SegmentSeconds.__slots__}
+    seconds = {name: _number(row["seconds"][name], 0.0) for name in PassSeconds.__slots__}
     texts = {name: str(row[name]) for name in ("model", "name", "digest", "kind")}
     return SegmentRow(
         **texts,
         size=_number(row["size"], 0.0),
         microbatch=_count(row["microbatch"]),
         tp=_count(row["tp"]),
-        seconds=SegmentSeconds(**seconds),
+        seconds=PassSeconds(**seconds),
     )
 
 

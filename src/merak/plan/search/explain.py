@@ -19,13 +19,15 @@ _SHARED = (("dp", "tp", "pp", "zero"), ("dp", "tp", "pp"), ("tp", "pp"), ("pp",)
 """What the candidates of one line share, from the finest lines to the coarsest."""
 
 _OPTIONS = {
-    **{name: f"{name}={{}}" for name in LAYOUT},
+    "zero": "zero={}",
+    "recompute": "recompute={}",
     "offload_activations": "offload={}",
     "sequence_parallel": "sequence parallel",
     "sub_pipelining": "sub-pipelined",
 }
-for _own in ("schedule", "schedule_options", "recompute", "partition"):  # stand apart
-    del _OPTIONS[_own]
+_APART = ("schedule", "schedule_options", "partition")
+_OPTIONS |= {name: f"{name}={{}}" for name in LAYOUT if name not in (*_OPTIONS, *_APART)}
+_DEFAULTS = {own.name: own.default for own in fields(Candidate)}
 
 _WORDS = {
     Cause.SAVED: "more recomputation",
@@ -97,12 +99,11 @@ def describe(candidate: Candidate) -> str:
         degrees(candidate),
         f"{counted(candidate.num_microbatches, 'microbatch')} of {candidate.microbatch}",
         f"{candidate.schedule}{options}" if candidate.pp > 1 else "",
-        f"recompute={_recomputed(candidate)}" if candidate.recompute not in (None, "off") else "",
     ]
-    for own in fields(candidate):
-        value = getattr(candidate, own.name)
-        if own.name in _OPTIONS and value not in (None, own.default):
-            parts.append(_OPTIONS[own.name].format(value))
+    for name, words in _OPTIONS.items():
+        value = getattr(candidate, name)
+        if value not in (None, _DEFAULTS[name]):
+            parts.append(words.format(_recomputed(candidate) if name == "recompute" else value))
     return ", ".join(part for part in parts if part)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merak.plan.cost.calibration import Calibration, Curve, SegmentSeconds, curve_of
+from merak.plan.cost.calibration import Calibration, Curve, PassSeconds, curve_of
 
 
 def test_a_curve_is_interpolated_in_the_logarithm_of_the_size() -> None:
@@ -33,7 +33,7 @@ def test_a_type_that_was_not_measured_has_the_factor_of_float32() -> None:
 
 
 def test_segments_of_one_kind_are_interpolated() -> None:
-    small, large = SegmentSeconds(1, 1, 2, 1, 0), SegmentSeconds(4, 4, 8, 4, 0)
+    small, large = PassSeconds(1, 1, 2, 1, 0), PassSeconds(4, 4, 8, 4, 0)
     known = Calibration(segments={"a": small}, kinds={"k": {1e2: small, 1e4: large}})
     assert known.segment("a", "none", 7.0) == small
     found = known.segment("b", "k", 1e3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from merak.plan.cost.calibration import Curve, SegmentSeconds
+from merak.plan.cost.calibration import Curve, PassSeconds
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.profile.profile import (
     HOST,
@@ -36,7 +36,7 @@ def line(latency_s: float, bytes_per_s: float) -> Curve:
 
 
 def segment(digest: str, kind: str, size: float, scale: float) -> SegmentRow:
-    seconds = SegmentSeconds(scale, scale, 2 * scale, scale, scale)
+    seconds = PassSeconds(scale, scale, 2 * scale, scale, scale)
     return SegmentRow("Model", "block", digest, kind, size, 1, 1, seconds)
 
 

@@ -163,7 +163,7 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Recorder:
     """Records calls of opaque modules and functions.
 

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ def is_holder(value: Any) -> bool:
         return False
 
 
-@cache
+@lru_cache(maxsize=4096)  # classes may be made in a loop
 def slot_names(bases: tuple[type, ...]) -> tuple[str, ...]:
     """Names of the attributes that objects of a class keep in slots; none for Python's own.
 
@@ -134,7 +134,7 @@ def slot_names(bases: tuple[type, ...]) -> tuple[str, ...]:
     return tuple(name for name in names if name[:2] != "__")
 
 
-@cache
+@lru_cache(maxsize=4096)  # classes may be made in a loop
 def reads_by_dict(bases: tuple[type, ...]) -> bool:
     """Whether code of a class, or of its bases, may read attributes without asking by name."""
     for base in bases:
