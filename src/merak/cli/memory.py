@@ -18,7 +18,7 @@ from merak.cli.model import (
     request_optimizer,
     types_of,
 )
-from merak.cli.options import JobRequest, TypedRequest, job_options, option, takes
+from merak.cli.options import JobRequest, TypedRequest, check_counts, job_options, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
@@ -138,8 +138,7 @@ def _engine_options(
     """The engine's options; a job that fits no device is shown all the same."""
     from merak.plan.engine_options import EngineOptions
 
-    if request.microbatches < 1:
-        raise CommandError(f"--microbatches {request.microbatches} is too few; use 1 or more.")
+    check_counts(request, "microbatches")
     own = request.options
     budget = own["memory_budget"]
     if "auto" not in (own["recompute"], own["offload_activations"]):
@@ -157,9 +156,7 @@ def _mesh(request: MemoryRequest, device: torch.device) -> Mesh:
     from merak.core.elastic import Degrees, check_expert_degree
     from merak.core.mesh import Mesh
 
-    for axis in ("dp", "tp", "pp", "cp"):
-        if getattr(request, axis) < 1:
-            raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
+    check_counts(request, "dp", "tp", "pp", "cp")
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)
     ep = check_expert_degree(request.ep, degrees)
     return Mesh(request.dp, request.tp, request.pp, 0, device, None, cp=request.cp, ep=ep)

@@ -130,8 +130,7 @@ def flag_of(name: str) -> str:
     Args:
         name: of the option.
     """
-    own = "" if name not in options.PARALLEL_OPTIONS else options.declared(name).metadata["flag"]
-    return str(own) or "--" + name.replace("_", "-")
+    return str(options.declared(name).metadata["flag"]) or "--" + name.replace("_", "-")
 
 
 def _hint(name: str) -> Any:
@@ -281,6 +280,23 @@ def _parameter(name: str, default: Any, hint: Any, typed: Any) -> inspect.Parame
         default=inspect.Parameter.empty if default is MISSING else default,
         annotation=Annotated[hint, typed],
     )
+
+
+def check_counts(request: Any, *names: str) -> None:
+    """Refuse options of a request that are below 1.
+
+    Args:
+        request: made by a command.
+        *names: of its fields that are counts; None is left to a default.
+
+    Raises:
+        CommandError: one is.
+    """
+    for one in (one for one in fields(request) if one.name in names):
+        value = getattr(request, one.name)
+        if value is not None and value < 1:
+            flag = one.metadata[_TYPER].param_decls[0]
+            raise CommandError(f"{flag} {value} is too few; use 1 or more.")
 
 
 def parameter_dtype() -> Any:

@@ -11,6 +11,7 @@ from merak.cli.options import (
     argument,
     autocast,
     backend,
+    check_counts,
     device,
     json_output,
     option,
@@ -102,7 +103,7 @@ def profile(request: ProfileRequest) -> None:
             report = _report(_merged(request), request.output)
         show(report, _page, request.as_json)
         return
-    _check_degrees(request)
+    check_counts(request, "dp", "tp", "pp")
     with ranks_prepared(request.dp * request.tp * request.pp), stdout_to_stderr():
         from merak.core.health import failure
         from merak.core.rank0 import is_rank0
@@ -126,12 +127,6 @@ def _merged(request: ProfileRequest) -> Profile:
     merged = merge_profiles([load_profile(Path(path)) for path in request.files or ()])
     save_profile(Path(request.output), merged)
     return merged
-
-
-def _check_degrees(request: ProfileRequest) -> None:
-    for axis in ("dp", "tp", "pp"):
-        if getattr(request, axis) < 1:
-            raise CommandError(f"--{axis} {getattr(request, axis)} is not a degree; use 1 or more.")
 
 
 def _job(request: ProfileRequest) -> ProfileJob:

@@ -15,7 +15,7 @@ from merak.cli.model import (
     request_optimizer,
     types_of,
 )
-from merak.cli.options import LayoutRequest, TypedRequest, job_options, option, takes
+from merak.cli.options import LayoutRequest, TypedRequest, check_counts, job_options, option, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.rehearse_report import RehearsalReport, page, report_on
 from merak.core.errors import CommandError
@@ -105,9 +105,7 @@ def _candidate(request: RehearseRequest) -> Candidate:
     from merak.core.elastic import Degrees, check_expert_degree
     from merak.plan.price.candidate import Candidate, option_values
 
-    for name in ("dp", "tp", "pp", "cp", "microbatch"):
-        if getattr(request, name) < 1:
-            raise CommandError(f"--{name} {getattr(request, name)} is too few; use 1 or more.")
+    check_counts(request, "dp", "tp", "pp", "cp", "microbatch")
     if request.layout["sub_pipelining"] == "auto" and "sub_pipelining" in request.given:
         raise CommandError("--sub-pipelining auto waits for all ranks; use on or off.")
     degrees = Degrees(request.dp, request.tp, request.pp, request.cp)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from merak.cli.devices import cluster, planned_cluster, sheet_device
 from merak.cli.model import filled, model_source, model_workload, precision_of, recipe_job
-from merak.cli.options import TypedRequest, option
+from merak.cli.options import TypedRequest, check_counts, option
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
 
@@ -99,6 +99,4 @@ def _check(request: StagesRequest) -> None:
         raise CommandError(
             f"--model {request.model} takes time on devices; name them with --device or --cluster."
         )
-    for flag, value in (("--tp", request.tp), ("--cp", request.cp), ("--batch", request.batch)):
-        if value < 1:
-            raise CommandError(f"{flag} {value} is too few; use 1 or more.")
+    check_counts(request, "tp", "cp", "batch")

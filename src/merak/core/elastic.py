@@ -116,15 +116,15 @@ def check_expert_degree(ep: object, degrees: Degrees) -> int:
     if tp == 1 and replicas % ep:
         raise MeshError(
             f"ep={ep} does not divide dp × cp = {replicas}, the replicas that have the experts of "
-            f"a layer between them; use ep={_divisors(replicas)}, or tp={ep}."
+            f"a layer between them; use ep={', '.join(map(str, divisors(replicas)))}, or tp={ep}."
         )
     return ep
 
 
-def _divisors(number: int) -> str:
-    """The divisors of a number, as a list in words."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return ", ".join(map(str, sorted({*small, *(number // n for n in small)})))
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in order."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if not number % d]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def smaller_degrees(wanted: Degrees, num_ranks: int) -> Degrees | None:

@@ -73,7 +73,7 @@ class RankBatches(Sampler[BatchKey]):
         return getattr(self.inner, "sampler", None)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which pass over the dataset the next iteration is."""
+        """Set the epoch of the next iteration over the dataset."""
         self.epoch = epoch
         for inner in (self.inner, self.sampler):
             if hasattr(inner, "set_epoch"):

@@ -1,4 +1,4 @@
-"""What stands for the user's dataset in a rank's loader has its attributes.
+"""Stand-ins for the user's dataset in a rank's loader, with the dataset's attributes.
 
 A callback that reads or sets an attribute of `train_dataloader.dataset`, such as the difficulty of
 a curriculum, means the user's own.

@@ -27,7 +27,7 @@ class RandomStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the global generators (torch's on the CPU) be this stream."""
+        """Context in which the global generators (torch's on the CPU) draw from this stream."""
         outside = _state()
         if self._state is None:
             _seed(self._seed)

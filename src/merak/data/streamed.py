@@ -36,7 +36,7 @@ class CollatedStream(IterableDataset[Any]):
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which pass over the dataset the next iteration is."""
+        """Set the epoch of the next iteration over the dataset."""
         self._epoch.fill_(epoch)
         if hasattr(self._fetch.dataset, "set_epoch"):
             self._fetch.dataset.set_epoch(epoch)
@@ -118,7 +118,7 @@ class RankStream(StandsForDataset, IterableDataset[Any]):
         self._whole_rounds = whole_rounds
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which pass over the dataset the next iteration is."""
+        """Set the epoch of the next iteration over the dataset."""
         self._batches.set_epoch(epoch)
 
     def __len__(self) -> int:

@@ -85,7 +85,7 @@ class Engine:
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Inside, the user's model has this rank's parameters unsharded over dp, also with zero=3.
+        """Context in which the user's model has parameters unsharded over dp, also with zero=3.
 
         All replicas call it together; under Local SGD it ends their round. What is written into
         parameters inside stays.
@@ -104,7 +104,7 @@ class Engine:
         return Part(self.held(), self.shards, self.mesh, is_sharded, engine, last)
 
     def retire(self) -> None:
-        """Train this model no more: another engine is about to."""
+        """Retire this engine: another one is about to train its model."""
         self.optimizers.close()
         self.watch.close()
         self._is_retired = True

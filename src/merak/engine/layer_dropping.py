@@ -14,7 +14,7 @@ from merak.plan.layer_dropping import kept, kept_at
 
 
 def drop_layers(source: GraphSource, options: EngineOptions) -> None:
-    """Let a model's traces have blocks that are dropped by chance, where the options want it.
+    """Trace a model's blocks as randomly dropped ones, where `layer_keep` is below 1.
 
     Args:
         source: the model, before it is traced.

@@ -26,7 +26,7 @@ from merak.schedule.traits import Builder, Traits
 def even_traits(
     part: float = 1, stages: int = 1, more: float = 0, **own: bool
 ) -> Callable[..., Traits]:
-    """Traits from a part of 1F1B's bubble with stages as small, and more microbatches in flight."""
+    """Traits by formula: part of 1F1B's bubble, stages per rank, more microbatches in flight."""
 
     def traits(ranks: int, count: int, **chosen: object) -> Traits:
         idle, held = part * (ranks - 1) / stages, min(ranks + more, count)

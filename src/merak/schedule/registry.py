@@ -64,7 +64,7 @@ def _options(build: Callable[..., Schedule]) -> Mapping[str, Any]:
 
 
 def takes_costs(name_or_file: str) -> bool:
-    """Whether a schedule is made for given times of stages, as such as each layout can have.
+    """Whether a schedule is built from the stages' times, which any layout has.
 
     Raises:
         ScheduleError: there is no schedule of this name.

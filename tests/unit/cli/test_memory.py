@@ -139,7 +139,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--budget", "1000"), "needs"),
         (("--budget", "0"), "--budget 0 is not a size"),
         (("--microbatches", "0"), "--microbatches 0 is too few"),
-        (("--pp", "0"), "--pp 0 is not a degree"),
+        (("--pp", "0"), "--pp 0 is too few"),
         (("--pp", "20"), "8 segments cannot fill 20 stages"),
         (("--recompute", "auto"), "memory_budget in bytes"),
         (("--recompute", "much"), "recompute='much' is no choice"),

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merak.cli.options import TypedRequest, flag_of, job_options, option, words
+from merak.cli.options import TypedRequest, check_counts, job_options, option, words
 from merak.core.elastic import GivenDegrees
 from merak.core.errors import CommandError
 from merak.plan.cost.data_sheets import SHEETS
@@ -100,11 +100,7 @@ def pinned_of(request: PlanRequest) -> Pinned:
 
 
 def _check_counts(request: PlanRequest) -> None:
-    names = ("global_batch", "sequence", "top", *_DEGREES)
-    for name, value in ((name, getattr(request, name)) for name in names):
-        flag = "--seq" if name == "sequence" else flag_of(name)
-        if value is not None and value < 1:
-            raise CommandError(f"{flag} {value} is too few; use 1 or more.")
+    check_counts(request, "global_batch", "sequence", "top", *_DEGREES)
     price = request.price_per_device_hour
     if price is not None and not (0 <= price < math.inf):
         raise CommandError(f"--price-per-device-hour {price} is no price; use 0 or more.")

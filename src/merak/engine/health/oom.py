@@ -91,7 +91,7 @@ class OomGuard:
 
     @contextmanager
     def no_retry(self) -> Iterator[None]:
-        """Inside, running out of memory although the activations have been freed ends the job.
+        """Context in which an out-of-memory error ends the job, as the activations have been freed.
 
         Communication for others has then been done in part, and can't be begun anew.
 
@@ -128,7 +128,7 @@ def outside_tensors() -> str:
 
 @contextmanager
 def explain_oom(what: str, fix: str) -> Iterator[None]:
-    """Inside, an out-of-memory error becomes one that says what to do.
+    """Context that turns an out-of-memory error into one that says what to do.
 
     Args:
         what: the noun that ran out of memory, the beginning of a sentence.

@@ -75,7 +75,7 @@ class OptimizerConnections:
         self._found = tensors_by_id(state.model, state.optimizer_params, originals)
 
     def close(self) -> None:
-        """Meet no further optimizers: another engine trains the model now."""
+        """Ignore optimizers that step from now on: another engine trains the model."""
         self._hook.remove()
 
     def connect(self, optimizer: torch.optim.Optimizer | None, is_met: bool = False) -> None:
@@ -140,7 +140,7 @@ class OptimizerConnections:
         optimizer.register_step_post_hook(_unmask)
 
     def mask(self, non_finite: torch.Tensor) -> None:
-        """Let the next step of all optimizers change nothing, if the device finds so.
+        """Mask the next optimizer step: it changes nothing where the device found it not finite.
 
         Args:
             non_finite: 1 for a step that changes nothing, 0 for any other; a scalar on the device.

@@ -1,4 +1,4 @@
-"""What a loop of one device does behind its loss, and `step` has done: each ends in a sentence.
+"""Refusals of second backwards and optimizer steps in a script's loop, since `step` does both.
 
 A second step of the optimizer would pass without a word, and torch's own errors of a backward and
 of a loss scale blame what is right.
@@ -30,7 +30,7 @@ def refuse_second_steps(
     optimizer: torch.optim.Optimizer | None,
     is_stepping: Callable[[], bool],
 ) -> None:
-    """Refuse what `step` of a loop of one's own has done by itself.
+    """Refuse a second backward, optimizer step or gradient scaler behind `step`, which does them.
 
     Args:
         connections: of the engine that it trains.

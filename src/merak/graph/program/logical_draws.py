@@ -35,7 +35,7 @@ def draws_by_memory(node: fx.Node) -> bool:
 
 
 def draw_in_logical_order(graph: fx.Graph, *, to_compile: bool = False) -> None:
-    """Let a graph's operators draw in logical order; contiguous operands keep their kernel.
+    """Make a graph's random operators draw in logical order; contiguous operands keep their kernel.
 
     Args:
         graph: changed in place.

@@ -295,7 +295,7 @@ def example_at(
 
 
 def call_of(source: GraphSource, columns: Mapping[str, TensorMeta]) -> Call:
-    """How a source's model is called with a batch."""
+    """The call of a source's model with a batch."""
     device, autocast = source.device.type, source.autocast
     return Call(
         tuple(columns),

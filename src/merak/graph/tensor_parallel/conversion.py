@@ -1,4 +1,4 @@
-"""How a value changes its placement: the table from (placement, need) to a function of its shards.
+"""Conversions of placements: the table from (placement, need) to a function of a value's shards.
 
 What each function does, its adjoint, and what both send stands with the function, in `merak.ops`.
 """
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """Which conversions may be used.
+    """Conversions of a value that a rewriting may use.
 
     Args:
         axis: the mesh axis of the ranks.

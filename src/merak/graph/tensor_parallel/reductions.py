@@ -1,4 +1,4 @@
-"""Where partial sums are reduced: of all values that they travel through, the smallest.
+"""Reduction points of partial sums: of all values that they travel through, the smallest.
 
 Sums travel as far as operators are linear in them. Between where they arise and what must read them
 whole, they are reduced in the values that are smallest together: a minimum cut. What the sums are

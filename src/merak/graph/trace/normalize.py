@@ -102,7 +102,7 @@ def gather_regions(rewriting: Rewriting) -> None:
 
 
 def set_metadata(rewriting: Rewriting) -> None:
-    """Give every node Merak's metadata in place of torch's."""
+    """Replace torch's metadata of every node by Merak's."""
     memory = _Memory()
     for node in list(rewriting.graph.nodes):
         _set_meta(node, rewriting.sources, memory)

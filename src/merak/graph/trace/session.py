@@ -91,7 +91,7 @@ class Session:
     ones: KnownOnes = field(default_factory=lambda: KnownOnes({}))
 
     def begin(self, batch: dict[str, torch.Tensor]) -> None:
-        """Note the fake tensors of a batch that a call begins with."""
+        """Record the fake tensors of a batch that a call begins with."""
         self.example.begin(batch)
         self.ones.begin(batch)
 

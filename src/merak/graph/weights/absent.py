@@ -193,7 +193,7 @@ def read_by(who: str) -> Iterator[None]:
 
 
 def swap(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Give a parameter another's value and type, for those who hold it in lists of their own.
+    """Swap a parameter's value and type in place, for code that holds it in lists of its own.
 
     Args:
         old: whose memory goes to `new`.

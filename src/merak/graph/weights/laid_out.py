@@ -77,7 +77,7 @@ class LastWeights:
         return self._read is not None
 
     def note(self, folder: Path) -> None:
-        """Note the folder of a checkpoint with the model's weights, which may not be there yet."""
+        """Record the folder of a checkpoint of the model's weights, which may be written later."""
         self.forget(f"{folder} is still being written")
         self.folder = folder
 
@@ -219,7 +219,7 @@ _ENGINES: weakref.WeakKeyDictionary[nn.Module, Callable[[], Any]] = weakref.Weak
 
 
 class StandIn:
-    """Takes the place of a method of a laid out model, but inside of `methods_allowed`."""
+    """Stand-in for a method of a laid out model, outside of `methods_allowed`."""
 
     assigned: Any = None
     """What a script has assigned to the module under the method's name; None if nothing."""
@@ -252,7 +252,7 @@ def _ref(module: nn.Module | None) -> Callable[[], nn.Module | None]:
 
 
 class Refusal(StandIn):
-    """Takes the place of a method that needs the whole model.
+    """Refusal of a method that needs the whole model.
 
     Args:
         method: its name.
@@ -318,7 +318,7 @@ class Refusal(StandIn):
 
 
 class PickleRefusal(Refusal):
-    """Takes the place of what pickles a model, such as torch.save(model, file)."""
+    """Refusal of pickling a model, such as by torch.save(model, file)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Let a copy with the last weights be pickled; a model that is copied is as it is."""

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a checkpoint.
+    """Entry of a checkpoint's index: one tensor.
 
     Args:
         file: the safetensors file.

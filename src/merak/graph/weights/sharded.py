@@ -75,7 +75,7 @@ _GREATER_PRIMES = (1_000_003, 1_000_033, 1_000_037, 1_000_039, 1_000_081, 1_000_
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """How a dim is cut over ranks.
+    """Cut of a dim over ranks: its cause, which dims that are cut alike share, and the whole size.
 
     Args:
         by: what cuts it; dims that are cut by the same are sharded alike.
@@ -92,7 +92,7 @@ Dims = tuple[tuple[int, DimCut], ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a value is sharded, as far as another one must be sharded alike.
+    """Sharding of a value, as far as another value must have the same.
 
     Args:
         source: the parameter, as sentences name it.
@@ -279,7 +279,7 @@ class ShardWatch:
         self._tensors = []
 
     def pause(self) -> None:
-        """Make them plain parameters, until as many calls of `resume`."""
+        """Unwrap watched parameters to plain ones, until as many calls of `resume`."""
         self._depth += 1
         if self._depth == 1:
             self._become(nn.Parameter)
@@ -305,7 +305,7 @@ class ShardWatch:
 
 
 def marked(tensor: torch.Tensor, sharding: ShardLayout) -> torch.Tensor:
-    """Let a tensor be followed wherever a script reads it; one of another class stays as it is.
+    """Wrap a tensor so that reads by a script are followed; one of another class stays as it is.
 
     Args:
         tensor: of torch's own class.
@@ -492,7 +492,7 @@ _is_layout_known: list[bool] = []
 
 
 def note_who_asks_for_layout() -> None:
-    """Let a script compute with shards as they are, once it has asked how parameters lie."""
+    """Allow a script to compute with local shards, once it has asked for their placement."""
     if not is_called_by_merak(sys._getframe(2), __file__):
         _is_layout_known[:] = [True]
 

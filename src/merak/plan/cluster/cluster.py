@@ -38,7 +38,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Equal nodes.
+    """Nodes of a cluster with the same devices, links and network.
 
     Args:
         device: the speeds and memory of each device.

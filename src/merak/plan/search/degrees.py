@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from merak.core.elastic import Degrees, check_expert_degree
+from merak.core.elastic import Degrees, check_expert_degree, divisors
 from merak.core.errors import PlanError
 from merak.core.units import counted
 from merak.plan.search.pinned import Pinned
@@ -79,12 +79,6 @@ def _check_batch(num_devices: int, global_batch: int, pinned: Pinned) -> None:
         f"{counted(global_batch, 'sample')}; use a "
         f"global batch of {batches}, or {what} of {_nearest(divisors(global_batch), each)}."
     )
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, in order."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if not number % d]
-    return sorted({*small, *(number // d for d in small)})
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> str:

@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from merak.core.elastic import GivenDegrees
+from merak.core.elastic import GivenDegrees, divisors
 from merak.core.errors import ScheduleError
 from merak.core.units import counted
 from merak.plan.options import LAYOUT, searched_values
 from merak.plan.price.candidate import Candidate
-from merak.plan.search.degrees import check_degrees, divisors
+from merak.plan.search.degrees import check_degrees
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.ranking import Rejected
 from merak.schedule import registry

@@ -51,7 +51,7 @@ class ExpertWeight:
     expert: int | None = None
 
     def placed(self, name: str, ep: int) -> Shard:
-        """How it lies on ranks that have equally many experts, in their order.
+        """Placement on ranks that have equally many experts, in their order.
 
         Args:
             name: of the parameter.

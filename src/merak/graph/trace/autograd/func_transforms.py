@@ -27,7 +27,7 @@ _FUNC: Any = eager_transforms
 
 
 def func_by_autograd() -> AbstractContextManager[Any]:
-    """Let `torch.func.grad`, `vjp`, `jvp` and Jacobians call autograd, which a trace records."""
+    """Run `torch.func.grad`, `vjp`, `jvp` and Jacobians through autograd, which a trace records."""
     by: dict[str, Callable[..., Any]] = {
         "grad_increment_nesting": _no_level,
         "_wrap_all_tensors": _views,

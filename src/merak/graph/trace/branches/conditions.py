@@ -91,7 +91,7 @@ class RandomConditions(TorchFunctionMode):
             self._batch[column] = True
 
     def seed(self, owner: Any, seed: Any) -> None:
-        """Note that the model seeds a generator, which then draws the same in every run."""
+        """Record that the model seeds a generator, which then draws the same in every run."""
         self._states.setdefault(owner, _STATES[owner][0]())
         if isinstance(seed, (int, np.integer, str, bytes)):
             self.seeded.add(owner)
@@ -201,7 +201,7 @@ def _interval(name: str, operands: Sequence[Interval | None]) -> Interval | None
 
 @contextmanager
 def host_random_in_torch(model: nn.Module, draws: RandomConditions) -> Iterator[None]:
-    """Let scalars from Python's and NumPy's generators be random tensors of torch.
+    """Replace scalars from Python's and NumPy's generators by random tensors of torch.
 
     Args:
         model: functions of `random` that its modules' files have imported are replaced there too.

@@ -86,7 +86,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def add_buffers(model: nn.Module, stacks: Stacks, device: torch.device) -> None:
-    """Give blocks their probability, and droppers theirs, as buffers that are not saved.
+    """Register the probabilities of dropped blocks as buffers that are not saved.
 
     Args:
         model: the user's; once it has them, it is left as it is.

@@ -186,7 +186,7 @@ class BatchValues(ConstantValues):
         self._example = example
 
     def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Note the fake tensors of a batch that a call begins with."""
+        """Record the fake tensors of a batch that a call begins with."""
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             own = {name: value.clone() for name, value in self._example.items()}
         for name in batch.keys() & own.keys():

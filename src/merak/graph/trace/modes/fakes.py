@@ -84,7 +84,7 @@ def fake_batch(
 
 @contextmanager
 def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[None]:
-    """Let transformers choose attention masks in a trace as in eager code.
+    """Make transformers choose attention masks in a trace as in eager code.
 
     While a model is exported, transformers builds every causal mask in full, which rules out the
     attention kernels that know `is_causal`. In eager it looks at the values: no padding mask and
@@ -209,7 +209,7 @@ def hidden_compilation() -> Iterator[None]:
 
 @contextmanager
 def modules_stay_in_place() -> Iterator[None]:
-    """Let a model that moves or converts its own modules find that already done.
+    """Skip moves and conversions of modules by the model itself, which are done already.
 
     Raises:
         TraceError: a conversion changes a tensor, which the trace would lose.

@@ -35,7 +35,7 @@ MARK_PACKED = register(
 
 
 def note_packed(graph: fx.Graph) -> None:
-    """Note in the metadata of masks for how many documents they are made.
+    """Record the number of documents in the metadata of a mask made for them.
 
     Args:
         graph: changed in place.
@@ -96,7 +96,7 @@ class KnownOnes(TorchFunctionMode):
         """Columns of which the model has asked something that it would know if they were ones."""
 
     def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Note the fake tensors of a batch that a call begins with."""
+        """Record the fake tensors of a batch that a call begins with."""
         for name in self._columns.keys() & batch.keys():
             meta = self._columns[name]
             with torch._C.DisableTorchFunction(), _disable_current_modes():

@@ -41,7 +41,7 @@ class Warned:
             self.held.setdefault(key, [text, say, 0])[2] += 1
 
     def say(self) -> None:
-        """Say what was held, each kind once, with the number of those like it."""
+        """Emit the warnings that were held back, each kind once with its number."""
         held, self.held = self.held, {}
         self.known |= held.keys()
         for text, say, count in held.values():
@@ -50,7 +50,7 @@ class Warned:
 
 @contextmanager
 def warned_once(warned: Warned) -> Iterator[None]:
-    """Say every warning of Python and of loggers once, at the end, and nothing of torch's loggers.
+    """Hold warnings back and emit each kind once at the end; torch's loggers stay silent.
 
     What fails on the way is explained, or traced anew; torch logs each with its stack.
 

@@ -25,7 +25,7 @@ from merak.graph.trace.autograd.calls import is_recording
 
 
 def vmap_by_operators() -> AbstractContextManager[Any]:
-    """Let `torch.vmap` run as plain operators, where no gradient flows and nothing is random."""
+    """Run `torch.vmap` as plain operators, where no gradient flows and nothing is random."""
     function = _recordable(vmap.vmap_impl)
     patch: AbstractContextManager[Any] = mock.patch.object(apis, "vmap_impl", function)
     return patch

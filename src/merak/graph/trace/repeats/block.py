@@ -196,7 +196,7 @@ def _pairs(
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All that an operator may know of a tensor without values."""
+    """Metadata of a tensor that an operator may depend on without its values."""
     place = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
     kind = (type(tensor), tensor.requires_grad, tensor.is_leaf, tensor.layout)
     return (*place, *kind, tensor.is_conj(), tensor.is_neg(), tensor._is_view())

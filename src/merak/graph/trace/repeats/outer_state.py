@@ -1,4 +1,4 @@
-"""What the call of a block may depend on beside the block and its arguments."""
+"""State that a block's call may depend on beside the block and its arguments."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def is_followed(tensor: torch.Tensor, tracer: Any) -> bool:
 
 
 def follow(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
-    """Let a tensor stand for another node from now on."""
+    """Bind a tensor to another node from now on."""
     track_tensor(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 

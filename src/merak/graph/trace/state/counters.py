@@ -25,7 +25,7 @@ class Counter:
         self._values: dict[float, None] = {}
 
     def note(self, value: float) -> None:
-        """Note that code decides by whether the counter has some value, or more."""
+        """Record that code branches on whether the counter has reached a value."""
         if math.isfinite(value) and value > self.value:
             whole = math.floor(value)
             values = (whole, whole + 1) if type(self.value) is int else (value, value + 1)

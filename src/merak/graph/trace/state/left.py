@@ -1,4 +1,4 @@
-"""What a call of a model has left in Python state, in words."""
+"""Python state that a call of a model has changed, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code of a model may leave outside of it: in the process, and in torch as a whole.
+"""State outside of a model that its code may change: of the process, and of torch.
 
 The environment, context variables, files that are written, and torch's settings. Lines that write
 the environment and files are known by Python's audit events, others by names in code.

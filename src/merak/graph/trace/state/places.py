@@ -44,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Something that holds values by a key, and what it held.
+    """Owner of values by key, such as an object or a dict, with a copy of what it held.
 
     Args:
         label: as people write it.
@@ -86,7 +86,7 @@ class Place:
                 yield StateLeft(self, key, old, new)
 
     def restore(self) -> None:
-        """Let it hold what it held; an iterator goes on from where it is."""
+        """Restore the values that it held; an iterator goes on from where it is."""
         with suppress(Exception):  # of objects' own code: these are not looked at
             self._restore()
 

@@ -173,7 +173,7 @@ class StateReads:
         return (id(attributes(module)), name) in self._seen
 
     def repeat(self, modules: Mapping[nn.Module, nn.Module]) -> None:
-        """Note the reads of some modules once more, for others whose code does not run.
+        """Copy the recorded reads of some modules to others, whose code does not run.
 
         Args:
             modules: by the module whose code has run, the one in its place.

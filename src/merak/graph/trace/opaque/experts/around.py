@@ -1,4 +1,4 @@
-"""What a module does around its loop over experts: functions of whole tensors.
+"""Operators of a module around its loop over experts: functions of whole tensors.
 
 A router, shared experts, reshapes. They are recorded as the module calls them, and called again
 where the loop becomes operators on all rows.

@@ -1,4 +1,4 @@
-"""What a module that loops over experts computes around the loop, as calls of functions."""
+"""Computation around a module's loop over experts, as calls of functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop over experts computes, by operators on the rows of all experts."""
+"""Computation of a loop over experts, by operators on the rows of all experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop over experts does with every expert's rows, as steps on the rows of all experts."""
+"""Steps of a loop over experts, as operators on the rows of all experts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ Template = tuple[Step, ...]
 
 
 def read_steps(steps: Sequence[Step]) -> set[int]:
-    """Which steps the last one comes from, itself among them."""
+    """Steps that the last one depends on, itself among them."""
     found = {len(steps) - 1}
     for number in reversed(range(len(steps))):
         if number in found:
@@ -122,7 +122,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Where the rows of every expert lie, one expert's behind the other's.
+    """Row ranges of the experts, contiguous and in the experts' order.
 
     Args:
         num_rows: the number of rows.

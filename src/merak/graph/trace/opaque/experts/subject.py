@@ -54,7 +54,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Which experts some tokens choose: neighbouring ones, the next token from the next one on.
+    """Routing of tokens to neighbouring experts, each token's from the next expert on.
 
     Args:
         num_experts: the number of experts.
@@ -92,7 +92,7 @@ class Routing:
         return Choices.of(index, self.num_experts)
 
     def counts(self, num_rows: int) -> list[int]:
-        """How many rows every expert has, of so many that each have one."""
+        """Rows of every expert if `num_rows` rows go to one expert each."""
         index = replace(self, num_tokens=num_rows).choices(1).index
         counts: list[int] = torch.bincount(index[:, 0], minlength=self.num_experts).tolist()
         return counts

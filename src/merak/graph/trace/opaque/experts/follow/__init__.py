@@ -1,1 +1,1 @@
-"""What a module that loops over experts does with every expert's rows, step by step."""
+"""Steps of a module that loops over experts, as they treat every expert's rows."""

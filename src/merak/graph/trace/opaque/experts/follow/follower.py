@@ -1,4 +1,4 @@
-"""What a module that loops over experts does with every expert's rows, one operator after another.
+"""Operators of a module that loops over experts, one after another on every expert's rows.
 
 The module runs on tensors without values, and on a few tokens whose experts are known. So it is
 known which expert's rows each of its operators takes, and from what.

@@ -1,4 +1,4 @@
-"""What tensors are while a module that loops over experts is followed."""
+"""Meanings of tensors while a module that loops over experts is followed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of the sum's rows, of one expert.
+    """Rows of the experts' sum that come from one expert.
 
     Args:
         expert: whose they are.

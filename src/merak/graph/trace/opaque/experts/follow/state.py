@@ -85,7 +85,7 @@ class Loop:
 
     @property
     def num_choices(self) -> int:
-        """How many experts a token chooses; 0 before it has."""
+        """Number of experts that a token is routed to; 0 before the routing is known."""
         return 0 if self.choices is None else self.choices.index.shape[1]
 
     @property
@@ -95,7 +95,7 @@ class Loop:
 
     @contextmanager
     def paused(self, is_paused: bool = True) -> Iterator[None]:
-        """Let operators on whole tensors run."""
+        """Context in which operators on whole tensors run and are not recorded."""
         self.is_paused = is_paused
         try:
             yield
@@ -108,7 +108,7 @@ class Loop:
         return None if known is None else known[1]
 
     def note(self, made: Any, meaning: Meaning) -> Any:
-        """Note what a tensor is."""
+        """Record the meaning of a tensor."""
         self._known[id(made)] = made, meaning
         return made
 
@@ -145,7 +145,7 @@ class Loop:
             self._known = {i: one for i, one in self._known.items() if i not in is_input}
 
     def note_whole(self, tensor: torch.Tensor, number: int) -> None:
-        """Note a whole tensor, which rows may be picked from."""
+        """Record a whole tensor, which rows may be indexed from."""
         self._whole[id(tensor)] = tensor, number
         if not tensor.is_meta or self.meaning(tensor) is not None:
             return
@@ -183,7 +183,7 @@ class Loop:
         return expert
 
     def blank(self, made: torch.Tensor, *, is_filled: bool) -> torch.Tensor:
-        """Note a new tensor that rows may be added to, or put into where it is uninitialised."""
+        """Record a new tensor that rows may be added to, or written into if uninitialised."""
         self._blank.append(self.note(made, Sum()))
         self._unfilled += [] if is_filled else [made]
         return made
@@ -209,7 +209,7 @@ class Loop:
         return self.note(after, Sum())
 
     def fill(self, places: Sequence[int]) -> None:
-        """Note rows of the sum that an expert's rows have been put into.
+        """Record rows of the sum that an expert's rows were written into.
 
         Raises:
             NotALoopError: one of them is another row's already.

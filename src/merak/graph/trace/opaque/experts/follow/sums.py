@@ -117,7 +117,7 @@ def concatenated(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def put_in_range(loop: Loop, total: torch.Tensor, ends: tuple[int, int], value: Any) -> None:
-    """Note that an expert's last rows come where they lie among those of all experts."""
+    """Record that an expert's last rows are written at their place among all experts' rows."""
     row = _last(loop, total, value)
     assert loop.ranges is not None
     if loop.ranges.experts[ends] != row.expert or total.shape[0] != loop.ranges.num_rows:
