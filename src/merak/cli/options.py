@@ -295,7 +295,7 @@ def check_counts(request: Any, *names: str) -> None:
     for one in (one for one in fields(request) if one.name in names):
         value = getattr(request, one.name)
         if value is not None and value < 1:
-            flag = one.metadata[_TYPER].param_decls[0]
+            flag = one.metadata[_TYPER].default  # which stands first, as in `Annotated`
             raise CommandError(f"{flag} {value} is too few; use 1 or more.")
 
 
