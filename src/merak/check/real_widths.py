@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of a model at its real widths, which small versions do not show."""
+"""Tensor parallelism of a model at its real widths: shards that its small version does not show."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def inner_files(folder: Path) -> Iterator[str]:
 
 
 def commit(target: Path, manifest: Manifest) -> None:
-    """Let a checkpoint that has been written take its place.
+    """Rename a written checkpoint to its final folder.
 
     Args:
         target: its folder; one that is there is replaced.

@@ -171,7 +171,7 @@ class CheckpointSaver:
         return self._pending is not None and target == self._target
 
     def abandon(self) -> None:
-        """Give a save that is under way a moment to end; this rank has failed.
+        """Wait a moment for a save that is under way, since this rank has failed.
 
         What is left of one that does not is removed.
         """

@@ -64,7 +64,7 @@ def row_shard_of(
     shard: ParameterShard | None,
     index: int,
 ) -> TensorShard:
-    """Some rows of a rank's tensor as a shard of the whole; its pieces are views.
+    """Row shard of a rank's tensor, for a checkpoint; its pieces are views.
 
     Args:
         tensor: the rows.

@@ -39,7 +39,7 @@ def is_low_precision(parameter: torch.Tensor) -> bool:
 
 
 def sum_in_float32(leaves: Iterable[torch.Tensor]) -> None:
-    """Let gradients of low precision be accumulated and reduced in float32."""
+    """Accumulate and reduce gradients of low precision in float32."""
     for leaf in leaves:
         if leaf.requires_grad and is_low_precision(leaf) and leaf.grad is None:
             leaf.grad_dtype = torch.float32

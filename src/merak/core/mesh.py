@@ -144,12 +144,12 @@ class Mesh:
 
     @property
     def shard_rank(self) -> int:
-        """Which shard of split parameters this rank holds."""
+        """Index of the shard of split parameters that this rank holds."""
         return self.ep_rank if self.spreads_experts else self.tp_rank
 
     @property
     def degrees(self) -> GivenDegrees:
-        """All degrees of the job."""
+        """Degrees of the job: dp, tp, pp, cp and ep."""
         return GivenDegrees(self.dp, self.tp, self.pp, self.cp, self.ep)
 
     def rank_at(self, pp_rank: int) -> int:
@@ -340,7 +340,7 @@ def current_mesh() -> Mesh:
 
 
 def mark_used() -> None:
-    """Note that something runs on the mesh: a trainer, an engine or a measurement."""
+    """Mark the mesh as used by a trainer, an engine or a measurement."""
     _used[:] = [True]
 
 

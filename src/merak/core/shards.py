@@ -38,7 +38,7 @@ class ParameterShard:
 
     @property
     def num_shards(self) -> int:
-        """How many different shards there are."""
+        """Number of different shards of the parameter."""
         return self.degree // self.copies
 
     @property

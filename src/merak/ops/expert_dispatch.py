@@ -44,7 +44,7 @@ def expert_counts(offsets: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 def own_offsets(offsets: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
-    """Where the rows of the rank's own experts end, among those that all ranks have for them.
+    """End offsets of the rows of the rank's own experts, over the rows of all ranks.
 
     Args:
         offsets: (experts,), of which the result has type and device.

@@ -144,7 +144,7 @@ def own_grouped_values(
 
 
 def pick_expert_rows(values: torch.Tensor, experts: torch.Tensor, axis: str) -> torch.Tensor:
-    """One of the own experts' values for each of the rank's own rows; zeros behind.
+    """Values of the rank's experts, one for each of its own rows; zeros behind.
 
     Args:
         values: (own experts, …), as of biases.

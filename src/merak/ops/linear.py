@@ -52,7 +52,7 @@ SENDS: dict[Any, Sends] = {}
 
 
 def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Callable[[F], F]:
-    """Note of what a function sends; the arguments are those of `Sends`."""
+    """Decorator that records the collectives of a function; arguments are those of `Sends`."""
 
     def noted(function: F) -> F:
         SENDS[function] = Sends(there, back, **facts)
@@ -62,7 +62,7 @@ def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Ca
 
 
 def sent_inside(target: Any, args: Any) -> Sent:
-    """What an operator's forward sends amid its work, by the arguments of its node."""
+    """Collectives inside an operator's forward, by the arguments of its node."""
     sent = SENDS.get(target)
     if sent is None or sent.inside is None:
         return ()

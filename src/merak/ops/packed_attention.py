@@ -35,7 +35,7 @@ _HAS_VARLEN = _has_varlen()  # not in a function that torch.compile may trace
 
 
 def packed_obstacle(query: _Operand, key: _Operand, value: _Operand) -> str:
-    """What rules out attention of sequences of various lengths on a GPU; "" for nothing.
+    """Obstacle to variable-length attention on a GPU, as a clause; "" for none.
 
     Args:
         query: (samples, heads, tokens, features), or its metadata.

@@ -68,7 +68,7 @@ def vocab_parallel_embedding(
 
 
 def sums_of_positions(target: Any, smoothing: float, axis: str) -> Sent:
-    """What `vocab_parallel_cross_entropy` sends inside: maxima, then sums, of float32."""
+    """Collectives inside `vocab_parallel_cross_entropy`: maxima, then sums, of float32."""
     size = 4 * math.prod(target.shape)
     return ("all_reduce", size, axis), ("all_reduce", (3 if smoothing else 2) * size, axis)
 

@@ -137,7 +137,7 @@ def _not_read(folder: Path, reason: str) -> WeightsError:
 def with_names(
     files: TrainerFiles, model: nn.Module, view: RankView, order: Order | None
 ) -> tuple[dict[str, Any], TrainerReader]:
-    """Give everything in such a checkpoint its parameter's name, as in Merak's own.
+    """Rename the states of such a checkpoint to parameter names, as in Merak's own.
 
     Args:
         files: of the checkpoint.

@@ -44,7 +44,7 @@ def start_folder(target: Path, unfinished: Path) -> None:
 
 
 def place_folder(unfinished: Path, target: Path) -> None:
-    """Let a finished folder, or its files one by one, take the place of the target.
+    """Rename a finished folder, or its files one by one, to the target.
 
     Args:
         unfinished: as `start_folder` has made it, with all files.

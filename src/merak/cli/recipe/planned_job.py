@@ -169,7 +169,7 @@ class JobDraft:
         return self.job.recipe.plan == AUTO_PLAN
 
     def optimizer(self) -> OptimizerFactory:
-        """What makes the job's optimizer, for its memory."""
+        """Factory of the job's optimizer, for the forecast of its memory."""
         cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(self.args)
         return lambda parameters: cls(parameters, **kwargs)
 
@@ -179,7 +179,7 @@ class JobDraft:
         return found | {"feature_dict": found["feature_dict"] or None}
 
     def give_options(self, workload: Workload) -> None:
-        """Give a workload the options of the job, and its adapters.
+        """Set the job's options and adapters on a workload.
 
         Args:
             workload: of the job's model; changed in place.

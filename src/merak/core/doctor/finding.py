@@ -13,7 +13,7 @@ Fact = TypeVar("Fact")
 
 
 class Level(StrEnum):
-    """How bad a finding is."""
+    """Severity of a finding: fine, a warning or a problem."""
 
     OK = "ok"
     WARNING = "warning"
@@ -75,7 +75,7 @@ def problem(found: str, fix: str) -> Judgement:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Where checks read the state of this host.
+    """Sources of this host's state for the checks: files, environment, caches.
 
     Args:
         environment: variables of this process.
@@ -102,7 +102,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Check(Generic[Fact]):
-    """One row of the table of checks.
+    """Check of `merak doctor`: what it reads, and how it judges that.
 
     Args:
         name: as it is shown.

@@ -189,7 +189,7 @@ _SHARED_MODULES = ("multiprocessing", "torch.multiprocessing", "torch.utils.data
 
 
 def exhausted(error: BaseException, system: System | None = None) -> str | None:
-    """Say which limit of the system an exception is about, and how to raise it.
+    """Limit of the system that an exception is about, with how to raise it, as a sentence.
 
     Args:
         error: of any library; those that it was raised from are looked at, too.

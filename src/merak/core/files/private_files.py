@@ -165,7 +165,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def give_usual_modes(folder: Path) -> None:
-    """Give all files of a folder the mode that the umask gives new files.
+    """Set the mode of all files in a folder to that of new files under the umask.
 
     Libraries that write a temporary file and rename it, as safetensors does, leave it to its owner
     alone, whatever the umask says.

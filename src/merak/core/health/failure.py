@@ -81,7 +81,7 @@ _starting: list[bool] = []
 
 
 def explain_lost_connections(why: Callable[[str], str]) -> None:
-    """Let a function explain why a connection to another rank was lost.
+    """Register a function that explains why a connection to another rank was lost.
 
     Args:
         why: returns the sentence, given torch's message; takes about `LAUNCHER_S`.
@@ -90,7 +90,7 @@ def explain_lost_connections(why: Callable[[str], str]) -> None:
 
 
 def locate_errors(locate: Callable[[MerakError], None]) -> None:
-    """Let a function say in a reported error where the input that it names is written.
+    """Register a function that adds the file and line of a named input to reported errors.
 
     Args:
         locate: changes the message of an error in place.

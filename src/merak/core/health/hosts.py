@@ -87,7 +87,7 @@ def host_names(hosts: Sequence[RankHost]) -> tuple[str, ...]:
 
 
 def choose_interface(hosts: Sequence[RankHost], rank: int) -> None:
-    """Let gloo listen where the other ranks reach this one, unless the user has chosen.
+    """Choose gloo's network interface, on which others reach this rank, unless the user has.
 
     Ranks of one host meet on its loopback interface, which no other machine can reach.
 

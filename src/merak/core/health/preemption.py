@@ -105,7 +105,7 @@ def must_stop() -> bool:
 
 
 def has_saved() -> None:
-    """Let the process end by itself, since what had to be saved is saved."""
+    """Mark the checkpoint of a stop by SIGTERM as saved, so that no exit is forced."""
     _stop.is_saved = True
     if _stop.supervisor is not None:
         # A thread in torch's own code when Python ends would abort the process.

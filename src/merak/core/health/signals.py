@@ -15,7 +15,7 @@ _receivers: dict[int, Callable[[], None]] = {}
 
 
 def receive(number: int, receiver: Callable[[], None]) -> bool:
-    """Let a function be called, in a thread, each time that a signal arrives.
+    """Register a function that a thread calls each time that a signal arrives.
 
     Args:
         number: of the signal, which must have a handler of Python's.

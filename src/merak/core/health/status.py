@@ -139,7 +139,7 @@ def _as(name: str, wait: Wait | None) -> Iterator[None]:
 
 
 def at_first_step(call: Callable[[], object]) -> None:
-    """Let a function be called when this process has run its first step.
+    """Register a function to call when this process has run its first step.
 
     Args:
         call: without arguments.

@@ -409,7 +409,7 @@ def start(member: Member, limit: Limit) -> None:
 
 
 def move(place: str) -> None:
-    """Give this rank's coordinates in a new mesh of the same ranks.
+    """Move this rank to its coordinates in a new mesh of the same ranks.
 
     Args:
         place: its coordinates.

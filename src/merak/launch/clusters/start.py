@@ -1,4 +1,4 @@
-"""What a launcher gets: a written file and the command that starts it."""
+"""Launch of a job: the file that is written and the command that starts it."""
 
 from __future__ import annotations
 

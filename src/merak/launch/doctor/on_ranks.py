@@ -31,7 +31,7 @@ ROUND_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """How ranks are examined.
+    """Examination of ranks: device, backend and time limit.
 
     Args:
         device: that they compute on.
@@ -60,7 +60,7 @@ class _Own:
 
 
 def examine_ranks(wanted: Examination, own: Sequence[Finding] | None) -> list[Finding] | None:
-    """Let the ranks of a job meet, and check them together; all ranks call it.
+    """Connect the ranks of a job, and check them together; all ranks call it.
 
     Args:
         wanted: device, backend and time limit.

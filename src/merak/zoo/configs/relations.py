@@ -29,7 +29,7 @@ class _Width:
 
 
 def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Keep widths equal that a config names after another one's.
+    """Equalise widths of a config whose names say that they are another config's.
 
     A config may say how wide the vectors are that another one's model hands it: a field such as
     `audio_hidden_size`, equal to the main width of some other config.
@@ -42,7 +42,7 @@ def agreeing(config: PreTrainedConfig, changes: Fields) -> Fields:
 
 
 def equally_wide(config: PreTrainedConfig, changes: Fields) -> Fields:
-    """Keep nested configs equally wide: one's model may add to another's vectors.
+    """Equalise the widths of nested configs: one's model may add to another's vectors.
 
     Args:
         config: the config as it is.

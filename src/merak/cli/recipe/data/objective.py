@@ -1,4 +1,4 @@
-"""What a model is trained for on a recipe's data, told by its class."""
+"""Training objectives of models on a recipe's data, by model class."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def with_template(tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe) -> None:
-    """Give a tokenizer the chat template that a recipe names, if any.
+    """Set the chat template that a recipe names on its tokenizer, if any.
 
     Raises:
         CommandError: the template is not there.
