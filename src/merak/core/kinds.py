@@ -39,8 +39,6 @@ def fits(value: object, hint: Any) -> bool:
         return all(fits(own, inner) for inner in each for own in value)
     if kind is dict:
         return isinstance(value, Mapping)
-    if dataclasses.is_dataclass(kind):
-        return isinstance(value, (Mapping, kind))
     return isinstance(value, kind)
 
 

@@ -191,8 +191,8 @@ def test_below_its_range_the_shifted_critical_path_says_what_it_became(
         ),
         ("nonesuch", 4, 4, {}, "There is no schedule 'nonesuch'; choose one of: gpipe, 1f1b,"),
         ("1f1b", 4, 4, {"chunks": 2}, "1f1b has no option 'chunks'; its options are: recompute."),
-        ("gpipe", 4, 4, {"recompute": 3}, "option recompute is 3; give a value of bool."),
-        ("chimera", 4, 4, {"pairs": True}, "option pairs is True; give a value of int."),
+        ("gpipe", 4, 4, {"recompute": 3}, "option recompute is 3; give true or false."),
+        ("chimera", 4, 4, {"pairs": True}, "option pairs is True; give a whole number."),
     ],
 )
 def test_what_is_not_defined_says_for_what_it_is(

@@ -89,7 +89,7 @@ def test_an_own_builder_is_a_schedule_like_others(own_names: None) -> None:
         registry.traits("flushed", 3, 3, {})
     with pytest.raises(ScheduleError, match="flushed is for 2 ranks and 4 microbatches; asked"):
         registry.build("flushed", 2, 3, width=2)
-    with pytest.raises(ScheduleError, match="option width is 'two'; give a value of int"):
+    with pytest.raises(ScheduleError, match="option width is 'two'; give a whole number"):
         registry.traits("flushed", 2, 3, {"width": "two"})
 
 
