@@ -233,7 +233,7 @@ class ParallelModel:
         return self._last_step.take(engine, OpenStep(self.num_steps, end, locate, is_masked))
 
     def _skips(self, step: OpenStep, numbers: StepNumbers) -> bool:
-        """Tell whether a step is left out, as it is not finite; equal on all ranks.
+        """Whether a step is left out, as it is not finite; equal on all ranks.
 
         Raises:
             TrainingError: the policy says so; what ran after the step is not stepped.

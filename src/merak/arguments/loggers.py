@@ -35,7 +35,7 @@ def logger_problems(arguments: TrainingFields) -> Iterator[str]:
 
 
 def _is_installed(name: str) -> bool:
-    """Tell whether a logger's package is installed, as transformers itself finds out."""
+    """Whether a logger's package is installed, as transformers itself finds out."""
     ask = getattr(integration_utils, f"is_{NEEDS.get(name, name)}_available", None)
     if ask is None and name == "comet_ml":
         return bool(getattr(integration_utils, "_is_comet_installed", True))

@@ -32,7 +32,7 @@ class Layout(Enum):
     NOT_CPU = "unless `merak.init` chose the CPU"
 
     def holds(self, mesh: Mesh) -> bool:
-        """Tell whether this job is one of them."""
+        """Whether this job is one of them."""
         return {
             Layout.ANY: True,
             Layout.DATA_PARALLEL: mesh.dp > 1,

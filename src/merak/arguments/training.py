@@ -135,7 +135,7 @@ class MerakArguments(TrainingFields):
 
     @contextmanager
     def with_layout(self, layout: Mapping[str, int | str]) -> Iterator[None]:
-        """Let `to_dict` also give the job's layout, which loggers write to a run's config.
+        """Context in which `to_dict` has the job's layout, which loggers write to a run's config.
 
         Args:
             layout: its values by key.
@@ -197,7 +197,7 @@ class MerakArguments(TrainingFields):
 
     @property
     def place_model_on_device(self) -> bool:
-        """Never: the engine creates this rank's segments, and only those, on the device."""
+        """Always False: the engine creates this rank's segments, and only those, on the device."""
         return False
 
     @contextmanager

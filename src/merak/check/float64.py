@@ -29,7 +29,7 @@ def _doubled(value: Any) -> Any:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Replace float32 by float64 in what models request inside, if that is the type.
+    """Context in which models that request float32 get float64, for a check in float64.
 
     Many compute norms, softmax or routing in float32, whatever the type of their weights.
 

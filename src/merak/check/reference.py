@@ -105,12 +105,12 @@ def why_not(case: Case, error: Exception) -> str:
 
 
 def is_without_loss(error: BaseException | None) -> bool:
-    """Tell whether an error means that the model returned no loss."""
+    """Whether an error means that the model returned no loss."""
     return isinstance(error, KeyError) and error.args == ("loss",)
 
 
 def _is_random(case: Case, options: CheckOptions) -> bool:
-    """Tell whether the loss depends on the state of the random number generator."""
+    """Whether the loss depends on the state of the random number generator."""
     batch = case.batch(0, options.microbatch)
     losses = []
     for seed in (1, 2):

@@ -451,7 +451,7 @@ def _agree(
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress bars."""
+    """Context in which transformers shows no progress bars."""
     if not bars.is_progress_bar_enabled():
         yield
         return

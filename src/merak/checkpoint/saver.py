@@ -167,7 +167,7 @@ class CheckpointSaver:
         raise problem if is_lost_connection(problem) else failure_of(problem, self._target)
 
     def is_saving(self, target: Path) -> bool:
-        """Tell whether a checkpoint is being written to a folder."""
+        """Whether a checkpoint is being written to a folder."""
         return self._pending is not None and target == self._target
 
     def abandon(self) -> None:

@@ -231,7 +231,7 @@ def page(report: MemoryReport) -> str:
 
 
 def _fit(report: MemoryReport) -> list[str]:
-    """Tell whether the job fits the device, where its memory is known."""
+    """Whether the job fits the device, where its memory is known."""
     usable = report.usable_bytes
     if report.device_bytes is None or usable is None:
         return []

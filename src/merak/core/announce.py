@@ -46,7 +46,7 @@ def show_announcements(level: int = logging.INFO) -> None:
 
 
 def is_announcing() -> bool:
-    """Tell whether announcements of this rank are shown."""
+    """Whether announcements of this rank are shown."""
     return is_rank0() and logger.isEnabledFor(logging.INFO)
 
 

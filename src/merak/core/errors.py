@@ -91,7 +91,7 @@ class TerminatedError(RunError):
 
 @contextmanager
 def collected(problems: list[MerakError]) -> Iterator[None]:
-    """Note an error about input inside instead of raising it, so that a file's others come, too.
+    """Context that collects an error about input, so that a file's other errors come, too.
 
     Args:
         problems: found so far; what is found inside is added.

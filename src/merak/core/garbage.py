@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_collector(*, process_ends: bool = False) -> Iterator[None]:
-    """Context in which Python looks for no reference cycles.
+    """Context in which Python's garbage collector of reference cycles is paused.
 
     Graphs are millions of objects that stay. Each full collection visits all of them and frees
     next to nothing: a quarter of the time of tracing a large model and of choosing its plan.

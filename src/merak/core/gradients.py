@@ -34,7 +34,7 @@ def no_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def is_low_precision(parameter: torch.Tensor) -> bool:
-    """Tell whether gradients of the parameter's own type lose precision over many microbatches."""
+    """Whether gradients of the parameter's own type lose precision over many microbatches."""
     return parameter.dtype in LOW_PRECISION
 
 

@@ -297,7 +297,7 @@ def carried_device() -> torch.device:
 
 
 def crosses_hosts(mesh: Mesh, axis: str) -> bool:
-    """Tell whether a group of ranks along an axis spans hosts.
+    """Whether a group of ranks along an axis spans hosts.
 
     Args:
         mesh: of the job.
@@ -345,12 +345,12 @@ def mark_used() -> None:
 
 
 def is_used() -> bool:
-    """Tell whether something has run on the mesh that `merak.init` has laid out."""
+    """Whether something has run on the mesh that `merak.init` has laid out."""
     return bool(_used)
 
 
 def has_mesh() -> bool:
-    """Tell whether this process has a mesh already."""
+    """Whether this process has a mesh already."""
     return bool(_current)
 
 

@@ -144,7 +144,7 @@ def _failure(action: str, error: Exception) -> _Failure:
 
 
 def is_rank0() -> bool:
-    """Tell whether this is rank 0, which logs what every rank knows; true in a single process."""
+    """Whether this is rank 0, which logs what every rank knows; true in a single process."""
     if dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"

@@ -41,7 +41,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor's storage was allocated inside and is counted."""
+        """Whether a tensor's storage was allocated inside and is counted."""
         return self._alive.get(tensor.untyped_storage()._cdata, (0, None))[1] is not None
 
     def leave_out(self, tensor: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
 
 
 def can_move(tensor: torch.Tensor, device: torch.device, stays: frozenset[int]) -> bool:
-    """Tell whether a tensor that autograd saves can be offloaded with its storage.
+    """Whether a tensor that autograd saves can be offloaded with its storage.
 
     Args:
         tensor: what is saved.

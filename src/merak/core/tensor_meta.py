@@ -90,7 +90,7 @@ def largest_shape(columns: Signature) -> tuple[int, ...]:
 
 
 def requires_grad(meta: Any) -> bool:
-    """Tell whether a gradient flows through a node with this metadata."""
+    """Whether a gradient flows through a node with this metadata."""
     if isinstance(meta, TensorMeta):
         return meta.requires_grad
     return isinstance(meta, tuple) and any(requires_grad(m) for m in meta)

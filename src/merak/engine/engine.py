@@ -324,7 +324,7 @@ class Engine:
         return can_mask and runs_behind(self.mesh.device)
 
     def mask_step(self, end: StepEnd) -> None:
-        """Let the device leave the last training step out if it was not finite.
+        """Mask the last training step on the device if it was not finite.
 
         Args:
             end: of the step, whose optimizer has not been stepped yet.
@@ -565,7 +565,7 @@ class Engine:
         return self._state.gather(value, what)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Let an optimizer's steps reach the model; see `OptimizerConnections.connect`."""
+        """Connect an optimizer to the model; see `OptimizerConnections.connect`."""
         self.optimizers.connect(optimizer)
 
     @property

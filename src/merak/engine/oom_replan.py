@@ -59,7 +59,7 @@ class OomReplanner:
         self._programs = programs
 
     def save_fewer(self, step: int, reasons: Mapping[int, str]) -> tuple[StepPlans, Program]:
-        """Let some segments recompute whose activations were saved; all ranks call it together.
+        """Recompute some segments whose activations were saved; all ranks call it together.
 
         Args:
             step: the job's step that ran out of memory.

@@ -94,7 +94,7 @@ class Failure:
 
 
 def under_torchrun() -> bool:
-    """Tell whether this process is already one of the ranks."""
+    """Whether this process is already one of the ranks."""
     return "RANK" in os.environ
 
 

@@ -52,7 +52,7 @@ class OneHost(RendezvousHandler):
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
 
     def is_closed(self) -> bool:
-        """Tell whether the job has been closed."""
+        """Whether the job has been closed."""
         return self._is_closed
 
     def set_closed(self) -> None:

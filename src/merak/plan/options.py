@@ -44,7 +44,7 @@ class Range:
     problem: str = "is out of range"
 
     def holds(self, value: float | str) -> bool:
-        """Tell whether a number lies in it; a text does not."""
+        """Whether a number lies in the range; a text does not."""
         return not isinstance(value, str) and self.least <= float(value) <= self.most
 
 

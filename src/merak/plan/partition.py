@@ -33,7 +33,7 @@ class Partition:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many segments every stage holds."""
+        """Number of segments of every stage."""
         return tuple(len(stage) for stage in self.stages)
 
     def stage_of(self, segment: int) -> int:

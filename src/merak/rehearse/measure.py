@@ -100,7 +100,7 @@ class _Watch:
 
     @contextmanager
     def optimizer(self, model: ParallelModel) -> Iterator[None]:
-        """Inside, the start and the end of every update are noted."""
+        """Context in which the start and the end of every update are noted."""
         if model.optimizer is None:
             yield
             return

@@ -288,7 +288,7 @@ def device_name(device: torch.device) -> str:
 
 
 def same_device(here: str, planned: str) -> bool:
-    """Tell whether a name that torch gives a device is that of a data sheet.
+    """Whether a name that torch gives a device is that of a data sheet.
 
     Args:
         here: such as "NVIDIA H100 80GB HBM3".

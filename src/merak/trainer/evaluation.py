@@ -120,7 +120,7 @@ class _PlainLoader(DataLoaderStateMixin):  # type: ignore[misc]
 def seen_by_accelerate(
     loader: Any, is_last: bool, num_samples: int | None = None
 ) -> Iterator[None]:
-    """Let accelerate see the loader of a single process at one of its batches.
+    """Context in which accelerate sees a single process's loader at one of its batches.
 
     Args:
         loader: the loader.

@@ -30,7 +30,7 @@ Results = tuple[Any, Any, Any]
 def with_whole_model(
     trainer: Trainer, engine: Engine | None, device: torch.device
 ) -> Iterator[None]:
-    """Inside, the trainer's model has all weights on every rank; a collective of all ranks.
+    """Context in which the trainer's model has all weights on every rank; collective.
 
     Args:
         trainer: about to evaluate.

@@ -362,7 +362,7 @@ class Stepping(Saving):
         return None if self.engine.updates_inside else norm
 
     def _skips(self, step: OpenStep, numbers: StepNumbers) -> bool:
-        """Tell whether a step is left out, as it is not finite; equal on all ranks.
+        """Whether a step is left out, as it is not finite; equal on all ranks.
 
         Raises:
             TrainingError: it is not, and the job stops; what ran after it is not stepped.

@@ -75,7 +75,7 @@ class TokenCounter:
         return inputs.numel()
 
     def warn_of_padding(self, kind: object, batch: Mapping[str, Any]) -> None:
-        """Say, as transformers does, that padding is counted as input tokens.
+        """Warn, as transformers does, that padding is counted as input tokens.
 
         Args:
             kind: `include_num_input_tokens_seen`.

@@ -201,7 +201,7 @@ class MerakTrainer(Stepping):
         self._rollbacks = Rollbacks()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let accelerate believe that this rank is alone, and leave the model as it is."""
+        """Make accelerate take this rank for a single process, which leaves the model as it is."""
         # Precision is in the traced graph, and its segments are compiled.
         of_graph = ("mixed_precision", "no"), ("torch_compile_backend", None)
         requested = [(name, getattr(self.args, name)) for name, _ in of_graph]

@@ -35,7 +35,7 @@ _THEIRS = tuple(
 
 @contextmanager
 def in_one_sentence(what: str) -> Iterator[None]:
-    """Let errors of transformers inside become an `ArgumentsError`; those of users' code pass.
+    """Context that turns errors of transformers, not of users' code, into an `ArgumentsError`.
 
     Args:
         what: is refused, for people to read.

@@ -130,7 +130,7 @@ def example_batch(
 
 
 def reads_sequence(source: ModelSource) -> bool:
-    """Tell whether an architecture's batches have sequences, of which a user says the tokens.
+    """Whether an architecture's batches have sequences, of which a user says the tokens.
 
     Args:
         source: the architecture.

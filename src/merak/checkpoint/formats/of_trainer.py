@@ -77,7 +77,7 @@ class TrainerFiles:
 
 
 def is_of_trainer(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint that transformers' own Trainer wrote."""
+    """Whether a folder holds a checkpoint that transformers' own Trainer wrote."""
     names = (OPTIMIZER_NAME, TRAINING_ARGS_NAME)
     return not (folder / MANIFEST).exists() and any((folder / name).is_file() for name in names)
 

@@ -26,7 +26,7 @@ FILES = {"scheduler": "scheduler.pt", "loss_scale": "scaler.pt"}
 
 
 def is_pickled(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint of this format, or a part of one."""
+    """Whether a folder holds a checkpoint of this format, or a part of one."""
     return (folder / FOLDER).is_dir()
 
 

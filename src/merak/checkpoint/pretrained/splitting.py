@@ -18,7 +18,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def is_weights(name: str) -> bool:
-    """Tell whether a file of this name holds weights of a model.
+    """Whether a file of this name holds weights of a model.
 
     Args:
         name: of a file in a Hugging Face folder.

@@ -92,7 +92,7 @@ def read_recipe(
 
 
 def names_recipe(name: str) -> bool:
-    """Tell whether a name is of a recipe: a file of YAML, or one that comes with Merak.
+    """Whether a name is of a recipe: a file of YAML, or one that comes with Merak.
 
     Args:
         name: as `--model`.

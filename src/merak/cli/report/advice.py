@@ -42,7 +42,7 @@ class Advice:
 
 
 def advise(run: RunRecord, study: StepStudy | None) -> tuple[Advice, ...]:
-    """Give advice about a run, the largest gain first.
+    """Advice about a run, the largest gain first.
 
     Args:
         run: its record.

@@ -130,7 +130,7 @@ def _kernels(gpus: Gpus) -> Iterator[Judgement]:
 
 
 def _has_kernels(capability: str, architectures: tuple[str, ...]) -> bool:
-    """Tell whether a GPU runs any of the kernels.
+    """Whether a GPU runs any of the kernels.
 
     Kernels of an architecture run on later minor versions of the same major one; the intermediate
     code ("compute_…") on all later ones. Source: CUDA C++ Programming Guide, binary compatibility.

@@ -43,7 +43,7 @@ class Store(Protocol):
         """Return a key's value, once there is one."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all keys have values."""
+        """Whether all keys have values."""
 
     def append(self, key: str, value: str) -> None:
         """Append to a key's value."""

@@ -119,7 +119,7 @@ def starting(advise: Callable[[], None]) -> Iterator[None]:
 
 
 def started() -> None:
-    """Drop the advice: the job has started, or its failure has been reported."""
+    """Drop the troubleshooting advice: the job has started, or its failure has been reported."""
     _advisers.clear()
 
 
@@ -171,7 +171,7 @@ def is_joined(error: BaseException) -> TypeGuard[MerakError]:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Tell whether an error may come from a peer that has ended, rather than from this rank."""
+    """Whether an error may come from a peer that has ended, rather than from this rank."""
     if isinstance(error, dist.DistError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -273,7 +273,7 @@ def _show_interrupt(before: Hook, error: BaseException) -> None:
 
 
 def is_first(store: Store | None = None) -> bool:
-    """Tell whether no other rank has failed before, so that one of many sentences is shown.
+    """Whether no other rank has failed before, so that one of many sentences is shown.
 
     Args:
         store: a connection to the job's store; found if it is not given.

@@ -142,16 +142,16 @@ class Peers:
                 self._beaten.add(rank)
 
     def has_beaten(self, rank: int) -> bool:
-        """Tell whether a rank's heartbeat has changed between the first reading and the last."""
+        """Whether a rank's heartbeat has changed between the first reading and the last."""
         return rank in self._beaten
 
     def has_left(self, rank: int) -> bool:
-        """Tell whether a rank's script has ended, by its last heartbeat."""
+        """Whether a rank's script has ended, by its last heartbeat."""
         beat = self.get(rank)
         return beat is not None and beat.has_left
 
     def is_not_waiting(self, rank: int) -> bool:
-        """Tell whether a rank waits for no other rank, as far as is known."""
+        """Whether a rank waits for no other rank, as far as is known."""
         beat = self.get(rank)
         return beat is None or beat.waits_for_nobody
 

@@ -47,7 +47,7 @@ def listen() -> None:
 
 
 def was_interrupted() -> bool:
-    """Tell whether this process has received an interrupt."""
+    """Whether this process has received an interrupt."""
     return _interrupts.first_s is not None
 
 

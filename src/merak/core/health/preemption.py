@@ -96,7 +96,7 @@ def saves_on_sigterm(limit_s: float) -> Iterator[None]:
 
 
 def must_stop() -> bool:
-    """Tell whether the job stops before the step that begins now; the same on all ranks."""
+    """Whether the job stops before the step that begins now; the same on all ranks."""
     with _stop.changed:
         _stop.num_begun += 1
         while _stop.is_requested and _stop.at is None:

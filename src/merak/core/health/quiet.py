@@ -36,7 +36,7 @@ class _Needless(logging.Filter):
     """Filter of messages of transformers that nobody can act on."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record is shown."""
+        """Whether a record is shown."""
         return not str(record.msg).startswith(_NEEDLESS)
 
 
@@ -48,7 +48,7 @@ class _Once(logging.Filter):
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record is shown."""
+        """Whether a record is shown."""
         message = record.getMessage()
         is_new = message not in self._seen
         self._seen.add(message)
@@ -97,7 +97,7 @@ def hide_warnings() -> None:
 
 
 def warn_once() -> None:
-    """Show every message of transformers once in this process, and needless ones not at all."""
+    """Show each message of transformers once a process, and needless ones not at all."""
     import transformers.utils.logging as library
 
     hide_needless()

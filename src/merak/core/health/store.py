@@ -35,7 +35,7 @@ _attempt: list[int] = []
 
 
 def is_agents() -> bool:
-    """Tell whether torchrun keeps the job's store, which then outlives every rank."""
+    """Whether torchrun keeps the job's store, which then outlives every rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -191,7 +191,7 @@ def forget() -> None:
 
 
 def has_joined() -> bool:
-    """Tell whether this rank shares keys with the others: not before they agree on the attempt."""
+    """Whether this rank shares keys with the others: not before they agree on the attempt."""
     return bool(_attempt) or not is_agents()
 
 

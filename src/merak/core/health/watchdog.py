@@ -216,7 +216,7 @@ class Watchdog:
         return found.is_busy and any(self._is_silent(rank) for rank in others)
 
     def _is_silent(self, rank: int) -> bool:
-        """Tell whether the heartbeat of a rank has stopped for longer than the limit."""
+        """Whether the heartbeat of a rank has stopped for longer than the limit."""
         beat = self._peers.get(rank)
         if beat is None or beat.has_left or rank == self._member.rank:
             return False

@@ -19,7 +19,7 @@ from merak.schedule.steps import MAX_OPEN_SENDS, Channel, Link, Receive, Send, c
 
 
 class Route:
-    """How tensors travel between pp ranks: from device to device, or through the host's memory.
+    """Route of tensors between pp ranks: from device to device, or through the host's memory.
 
     A GPU loads a kernel when it first runs, and until then waits for all that it has begun. A
     receive that it has begun waits for another rank, which may be loading a kernel, too: two such

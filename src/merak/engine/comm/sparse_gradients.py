@@ -61,7 +61,7 @@ def warn_densified(names: Collection[str]) -> None:
 
 
 def densify(names: Collection[str], segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
-    """Let a segment's look-ups give dense gradients of some parameters."""
+    """Replace sparse gradients of a segment's embeddings by dense ones."""
     if set(names).isdisjoint(_sparse_of(segment.graph).values()):
         return segment, {}
     graph, _ = copy_graph(segment.graph)

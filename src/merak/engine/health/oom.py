@@ -111,7 +111,7 @@ class OomGuard:
 
 
 def outside_tensors() -> str:
-    """What of this rank's GPU holds no tensor, the end of a sentence; empty on the CPU."""
+    """Bytes of this rank's GPU without a tensor, as the end of a sentence; empty on the CPU."""
     if not has_mesh() or current_mesh().device.type != "cuda":
         return ""
     mesh = current_mesh()

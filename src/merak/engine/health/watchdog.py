@@ -46,7 +46,7 @@ def set_limit(limit_s: float) -> None:
 
 
 def watch(progress: Progress, mesh: Mesh) -> Callable[[], None]:
-    """Let the job's watchdog watch an engine.
+    """Register an engine with the job's watchdog.
 
     Args:
         progress: of the engine.

@@ -67,7 +67,7 @@ class OptimizerConnections:
         weakref.finalize(self, self._hook.remove)
 
     def note_originals(self, originals: Originals) -> None:
-        """Note the parameters that the model had before it was laid out.
+        """Record the parameters that the model had before it was laid out.
 
         Those of today are noted with them, once: who reads them waits for those of other replicas.
         """
@@ -79,7 +79,7 @@ class OptimizerConnections:
         self._hook.remove()
 
     def connect(self, optimizer: torch.optim.Optimizer | None, is_met: bool = False) -> None:
-        """Let an optimizer's steps reach the model; all ranks call it together.
+        """Connect an optimizer to the model, which its steps then update; all ranks call it.
 
         Args:
             optimizer: of this rank; None for none.
@@ -155,7 +155,7 @@ class OptimizerConnections:
         return any(is_known(tensor, self._found) for tensor in given)
 
     def step_none(self) -> None:
-        """Take part in a step of the others, on a rank without an optimizer of its own."""
+        """Join the collectives of an optimizer step, on a rank without an optimizer of its own."""
         self._state.optimizer_params.take_written()
         for whole in self._wholes:
             whole.collect()
@@ -192,7 +192,7 @@ def connect_optimizer(
     sync_model_params: Callable[[], None],
     local_steps: LocalSteps | None = None,
 ) -> None:
-    """Let an optimizer's step reach the model, and say what to do when it runs out of memory.
+    """Connect an optimizer's step to the model, and explain when it runs out of memory.
 
     Args:
         optimizer: of an engine's optimizer tensors.

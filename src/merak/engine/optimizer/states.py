@@ -58,7 +58,7 @@ class OptimizerStates(defaultdict[Any, Any]):
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Take away the states of a parameter; those of other ranks are taken away there."""
+        """Remove the states of a parameter on this rank; other ranks remove theirs."""
         found = self._key(key)
         return super().pop(found, *default) if found is not None else self._absent(key)
 
@@ -90,7 +90,7 @@ class OptimizerStates(defaultdict[Any, Any]):
 
 
 def show_states(optimizer: torch.optim.Optimizer, stepped: Stepped) -> None:
-    """Let a script find the states by the model's parameters, and follow what are shards.
+    """Key the states by the model's parameters for a script, and follow those that are shards.
 
     Args:
         optimizer: between two steps.

@@ -100,7 +100,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Give the owners whole parameters and gradients, before a step; all ranks call it."""
+        """Gather whole parameters and gradients on owners before a step; all ranks call it."""
         whole = self._joined({n: self._items[n].tensor.detach() for n in self._names})
         for name, parameter in self.tensors.items():
             parameter.copy_(whole[name].view_as(parameter))
@@ -118,7 +118,7 @@ class WholeTensors:
 
     @torch.no_grad()
     def distribute(self) -> None:
-        """Give every rank its pieces of what the owners have stepped; all ranks call it."""
+        """Scatter the parameters that owners have stepped to all ranks, which call it together."""
         pieces: dict[str, torch.Tensor] = {n: p.detach() for n, p in self.tensors.items()}
         for one in (*self._shards, *self._rows):
             pieces |= one.scatter(pieces)

@@ -42,7 +42,7 @@ def sharded_tensors(state: EngineState) -> Iterator[tuple[nn.Parameter, ShardLay
 
 
 def watch_absent(model: nn.Module, params: OptimizerParams) -> None:
-    """Give parameters of other stages a gradient in a script's hands, an absent one, as they have.
+    """Set absent gradients on the parameters of other stages, for scripts that read gradients.
 
     Args:
         model: the user's, as it is laid out.

@@ -21,7 +21,7 @@ KEPT_STEPS = 8
 
 
 def is_due(number: int) -> bool:
-    """Tell whether steps are gathered at a log: at the second, the fourth, the eighth and so on.
+    """Whether steps are gathered at a log: at the second, the fourth, the eighth and so on.
 
     They are gathered by the ranks of a pipeline together, so all of them must come to one answer.
 

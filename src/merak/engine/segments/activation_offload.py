@@ -117,7 +117,7 @@ class ActivationOffload:
 
     @contextmanager
     def saving(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside, tensors that autograd saves are collected to be offloaded.
+        """Context in which tensors that autograd saves are collected to be offloaded.
 
         Args:
             offloaded: gains the storages to offload.

@@ -39,7 +39,7 @@ class ShardedParameters(Protocol):
 
 
 class OperatorObserver(Protocol):
-    """Looks at every operator of a step, as `NonFiniteFinder` does."""
+    """Observer of every operator of a step, such as `NonFiniteFinder`."""
 
     def function(self, segment: Segment, random_key: Sequence[int | str]) -> Function:
         """Function of a segment that looks at its operators."""

@@ -26,10 +26,10 @@ class CopyQueue(Protocol):
         """
 
     def wait(self, mark: Any) -> None:
-        """Let later computation wait for the copies of a mark."""
+        """Make later computation wait for the copies of a mark."""
 
     def drain(self) -> None:
-        """Let later computation wait for all copies that have begun."""
+        """Make later computation wait for all copies that have begun."""
 
 
 class SyncCopies:
@@ -69,9 +69,9 @@ class StreamCopies:
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Let the computing stream wait for the copies of a mark."""
+        """Make the computing stream wait for the copies of a mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def drain(self) -> None:
-        """Let the computing stream wait for all copies."""
+        """Make the computing stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)

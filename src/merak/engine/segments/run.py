@@ -141,7 +141,7 @@ def _propagate(
 
 @contextmanager
 def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[None]:
-    """Inside, the segment's parameters are gathered, where FSDP shards them."""
+    """Context in which the segment's parameters are gathered, where FSDP shards them."""
     if ctx.fsdp is not None:
         ctx.fsdp.begin(run.segment.parameters)
     yield

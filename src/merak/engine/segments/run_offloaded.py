@@ -23,7 +23,7 @@ from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.program.program import SegmentProgram
 
 Saving = Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]]
-"""Inside, saved tensors are offloaded, apart from those that are given here."""
+"""Context in which saved tensors are offloaded, apart from those that are given here."""
 
 Run = Callable[[Sequence[torch.Tensor], Saving], tuple[torch.Tensor, ...]]
 """Runs a segment on its inputs."""

@@ -17,7 +17,7 @@ class Discards(Protocol):
     """An engine, as far as it leaves steps out."""
 
     def mask_step(self, end: StepEnd) -> None:
-        """Let the device leave a step out where it is not finite."""
+        """Mask a step on the device where it is not finite."""
 
     def discard_step(self, found: StepNumbers) -> None:
         """Undo the last training step, which was not finite."""

@@ -61,7 +61,7 @@ class TrainingStep(ScheduleRun):
         self._state.stage_io.finish()
 
     def run_empty(self) -> None:
-        """Take part in the reductions of a step in which this replica has no microbatch."""
+        """Join the reductions of a step in which this replica has no microbatch."""
         self._state.tied.start_step(lambda pipe, stage: (), lambda pipe, stage, behind: 0)
         self._state.reducer.start_step(self._reductions())
         for stage in self._reductions():

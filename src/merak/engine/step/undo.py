@@ -24,7 +24,7 @@ class StepUndo:
         self._before: dict[int, TensorDict] = {}
 
     def note(self, step: int, written: TensorDict, with_previous: bool) -> None:
-        """Note a step that begins.
+        """Record copies of the buffers that a step writes, at its beginning.
 
         Args:
             step: its number.
@@ -64,7 +64,7 @@ class StepUndo:
 
     @contextmanager
     def before(self, state: EngineState, step: int) -> Iterator[None]:
-        """Inside, buffers are as before one of the last two steps, and there are no gradients.
+        """Context in which buffers are as before one of the last two steps, without gradients.
 
         Args:
             state: of the engine, whose weights are still those of the step.

@@ -265,7 +265,7 @@ class FsdpParameters:
 
     @contextmanager
     def unsharded(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a model has the parameters unsharded; what is written into them stays.
+        """Context in which a model has the parameters unsharded; what is written into them stays.
 
         All replicas call it together. Masters are not written: they are more precise.
         """

@@ -252,7 +252,7 @@ class OptimizerParams:
 
     @contextmanager
     def unsharded(self, model: nn.Module) -> Iterator[None]:
-        """Inside, a model has its parameters unsharded; all replicas call it together."""
+        """Context in which a model has its parameters unsharded; all replicas call it together."""
         self.wait()
         with self._fsdp.unsharded(model) if self._fsdp is not None else nullcontext():
             yield

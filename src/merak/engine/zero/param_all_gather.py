@@ -159,7 +159,7 @@ class _AwaitedDict(dict[str, Any]):
 
 
 def wait_on_access(model: nn.Module, param_all_gather: ParamAllGather) -> None:
-    """Let reads of a model's parameters wait for the all-gather of the last step.
+    """Make reads of a model's parameters wait for the all-gather of the last step.
 
     Args:
         model: the user's.

@@ -413,7 +413,7 @@ def methods_allowed(model: nn.Module) -> Iterator[None]:
 
 
 def remove_refusals(model: nn.Module) -> list[tuple[nn.Module, dict[str, StandIn]]]:
-    """Give a model and its modules their own methods back; returns what was in their place."""
+    """Restore the methods of a model and its modules; returns the refusals in their place."""
     refused = []
     for module in model.modules():
         methods = {n: v for n, v in vars(module).items() if issubclass(type(v), StandIn)}

@@ -23,7 +23,7 @@ RANKS = "ranks"
 
 
 def is_rank() -> bool:
-    """Tell whether this process is a rank of a job: RANK alone may be left from another one."""
+    """Whether this process is a rank of a job: RANK alone may be left from another one."""
     return all(os.environ.get(name) for name in ("RANK", *PLACE))
 
 

@@ -99,7 +99,7 @@ def _contribution(mesh: Mesh, hosts: Sequence[str], own: Sequence[Finding]) -> _
 
 
 def _reduces_rightly(mesh: Mesh) -> bool:
-    """Tell whether an all-reduce of every rank's number gives their sum, on the job's device."""
+    """Whether an all-reduce of every rank's number gives their sum, on the job's device."""
     reduced = torch.full((REDUCED,), float(mesh.rank + 1), device=mesh.device)
     dist.all_reduce(reduced)
     return bool((reduced == mesh.world_size * (mesh.world_size + 1) // 2).all())

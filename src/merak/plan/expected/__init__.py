@@ -1,1 +1,1 @@
-"""What a laid-out job is expected to take: times of its stages, peak speed, and its record."""
+"""Expected figures of a laid-out job: times of its stages, peak speed, and its record."""

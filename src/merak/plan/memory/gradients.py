@@ -58,7 +58,7 @@ class Gradients:
         return any(name not in self._exist for name in names)
 
     def adds_in_place(self, names: Iterable[str], action: Action) -> bool:
-        """Whether a backward adds to gradients that are all there, and nothing else happens.
+        """Whether a backward only accumulates into gradients that all exist already.
 
         Args:
             names: of the gradients, each of which exists.

@@ -1,1 +1,1 @@
-"""What an optimizer does to shards, judged by its steps on small tensors."""
+"""Optimizers on shards, judged by their steps on small tensors."""

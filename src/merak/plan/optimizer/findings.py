@@ -1,4 +1,4 @@
-"""What is found of an optimizer over a layout's tensors: by its engine, and by a forecast."""
+"""Verdict on an optimizer over a layout's tensors, for its engine and for a forecast."""
 
 from __future__ import annotations
 

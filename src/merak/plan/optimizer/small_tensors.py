@@ -108,7 +108,7 @@ class SmallTensor:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Which shards a trial steps.
+    """Cut of the small tensors in a trial: the shards that its optimizers step.
 
     Args:
         axis: "tp" for shards over ranks, "rows" for those of ZeRO.

@@ -75,7 +75,7 @@ class Candidate:
     ep: int = 1
 
     def values(self) -> dict[str, Any]:
-        """All choices by name."""
+        """Choices of the candidate by name: degrees, sizes and options."""
         found = {own.name: getattr(self, own.name) for own in fields(Candidate)}
         return found | {"schedule_options": dict(self.schedule_options)}
 

@@ -23,7 +23,7 @@ from merak.plan.price.fusion import FusedGroup, fused_groups
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """Which kernels a job runs.
+    """Kernels of a job: what is fused, hidden behind computation, or run in chunks.
 
     Args:
         fused: whether pointwise operators and reductions between products are fused.

@@ -1,4 +1,4 @@
-"""What a candidate costs: seconds of a step by cause, and peak bytes of every pp rank."""
+"""Price of a candidate: seconds of a step by cause, and peak bytes of every pp rank."""
 
 from __future__ import annotations
 

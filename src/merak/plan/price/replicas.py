@@ -1,4 +1,4 @@
-"""What replicas exchange: gradients, parameters, and the gradients of tied parameters.
+"""Collectives of replicas: gradients, parameters, and the gradients of tied parameters.
 
 Gradients are reduced in buckets beside the last backward of a stage, updated parameters gathered
 beside the first forward, and ZeRO-3's parameters beside every action. A collective beside

@@ -1,4 +1,4 @@
-"""The same job on fewer of its devices, which are faster where some wait for others.
+"""Plans with fewer devices, which are faster where some wait for others.
 
 More replicas than the batch feeds well, or more pp ranks than it fills, wait for one another; fast
 nodes wait for slow ones. The search uses all devices. Here one kind of nodes after another is left

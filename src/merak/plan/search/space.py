@@ -96,7 +96,7 @@ class Space:
     refusal: str | None = None
 
     def reject(self, what: str, why: str) -> None:
-        """Note that a region is left out; of several pp from which on, the smallest says it."""
+        """Record that a region is left out; of several pp from which on, only the smallest."""
         self.rejected.setdefault(what.partition("≥")[0] + why[-12:], Rejected(what, why))
 
 

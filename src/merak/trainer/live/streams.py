@@ -11,13 +11,13 @@ from typing import TextIO
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal on which lines can be drawn over."""
+    """Whether a stream is a terminal on which lines can be drawn over."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 @contextmanager
 def handlers_moved(old: TextIO, new: TextIO) -> Iterator[None]:
-    """Let handlers of logging that write to one stream write to another one inside.
+    """Context in which logging handlers of one stream write to another.
 
     A handler keeps the stream that was there when it was made, and would write over a display that
     has taken the stream's place.

@@ -21,7 +21,7 @@ _WAITS = "the next trial of the search on"
 
 @contextmanager
 def shared_study(rank: int) -> Iterator[None]:
-    """Inside, transformers' search runs its study on rank 0, and other ranks follow its trials.
+    """Context in which transformers' study runs on rank 0, and other ranks follow its trials.
 
     Args:
         rank: of the job, which has several.

@@ -44,7 +44,7 @@ class SharedTrial:
             self._trial.report(value, step)
 
     def should_prune(self) -> bool:
-        """Tell whether the trial is to end, on all ranks."""
+        """Whether the trial is to end, on all ranks."""
         return bool(self._on_rank0("should_prune"))
 
     def set_user_attr(self, key: str, value: Any) -> None:

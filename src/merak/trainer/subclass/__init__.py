@@ -1,1 +1,1 @@
-"""What a script brings along: subclasses of `MerakTrainer`, optimizers and callbacks."""
+"""Extensions by a script: subclasses of `MerakTrainer`, optimizers and callbacks."""

@@ -57,7 +57,7 @@ class AgreedCallbacks(CallbackHandler):
         self._group: dist.ProcessGroup | None = None
 
     def show(self, display: TrainerCallback) -> None:
-        """Let a display handle the events of transformers' bar or printer.
+        """Replace transformers' progress bar or printer by a display.
 
         These stay among the callbacks, where scripts look for their classes, and remove them.
         """
@@ -89,7 +89,7 @@ class AgreedCallbacks(CallbackHandler):
         return self.agree(event, changed) if event in _WITHIN else changed
 
     def agree(self, event: str, control: TrainerControl) -> TrainerControl:
-        """Let a request of any rank be one of all ranks; all of them call it together.
+        """Merge the ranks' requests of a control: one's is all's; all ranks call it together.
 
         Args:
             event: after which the requests are looked at; nothing is sent where no callback of a

@@ -200,7 +200,7 @@ def further_inputs(
 
 
 def predicts_classes(model_class: type[PreTrainedModel]) -> bool:
-    """Tell whether a model classifies samples."""
+    """Whether a model classifies samples."""
     return _task(model_class) is Task.SAMPLES
 
 
@@ -214,7 +214,7 @@ def sound_mask(model_class: type[PreTrainedModel], columns: Columns) -> Columns:
 
 
 def predicts_pairs(model_class: type[PreTrainedModel]) -> bool:
-    """Tell whether a model matches texts with images."""
+    """Whether a model matches texts with images."""
     names = auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
     return any(model_class.__name__ in _names(value) for value in names)
 
@@ -253,7 +253,7 @@ def _sequence(config: PreTrainedConfig, wanted: int | None) -> int:
 
 
 def _shifts_labels(config: PreTrainedConfig) -> bool:
-    """Tell whether the decoder's inputs are made from the labels, with a start token."""
+    """Whether the decoder's inputs are made from the labels, with a start token."""
     return getattr(config, "decoder_start_token_id", None) is not None
 
 

@@ -209,7 +209,7 @@ def loss_givers(model_class: type[PreTrainedModel]) -> list[str]:
 
 
 def is_target(name: str) -> bool:
-    """Tell whether an argument is a target of the model rather than an input."""
+    """Whether an argument is a target of the model rather than an input."""
     words = name.split("_")
     return bool({"label", "labels", "target", "targets"} & set(words)) or name == "future_values"
 

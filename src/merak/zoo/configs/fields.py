@@ -17,12 +17,12 @@ BY_LAYER = "per_layer_config"
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Tell whether a field's value is an integer, and no boolean."""
+    """Whether a field's value is an integer, and no boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def are_counts(value: Any) -> TypeGuard[Sequence[int]]:
-    """Tell whether a field's value is a list of integers that is not empty."""
+    """Whether a field's value is a list of integers that is not empty."""
     return isinstance(value, (list, tuple)) and bool(value) and all(map(is_count, value))
 
 

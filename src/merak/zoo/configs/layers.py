@@ -48,7 +48,7 @@ def own_fields(config: PreTrainedConfig, layers: int) -> list[dict[str, Any]]:
 
 
 def shares(config: PreTrainedConfig) -> bool:
-    """Tell whether later layers use results of earlier ones of their kind."""
+    """Whether later layers use results of earlier ones of their kind."""
     return any(vars(config).get(name) for name in names.PART_OF_LAYERS)
 
 

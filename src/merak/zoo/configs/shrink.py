@@ -82,12 +82,12 @@ class Attempt:
 
     @property
     def has_small_inputs(self) -> bool:
-        """Tell whether any batch is fast, with images and sound of the model."""
+        """Whether any batch is fast, with images and sound of the model."""
         return {Group.LAYERS, Group.LENGTHS, Group.WIDTHS} <= set(self.groups)
 
     @property
     def is_small(self) -> bool:
-        """Tell whether its size does not grow with the model's."""
+        """Whether its size does not grow with the model's."""
         return {Group.LAYERS, Group.VOCABULARY, Group.WIDTHS} <= set(self.groups)
 
 

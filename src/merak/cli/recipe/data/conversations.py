@@ -34,7 +34,7 @@ _ROLES = {
 
 
 def is_chat(columns: Iterable[str]) -> bool:
-    """Tell whether records with such columns are conversations, or prompts with answers."""
+    """Whether records with such columns are conversations, or prompts with answers."""
     return any(set(form) <= set(columns) for form in FORMS)
 
 

@@ -225,7 +225,7 @@ def _write(folder: Path, encoding: Encoding, rows: Rows, counts: Counts) -> int:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Inside, datasets shows no progress bars."""
+    """Context in which datasets shows no progress bars."""
     shows = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -286,7 +286,7 @@ def _make_tokenizer(job: TokenJob) -> PreTrainedTokenizerBase:
 
 
 def check_conversation(source: Source, recipe: DataRecipe, tokenizer: str) -> None:
-    """Make tokens of the first conversation, as ranks will of all.
+    """Tokenize the first conversation, to refuse a template that does not fit before ranks start.
 
     Args:
         source: the records, of the format chat.

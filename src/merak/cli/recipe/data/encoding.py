@@ -211,7 +211,7 @@ class HeldOut:
     held_out: bool
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
-        """Tell whether a record is taken."""
+        """Whether a record is taken."""
         digest = zlib.crc32(repr(sorted(row.items())).encode("utf-8", errors="replace"))
         return (digest / 2**32 < self.share) is self.held_out
 

@@ -18,7 +18,7 @@ _SECONDS_TO_ANSWER = 10
 
 
 def is_hub_name(name: str) -> bool:
-    """Tell whether a name can be one of the hub: an owner, a slash, and a name."""
+    """Whether a name can be one of the hub: an owner, a slash, and a name."""
     return _NAME.fullmatch(name) is not None
 
 

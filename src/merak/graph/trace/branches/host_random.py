@@ -244,7 +244,7 @@ def is_probing(frame: FrameType | None) -> bool:
 
 
 def seed_host_random(graph: fx.Graph) -> None:
-    """Give each such operator a random stream of its own, apart from those of conditions."""
+    """Assign a random stream of its own to each operator of a host generator."""
     number = sum(is_stream_draw(node) for node in graph.nodes)
     for node in graph.nodes:
         if role_of(node) is Role.HOST_RANDOM:

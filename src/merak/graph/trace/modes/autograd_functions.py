@@ -63,7 +63,7 @@ AUTOGRAD_FUNCTION = register(
 
 @contextmanager
 def record_autograd_functions(model: torch.nn.Module) -> Iterator[None]:
-    """Let a trace record autograd functions as one operator each, and see through checkpoints."""
+    """Record autograd functions of a trace as one operator each; checkpoints are traced through."""
     depth: list[type] = []
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:

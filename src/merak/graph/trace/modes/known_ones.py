@@ -128,7 +128,7 @@ class KnownOnes(TorchFunctionMode):
         return self._columns[found.column].documents
 
     def ends(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a mask is known to hide but what nothing reads, behind the ends of samples.
+        """Whether a mask is known to hide only padding behind samples, which nothing reads.
 
         Args:
             tensor: of the model.

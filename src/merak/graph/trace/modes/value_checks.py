@@ -134,7 +134,7 @@ def _is_inner(file: str) -> bool:
 
 
 def passing_value(tree: ast.AST, line: int) -> bool | None:
-    """The boolean that a condition on a line must have for the code to go on.
+    """Value of a condition on a source line with which the code goes on.
 
     Args:
         tree: the file's code.

@@ -107,7 +107,7 @@ def refused_collectives() -> AbstractContextManager[Any]:
 
 @contextmanager
 def refused_modules(model: nn.Module) -> Iterator[None]:
-    """Refuse modules and functions of torch that need all ranks before any operator shows it.
+    """Refuse torch modules and functions that communicate between ranks, such as SyncBatchNorm.
 
     Args:
         model: the model, whose paths the error names.

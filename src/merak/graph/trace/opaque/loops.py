@@ -150,7 +150,7 @@ class Loops(TorchFunctionMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def meet_module(self, module: nn.Module) -> None:
-        """Note that a pass calls a module, though its operators do not pass through this mode."""
+        """Record that a pass calls a module, though its operators do not pass through this mode."""
         self._meet(id(vars(module)))
 
     def _meet(self, what: Any) -> None:

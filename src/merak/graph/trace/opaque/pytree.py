@@ -48,7 +48,7 @@ class Slot:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """Take the tensors, and unknown scalars, out of nested values.
+    """Flatten nested values to their tensors and unknown scalars, with the structure.
 
     Returns:
         The tensors in order, and the values with a `Slot` in place of each; a tensor that occurs

@@ -109,7 +109,7 @@ def record_opaque_modules(
     calls: list[OpaqueCall],
     example: ExampleValues,
 ) -> Iterator[None]:
-    """Let a trace record calls of opaque modules and functions as one operator each.
+    """Record calls of opaque modules and functions of a trace as one operator each.
 
     Args:
         model: the model that is traced.

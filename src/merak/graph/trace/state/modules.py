@@ -43,7 +43,7 @@ class Code:
         return Code(lambda: type(module).forward, own, forward, children, is_hooked)
 
     def now(self) -> dict[str, Any]:
-        """Forward, names of children, children and hooks as they are, by name."""
+        """Current forward, children and hooks of a module, by name."""
         own = self.own
         hooks = {kind: _own_hooks(own[kind]) for kind in _HOOKS}
         names = tuple(own["_modules"])  # whose order counts

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def in_range(loop: Loop, tensor: torch.Tensor, number: int, ends: tuple[int, int]) -> torch.Tensor:
-    """The rows of an expert, of a whole tensor that has all rows, one expert's behind the other's.
+    """Slice of one expert's rows from a whole tensor that has all experts' rows in order.
 
     Args:
         loop: as it has been followed.
@@ -118,7 +118,7 @@ def _own(loop: Loop, func: Any, args: Any, found: Stack, expert: int) -> Any:
 
 
 def viewed(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
-    """Views of inputs, of stacks and of the sum; of rows, where they stay."""
+    """Rule of views: of inputs, stacks and the sum, and of rows that stay rows."""
     found, made = loop.meaning(args[0]), func(*args, **kwargs)
     shape, num_tokens = tuple(made.shape), loop.num_tokens
     if isinstance(found, Stack):
@@ -161,7 +161,7 @@ def flipped(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def multiplied(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
-    """mm and addmm: rows times the expert's own weight."""
+    """Rule of mm and addmm: rows times the expert's own weight."""
     *bias, x, weight = map(loop.meaning, args)
     if not isinstance(x, Row) or not isinstance(weight, Own) or x.is_led or kwargs:
         raise NotALoopError

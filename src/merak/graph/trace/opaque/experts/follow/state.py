@@ -1,4 +1,4 @@
-"""What is known while a module that loops over experts is followed: tensors, steps, and the sum."""
+"""State of following a module that loops over experts: tensors, steps, and the sum."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Loop:
         return any(t.is_meta == tensor.is_meta and is_same_memory(t, tensor) for t in others)
 
     def choose(self, choices: Choices) -> None:
-        """Note the choices that the module has made; where they are in one row, each is a token."""
+        """Record the routing of the module; where it is one row, each choice is a token."""
         self.choices, self.ranges = choices, choices.ranges
         if (size := choices.index.shape[0]) != self.num_tokens:
             self.num_tokens = size
