@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from merak.engine.build import build_engine
 from merak.engine.engine import Engine
 from merak.engine.python_state import MANY
 from merak.graph.ir.state_read import GLOBALS
+from merak.graph.segment import build
 from merak.graph.segment.build import GraphSource
 from merak.graph.trace.state.outside import SETTINGS as SETTINGS_NOW
 from merak.graph.trace.state.outside import Outside
@@ -430,3 +432,48 @@ def test_settings_of_torch_are_followed_there_and_back(change: Callable[[], obje
     assert num_programs(engine) == 2
     assert all(mine == pytest.approx(its) for mine, its in found)
     assert found[1] == found[2] != found[0] == found[3]
+
+
+class Masked(nn.Module):
+    """Its attention has a mask of its own, larger than what is compared value by value."""
+
+    def __init__(self, is_buffer: bool) -> None:
+        super().__init__()
+        self.project, mask = nn.Linear(4, 12), torch.ones(80, 80).tril().bool()
+        if is_buffer:
+            self.register_buffer("mask", mask)
+        else:
+            self.mask = mask
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        heads = self.project(x.view(1, 1, 2, 4)).chunk(3, -1)
+        found = nn.functional.scaled_dot_product_attention(*heads, attn_mask=self.mask[:2, :2])
+        return {"loss": found.square().mean()}
+
+
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_mask_that_was_plain_causality(is_buffer: bool) -> None:
+    model = Masked(is_buffer).double()
+    eager = copy.deepcopy(model)
+    data = {"x": batch()["x"].double()}
+    columns = signature(data).columns
+    engine = build_engine(GraphSource(model), columns, mesh.current_mesh(), EngineOptions())
+
+    def losses() -> tuple[float, float]:
+        engine.optimizer_params.clear_gradients()
+        (loss,) = engine.train_step(0, [columns], [data])
+        return float(loss), eager(**data)["loss"].item()
+
+    found, expected = losses()
+    assert found == pytest.approx(expected, rel=1e-6)
+    with mock.patch.object(build, "trace_source", None):  # such as one that a checkpoint has
+        for mask in (model.mask.clone(), model.mask):
+            model.mask = mask
+            mask.copy_(mask.clone())
+            assert losses()[0] == found
+    for one in (model, eager):
+        one.mask[0, 1] = True
+    assert losses()[0] == pytest.approx(losses()[1], rel=1e-6) and losses()[0] != found
+    for one in (model, eager):
+        one.mask = torch.ones(80, 80).tril().bool()
+    assert losses()[0] == pytest.approx(expected, rel=1e-6)

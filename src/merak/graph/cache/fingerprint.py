@@ -32,6 +32,7 @@ from torch import nn
 from merak.core.source_lines import is_installed, module_file
 from merak.core.storages import memory_of
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.state.kept import triangle_of
 from merak.graph.trace.state.outside import torch_settings
 
 logger = logging.getLogger(__name__)
@@ -141,7 +142,8 @@ class _Describer:
         self._hash = hashlib.blake2b(digest_size=20)
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
-        self._without_numbers = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._buffers = {id(buffer) for buffer in model.buffers()}
+        self._without_numbers = self._buffers | {id(weight) for weight in model.parameters()}
         self._modules = {id(m): name for name, m in model.named_modules()}
 
     def digest(self) -> str:
@@ -288,6 +290,8 @@ class _Describer:
         self._write("tensor", repr(kind), repr(tensor.stride()))
         own = {name: v for name, v in vars(tensor).items() if isinstance(v, _SCALARS)}
         self.add({name: value for name, value in own.items() if name[0] != "_"})
+        if id(tensor) in self._buffers:
+            self.add(triangle_of(tensor))  # of which a trace may have made `is_causal`
         if id(tensor) not in self._without_numbers and not tensor.is_meta:
             data = tensor.detach().cpu().contiguous()
             self._hash.update(memory_of(data))

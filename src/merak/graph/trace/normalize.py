@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from merak.graph.ir.operators import (
     RANDOM_LIKE,
     aten_family,
 )
+from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.autocast import AUTOCAST_DONE, write_out_autocast
 from merak.graph.trace.autograd.calls import is_autograd_call, is_gradient_switch
 from merak.graph.trace.autograd.expand import CONSTANT
@@ -52,14 +54,22 @@ class Rewriting:
         constants: tensors that are neither parameters nor buffers, by name.
         sizes: policy for data-dependent sizes.
         sources: source files that nodes come from.
+        columns: the batch, where it is known.
+        buffers: the model's own, by name.
         parameter_writes: writes into parameters, taken out of the graph.
+        queried: as of `ModelGraph`.
+        reads: state of the model that passes have made constants of.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     sizes: DynamicSizes = DynamicSizes.REFUSED
+    columns: Mapping[str, TensorMeta] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sources: set[str] = field(default_factory=set)
     parameter_writes: tuple[ParameterWrites, ...] = ()
+    queried: set[str] = field(default_factory=set)
+    reads: list[StateRead] = field(default_factory=list)
 
 
 def refuse_vmap(rewriting: Rewriting) -> None:

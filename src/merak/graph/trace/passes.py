@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import fx
-
 from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
 from merak.graph.trace.autograd.expand import expand_autograd
 from merak.graph.trace.modes.known_ones import note_packed
@@ -22,8 +19,8 @@ from merak.graph.trace.normalize import (
     slice_neighbours,
 )
 from merak.graph.trace.opaque.aliasing import refuse_lost_writes
-from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.parameter_writes import hoist_parameter_writes
+from merak.graph.trace.plain_masks import drop_plain_masks
 from merak.graph.trace.verify import is_fake_or_meta, verify_constants
 
 Pass = Callable[[Rewriting], None]
@@ -59,6 +56,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     (gather_regions, "after gradients are written out, so that a region holds their operators"),
     (set_metadata, "no size is symbolic now; replaces fake values by shapes, lines and storages"),
     (lambda r: note_packed(r.graph), "metadata is there to note it in"),
+    (drop_plain_masks, "behind the line above: a mask of documents is no plain one"),
     (erase_no_ops, "reads shapes and gradients from that metadata"),
     (_hoist_parameter_writes, "before copies of written tensors are made, of which it needs none"),
     (
@@ -87,23 +85,14 @@ PLAIN_PASSES: tuple[Pass, ...] = (
 """Those of them after which values of one graph can be compared; the graph is not to be run."""
 
 
-def run_passes(
-    graph: fx.Graph, constants: dict[str, torch.Tensor], sizes: DynamicSizes
-) -> Rewriting:
+def run_passes(rewriting: Rewriting) -> None:
     """Rewrite an exported graph in place by all passes.
 
     Args:
-        graph: as exported; its placeholders have names.
-        constants: tensors that are neither parameters nor buffers, by name.
-        sizes: policy for data-dependent sizes.
-
-    Returns:
-        The graph, and what the passes have found out about it.
+        rewriting: the graph, whose placeholders have names; gains what passes find out about it.
 
     Raises:
         TraceError: a pass refuses the graph.
     """
-    rewriting = Rewriting(graph, constants, sizes)
     for run, _ in PASSES:
         run(rewriting)
-    return rewriting

@@ -42,6 +42,7 @@ from merak.graph.trace.modes.grad_hooks import select_hooked_modules
 from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.modes.lean_export import lean_export
 from merak.graph.trace.modes.quiet_export import quiet_export
+from merak.graph.trace.normalize import Rewriting
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.opaque.operator import attach_calls
@@ -241,6 +242,7 @@ def _exported(program: torch.export.ExportedProgram, session: Session, runner: R
         tuple(sorted(run.remade)),
         frozenset(session.ones.queried),
         run.tensors,
+        dict(session.model.named_buffers(remove_duplicate=False)),
     )
 
 
@@ -273,7 +275,9 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     Raises:
         TraceError: as of `trace`.
     """
-    rewriting = run_passes(exported.graph, lift(exported), exported.sizes)
+    constants = lift(exported)
+    rewriting = Rewriting(exported.graph, constants, exported.sizes, columns, exported.buffers)
+    run_passes(rewriting)
     return Trace(
         graph=rewriting.graph,
         outputs=exported.outputs,
@@ -284,10 +288,10 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         sources=frozenset(rewriting.sources),
         num_conditions=exported.num_conditions,
         parameter_writes=rewriting.parameter_writes,
-        reads=exported.reads,
+        reads=(*exported.reads, *rewriting.reads),
         left=exported.left[0],
         remade=exported.remade,
-        queried=exported.queried,
+        queried=exported.queried | rewriting.queried,
     )
 
 

@@ -38,6 +38,7 @@ class Exported:
         remade: buffers that forward has replaced by tensors of another shape.
         queried: as of `ModelGraph`.
         tensors: places of plain tensors that the model holds, by identity.
+        buffers: the model's, by all of their names.
     """
 
     graph: fx.Graph
@@ -55,6 +56,7 @@ class Exported:
     remade: tuple[str, ...] = ()
     queried: frozenset[str] = frozenset()
     tensors: Mapping[int, str] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

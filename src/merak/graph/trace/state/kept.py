@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from merak.core.storages import is_dense
 from merak.graph.trace.state.slots import MISSING, PLAIN, is_plain, is_plain_dict
 
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
@@ -41,24 +42,56 @@ _LARGEST_COPY, _LARGEST_SHOWN = 4096, 16
 _MOST_ITEMS, _MAX_DEPTH = 1000, 4
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Triangle = tuple[tuple[int, ...], torch.dtype, float, float]
+"""Shape and type of matrices that are a triangle, and their values on or below and above it."""
+
+
+def triangle_of(tensor: Any) -> Triangle | None:
+    """What a tensor is, if its matrices have one value above their diagonal and another elsewhere.
+
+    Args:
+        tensor: any value; a trained, fake or meta tensor is none.
+    """
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or not is_dense(tensor):
+        return None
+    size = tensor.shape[-1] if tensor.ndim > 1 else 0
+    if size < 2 or tensor.shape[-2] != size or tensor.is_meta or not tensor.numel():
+        return None
+    whole = tensor.detach().reshape(-1, size, size)
+    first = whole[0, :2, :2].tolist()
+    below, above = first[0][0], first[0][1]
+    edges = (whole[:, 0, 1:] == above).all() & (whole[:, :, 0] == below).all()
+    if below == above or not bool(edges):  # which most matrices fail
+        return None
+    is_later = torch.ones(size, size, dtype=torch.bool, device=whole.device).triu(1)
+    if not bool((whole == torch.where(is_later, above, below).to(whole.dtype)).all()):
+        return None
+    return tuple(tensor.shape), tensor.dtype, float(below), float(above)
+
+
+@dataclass(slots=True, eq=False)
 class KeptTensor:
     """A tensor as it was.
 
     Args:
-        tensor: the tensor.
+        tensor: the tensor, or one that has been found to be the same.
         version: the number of writes into it, as torch counts them.
         values: a copy, so that a small tensor in its place with equal values is no change; None
             for a large one.
+        triangle: what it is, on any device; None for no triangle.
     """
 
     tensor: torch.Tensor
     version: int
     values: torch.Tensor | None
+    triangle: Triangle | None
 
     def is_same(self, new: Any) -> bool:
-        """Whether a value of now is this tensor, or a small one that equals it."""
+        """Whether a value of now is this tensor, or a small one or a triangle that equals it."""
         if new is self.tensor and version(new) == self.version:
+            return True
+        if self.triangle is not None and triangle_of(new) == self.triangle:
+            self.tensor, self.version = new, version(new)
             return True
         old = self.values
         if old is None or type(new) is not torch.Tensor or new.is_meta:
@@ -134,7 +167,7 @@ def kept(value: Any, depth: int = 0) -> Any:
     if type(value) is torch.Tensor:
         is_small = value.numel() <= _LARGEST_COPY and not value.is_meta
         copied = value.detach().clone() if is_small else None
-        return KeptTensor(value, version(value), copied)
+        return KeptTensor(value, version(value), copied, triangle_of(value))
     if type(value) is dict and depth == 0 and is_plain_dict(value):
         return KeptKeys(tuple(value))
     if type(value) in CONTAINERS and not is_plain(value):
