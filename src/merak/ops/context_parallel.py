@@ -15,6 +15,7 @@ from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import Sent, linear, sends
+from merak.ops.packed_attention import repeat_heads
 from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
@@ -200,9 +201,8 @@ def attend_rows(
     places = torch.arange(sum(parts), device=query.device)
     own = take(places, ParameterShard(0, parts, axis_degree(axis)), axis_rank(axis))
     mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    return functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-    )
+    key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 A mask of causality and documents keeps queries from most keys, yet a kernel that reads a mask
 multiplies them all. torch's attention of sequences of various lengths skips what is outside of a
-document.
+document. What that does not take (float32, more than 256 features, GPUs before Ampere) reads the
+mask: torch's FlexAttention is fused only where Inductor compiles it, in eager code holds every
+score, and on CPUs has no backward.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ _Operand = torch.Tensor | TensorMeta
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _MOST_FEATURES = 256
 _MULTIPLE = 8
-"""Of a head's features."""
+"""Of a head's features, to which they are padded with zeros."""
 
 
-def _has_varlen() -> bool:
-    """Whether torch has the function, in the form that takes a window."""
+def _arguments() -> frozenset[str]:
+    """Arguments of torch's function; none where there is none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    return "window_size" in inspect.signature(varlen_attn).parameters
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-_HAS_VARLEN = _has_varlen()  # not in a function that torch.compile may trace
+_ARGUMENTS = _arguments()  # not in a function that torch.compile may trace
 
 
 def packed_obstacle(query: _Operand, key: _Operand, value: _Operand) -> str:
@@ -42,14 +44,14 @@ def packed_obstacle(query: _Operand, key: _Operand, value: _Operand) -> str:
         key: likewise.
         value: likewise.
     """
-    if not _HAS_VARLEN:
+    if "window_size" not in _ARGUMENTS:
         return f"torch {torch.__version__}"
     if query.dtype not in _LOW_PRECISION:
         return str(query.dtype).removeprefix("torch.")
-    sizes = {x.shape[-1] for x in (query, key, value)}
-    if len(sizes) > 1 or max(sizes) > _MOST_FEATURES or max(sizes) % _MULTIPLE:
-        return f"heads of {' and '.join(map(str, sorted(sizes)))} features"
-    if len(query.shape) != 4 or query.shape[:3] != key.shape[:3]:
+    if (most := max(x.shape[-1] for x in (query, key, value))) > _MOST_FEATURES:
+        return f"heads of {most} features"
+    sizes = [(*x.shape[:1], *x.shape[2:3]) for x in (query, key)]
+    if len(query.shape) != 4 or sizes[0] != sizes[1] or query.shape[1] % key.shape[1]:
         return f"queries of {tuple(query.shape)} over keys of {tuple(key.shape)}"
     return ""
 
@@ -69,6 +71,21 @@ def has_packed_kernel(
         return False
     is_real = query.is_cuda and torch.cuda.is_available()
     return not is_real or torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
+def repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
+    """Keys or values with a head for each of the query's, for kernels that share none.
+
+    On a GPU, kernels that take a mask are among these: with shared heads torch multiplies matrices.
+
+    Args:
+        x: keys or values, (…, heads, tokens, features).
+        query: likewise.
+        enable_gqa: whether several heads of queries share one of `x`.
+    """
+    if not enable_gqa or x.shape[-3] == query.shape[-3]:
+        return x
+    return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
 
 
 def document_bounds(mask: torch.Tensor, room: int) -> torch.Tensor:
@@ -110,8 +127,8 @@ def attend_packed(
 
     Args:
         query: (samples, heads, tokens, features).
-        key: likewise.
-        value: likewise.
+        key: likewise; of fewer heads that queries share, which torch 2.11 gets repeated.
+        value: as the key, whose features may be others than the query's.
         attn_mask: (samples, 1, tokens, tokens), true where a query reads a key.
         dropout_p: 0.
         is_causal: false, as the mask says it.
@@ -120,15 +137,27 @@ def attend_packed(
         enable_gqa: whether several heads of queries may share a head of keys.
         device_type: of the device whose kernels run; None for that of the query.
     """
-    if not has_packed_kernel(query, key, value, device_type or query.device.type):
+    is_packed = has_packed_kernel(query, key, value, device_type or query.device.type)
+    shares = {"enable_gqa": enable_gqa} if is_packed and "enable_gqa" in _ARGUMENTS else {}
+    if not shares:
+        key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
+    if not is_packed:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    samples, _, tokens, _ = query.shape
+    samples, _, tokens, size = query.shape
+    width, most = value.shape[-1], max(size, value.shape[-1])
+    most += -most % _MULTIPLE
     bounds = document_bounds(attn_mask, room)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    found = varlen_attn(q, k, v, bounds, bounds, tokens, tokens, scale=scale, window_size=(-1, 0))
+    q, k, v = (
+        functional.pad(x, (0, most - x.shape[-1])).transpose(1, 2).flatten(0, 1)
+        for x in (query, key, value)
+    )
+    scale = size**-0.5 if scale is None else scale
+    found = varlen_attn(
+        q, k, v, bounds, bounds, tokens, tokens, scale=scale, window_size=(-1, 0), **shares
+    )
     assert isinstance(found, torch.Tensor)
-    return found.view(samples, tokens, *found.shape[1:]).transpose(1, 2)
+    return found.view(samples, tokens, *found.shape[1:]).transpose(1, 2)[..., :width]

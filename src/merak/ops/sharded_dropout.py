@@ -21,6 +21,7 @@ from torch.nn import functional
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
 from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.packed_attention import repeat_heads
 
 Layout = tuple[int, tuple[int, ...], str, int]
 """(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`, and how many
@@ -134,7 +135,7 @@ def attend_sharded(
             key, value = (_heads_for(query, x, layout) for x in (key, value))
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
-        return (dropped @ _repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
+        return (dropped @ repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
     draws = _own_draws(query.device, layout, rows) if dropout_p else nullcontext()
     with draws:
         return attend_by_kernel(
@@ -200,7 +201,7 @@ def _attention_weights(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """Attention weights as torch's unfused attention computes them, in fp32 for half precision."""
-    key = _repeat_heads(key, query, enable_gqa)
+    key = repeat_heads(key, query, enable_gqa)
     if query.dtype in (torch.float16, torch.bfloat16):
         query, key = query.float(), key.float()
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -225,12 +226,6 @@ def _heads_for(query: torch.Tensor, x: torch.Tensor, layout: Layout) -> torch.Te
 def _shard(layout: Layout) -> ParameterShard:
     dim, parts, axis, copies = layout
     return ParameterShard(dim, parts, axis_degree(axis), copies=copies)
-
-
-def _repeat_heads(x: torch.Tensor, query: torch.Tensor, enable_gqa: bool) -> torch.Tensor:
-    if not enable_gqa or x.shape[-3] == query.shape[-3]:
-        return x
-    return x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3)
 
 
 def _noise_slice(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.nn import functional
 from torch.nn.attention import varlen
 
@@ -38,14 +39,15 @@ def mask_of(positions: torch.Tensor) -> torch.Tensor:
 
 def by_document(query: Any, key: Any, value: Any, bounds: Any, *rest: Any, **named: Any) -> Any:
     """`varlen_attn` in plain operators."""
-    assert named["window_size"] == (-1, 0)
+    assert named["window_size"] == (-1, 0) and query.shape[-1] == value.shape[-1] == 8
     found = []
     for first, last in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         if first < last:
             parts = (x[first:last].transpose(0, 1)[None] for x in (query, key, value))
             attended = functional.scaled_dot_product_attention(
-                *parts, is_causal=True, scale=named["scale"]
-            )
+                *parts, is_causal=True, scale=named["scale"],
+                enable_gqa=named.get("enable_gqa", False),
+            )  # fmt: skip
             found.append(attended[0].transpose(0, 1))
     return torch.cat(found)
 
@@ -57,10 +59,18 @@ def packed_graph(model: torch.nn.Module, room: int) -> ModelGraph:
     return build_graph(GraphSource(model), columns, training=True)
 
 
-def rooms(graph: ModelGraph) -> list[int]:
+def attentions(graph: ModelGraph) -> list[fx.Node]:
     targets = torch.ops.aten.scaled_dot_product_attention.default
     found = [s.graph.find_nodes(op="call_function", target=targets) for s in graph.segments]
-    return [room_for_documents(node) for nodes in found for node in nodes]
+    return [node for nodes in found for node in nodes]
+
+
+def rooms(graph: ModelGraph) -> list[int]:
+    return [room_for_documents(node) for node in attentions(graph)]
+
+
+def heads_of_keys(graph: ModelGraph) -> list[int]:
+    return [node.args[1].meta["tensor"].shape[1] for node in attentions(graph)]
 
 
 def test_bounds_of_documents_fill_their_room() -> None:
@@ -69,18 +79,40 @@ def test_bounds_of_documents_fill_their_room() -> None:
     assert bounds.tolist() == [0, 3, 4, 8, 16, 16, 16]
 
 
+SHARED = frozenset(("window_size", "enable_gqa"))
+
+
+@pytest.mark.parametrize("takes", [SHARED, SHARED - {"enable_gqa"}, None])
+@pytest.mark.parametrize(
+    ("heads", "features", "scale"), [(4, (8, 8), 0.3), (2, (8, 8), None), (1, (6, 3), None)]
+)
 def test_attention_inside_documents_equals_masked_attention(
+    heads: int,
+    features: tuple[int, int],
+    scale: float | None,
+    takes: frozenset[str] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch's kernel has no implementation on the CPU; one in plain operators stands for it."""
     torch.manual_seed(0)
-    operands = [torch.randn(2, 2, TOKENS, 8, requires_grad=True) for _ in range(3)]
-    gradient = torch.randn(2, 2, TOKENS, 8)
+    shapes = [(4, features[0]), (heads, features[0]), (heads, features[1])]
+    operands = [torch.randn(2, n, TOKENS, size).requires_grad_() for n, size in shapes]
+    gradient, shares = torch.randn(2, 4, TOKENS, features[1]), {"enable_gqa": heads < 4}
     mask = mask_of(POSITIONS)
-    expected = functional.scaled_dot_product_attention(*operands, mask, scale=0.3)
-    monkeypatch.setattr("merak.ops.packed_attention.has_packed_kernel", lambda *_: True)
-    monkeypatch.setattr(varlen, "varlen_attn", by_document)
-    found = attend_packed(*operands, mask, room=16, scale=0.3)
+    expected = functional.scaled_dot_product_attention(*operands, mask, scale=scale, **shares)
+    seen = []
+
+    def attend(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        seen.append((key.shape[1], named.get("enable_gqa", False)))
+        return by_document(query, key, value, *rest, **named)
+
+    if takes is not None:
+        monkeypatch.setattr("merak.ops.packed_attention._ARGUMENTS", takes)
+        monkeypatch.setattr("merak.ops.packed_attention.has_packed_kernel", lambda *_: True)
+        monkeypatch.setattr(varlen, "varlen_attn", attend)
+    found = attend_packed(*operands, mask, room=16, scale=scale, **shares)
+    is_shared = heads < 4 and takes == SHARED
+    assert seen == ([] if takes is None else [(heads if is_shared else 4, is_shared)])
     torch.testing.assert_close(found, expected)
     pairs = [torch.autograd.grad(x, operands, gradient) for x in (found, expected)]
     for own, whole in zip(*pairs, strict=True):
@@ -112,6 +144,8 @@ def test_a_mask_of_documents_has_flash_attention_on_a_gpu() -> None:
     assert (rooms(packed), rooms(other)) == ([16, 16], [0, 0])
     kernels = [[str(k) for s in g.segments for k in attention_kernels(s.graph)] for g in (packed,)]
     assert kernels == [["flash inside documents"] * 2]
+    # They are repeated for a kernel that reads a mask.
+    assert (heads_of_keys(packed), heads_of_keys(other)) == ([1, 1], [2, 2])
     said = attention_sentence((s.graph for s in other.segments), other.queried)
     assert said is not None
     assert "position_ids begin anew" in said
@@ -145,12 +179,22 @@ def test_a_mask_that_hides_more_is_read() -> None:
         (torch.float16, 256, ""),
         (torch.float32, 64, "float32"),
         (torch.bfloat16, 512, "heads of 512 features"),
-        (torch.bfloat16, 20, "heads of 20 features"),
+        (torch.bfloat16, 20, ""),
     ],
 )
 def test_what_the_kernel_takes(dtype: torch.dtype, features: int, obstacle: str) -> None:
     operands = [TensorMeta((2, 4, 8, features), dtype) for _ in range(3)]
     assert packed_obstacle(*operands) == obstacle
+
+
+def test_heads_that_it_takes() -> None:
+    """Shared ones, and values of other features than keys, as DeepSeek has them."""
+    query, key, value, odd = (
+        TensorMeta((2, heads, 8, features), torch.bfloat16)
+        for heads, features in ((4, 192), (2, 192), (2, 128), (3, 192))
+    )
+    assert packed_obstacle(query, key, value) == packed_obstacle(query, query, query) == ""
+    assert packed_obstacle(query, odd, odd).startswith("queries of (2, 4, 8, 192) over keys")
 
 
 @pytest.mark.gpu
@@ -179,8 +223,8 @@ def test_the_kernel_of_documents_on_a_gpu(
     expected = functional.scaled_dot_product_attention(*whole, mask, scale=0.3)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        key, value = (x.repeat_interleave(queried // read, 1) for x in (key, value))
-        return attend_packed(query, key, value, mask, room=64, scale=0.3)
+        shares = queried > read
+        return attend_packed(query, key, value, mask, room=64, scale=0.3, enable_gqa=shares)
 
     assert has_packed_kernel(*(x.bfloat16() for x in whole), device_type="cuda")
     found = (torch.compile(attend) if compiles else attend)(*operands)
