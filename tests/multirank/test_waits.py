@@ -122,8 +122,9 @@ def waits(model: str, degrees: dict[str, int], options: list[dict[str, Any]]) ->
     batch, found = {"input_ids": ids, "labels": ids}, []
     for own in options:
         torch.manual_seed(0)
+        made = MODELS[model]()
         parallel = merak.parallelize(
-            MODELS[model](), batch, num_microbatches=2, optimizer=torch.optim.AdamW,
+            made, batch, num_microbatches=2, optimizer=torch.optim.AdamW,
             autocast=torch.bfloat16, max_grad_norm=1.0, **own,
         )  # fmt: skip
         for _ in range(2):
@@ -131,6 +132,7 @@ def waits(model: str, degrees: dict[str, int], options: list[dict[str, Any]]) ->
         with Waits() as seen:
             parallel.step(batch)
         found.append(dict(seen.found))
+        list(made.parameters())  # waits for what replicas still gather
     return found
 
 

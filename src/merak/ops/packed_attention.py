@@ -10,6 +10,7 @@ score, and on CPUs has no backward.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -138,7 +139,8 @@ def attend_packed(
         device_type: of the device whose kernels run; None for that of the query.
     """
     is_packed = has_packed_kernel(query, key, value, device_type or query.device.type)
-    shares = {"enable_gqa": enable_gqa} if is_packed and "enable_gqa" in _ARGUMENTS else {}
+    takes_groups = is_packed and "enable_gqa" in _ARGUMENTS
+    shares: dict[str, Any] = {"enable_gqa": enable_gqa} if takes_groups else {}
     if not shares:
         key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
     if not is_packed:

@@ -291,10 +291,13 @@ class Evaluation:
         made = self._engine.evaluate_each(signatures, batches, exchanged.columns)
 
         def run(numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-            held = {n for n, _ in own}.intersection(numbers)
+            mine = {n for n, _ in own}
+            held = mine.intersection(numbers)
             found = {n: self._results(chunk[n], prepared[n], next(made)) for n in sorted(held)}
-            if not held:
-                deque(made, maxlen=0)  # takes part in what other replicas run
+            if not held or max(mine) in held:
+                # Take part in what other replicas run, and wait for what has been sent: whoever
+                # reads the results may end the evaluation.
+                deque(made, maxlen=0)
             return found
 
         numbers = range(len(chunk))
@@ -307,7 +310,6 @@ class Evaluation:
                     num_left -= 1
                     ranks = self._batch_exchange.of_replica(everyone, replica)
                     yield self._merged(ranks, number, found), is_last and not num_left
-        deque(made, maxlen=0)
 
     def _with_count(self, batch: Batch, metadata: Sequence[Mapping[str, Any]]) -> Batch:
         """A batch with its own count of label tokens, which its loss is divided by."""

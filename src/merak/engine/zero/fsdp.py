@@ -4,6 +4,12 @@ torch's `fully_shard` does it: parameters that the same segments read are a modu
 whose forward is the segment. They are gathered for the segment's action, in the order of
 `merak.engine.zero.unshard_order`, and freed when it ends; a backward reduce-scatters gradients.
 
+A segment's backward ends behind its reduce-scatter: each group is a root, as the schedule calls
+segments one by one, and torch waits for a root's reductions in the callback behind its backward.
+Two open would need one communication context of torch's own for all groups: private, of another
+form in torch 2.11 (one reduction) than in 2.13 (a list), and prefetching in an order of its own.
+On CPUs torch reduces in the thread of the backward, whatever is asked for.
+
 Source: arXiv:1910.02054 (ZeRO), section 5.3; arXiv:2304.11277 (FSDP), section 3.
 """
 

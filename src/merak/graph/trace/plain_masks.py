@@ -16,10 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.tensor_meta import TensorMeta, requires_grad
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
-from merak.graph.ir.operators import EMBEDDINGS, aten_family, family
+from merak.graph.ir.operators import (
+    EMBEDDINGS,
+    FILLS_LIKE,
+    FILLS_NEW,
+    SHAPED_LIKE,
+    aten_family,
+    family,
+)
 from merak.graph.ir.reachable import reachable
 from merak.graph.ir.state_read import MODEL, StateRead
 from merak.graph.trace.normalize import Rewriting, is_random
@@ -28,6 +35,8 @@ from merak.graph.trace.verify import is_fake_or_meta
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_AS_ANOTHER = SHAPED_LIKE | {"expand_as", "type_as", "to"}
+"""Operators that give an operand the shape or type of another."""
 _MOST_ELEMENTS = 2**27
 _HIDDEN = -1e9
 """A summand of scores that leaves a weight of zero, whatever the scores are."""
@@ -86,7 +95,7 @@ class _Origin:
     @staticmethod
     def of(attention: fx.Node, mask: fx.Node, writes: Mutations) -> _Origin:
         """What makes the mask of an attention."""
-        found = reachable([mask], lambda node: (*node.all_input_nodes, *writes.group(node)))
+        found = reachable([mask], lambda node: (*_read_values(node), *writes.group(node)))
         nodes = tuple(sorted(node for node in found if node < attention))
         written = {number for number, own in writes.writers.items() if not found.isdisjoint(own)}
         are_written = any(n.op == "placeholder" and n.meta["storage"] in written for n in nodes)
@@ -102,6 +111,10 @@ class _Origin:
         graph, inputs = fx.Graph(), []
         copies: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
+            for like in set(node.all_input_nodes) - copies.keys():  # whose values are not read
+                copies[like] = graph.placeholder(like.name)
+                meta = like.meta["tensor"]
+                inputs.append(torch.empty((), dtype=meta.dtype).expand(meta.shape))
             copies[node] = made = graph.node_copy(node, copies.__getitem__)
             made.args, made.kwargs = fx.node.map_aggregate((made.args, made.kwargs), _on_host)
             if node.op == "placeholder":
@@ -134,6 +147,14 @@ def _meaning(origin: _Origin, rewriting: Rewriting) -> bool | None:
     return found
 
 
+def _read_values(node: fx.Node) -> list[fx.Node]:
+    """Operands of which more is read than their shape and type."""
+    name = aten_family(node.target) if node.op == "call_function" else ""
+    places = {0} if name in FILLS_LIKE | FILLS_NEW else {1} if name in _AS_ANOTHER else set()
+    unread = [node.args[place] for place in places if place < len(node.args)]
+    return [operand for operand in node.all_input_nodes if operand not in unread]
+
+
 def _is_known(node: fx.Node, rewriting: Rewriting) -> bool:
     """Whether an input has known values, or may be a mask of tokens."""
     name = node.meta["name"]
@@ -150,7 +171,7 @@ def _can_run(node: fx.Node) -> bool:
     sizes = [math.prod(m.shape) for m in (metas if isinstance(metas, Sequence) else [metas]) if m]
     is_small = max(sizes, default=0) <= _MOST_ELEMENTS
     is_known = node.target is operator.getitem or bool(aten_family(node.target))
-    return is_small and is_known and not is_random(node) and not requires_grad(metas)
+    return is_small and is_known and not is_random(node)
 
 
 def _value(node: fx.Node, ones: int, rewriting: Rewriting) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,8 @@ CAUSAL: dict[str, Mask] = {
     "infinities": lambda m, c: torch.full((TOKENS, TOKENS), INF).double().triu(1),
     "a billion": lambda m, c: torch.zeros(1, 1, TOKENS, TOKENS).double().where(~later(), -1e9),
     "in place": lambda m, c: filled().double(),
+    "as another": lambda m, c: torch.full((TOKENS, TOKENS), INF).triu(1).type_as(m.heads),
+    "like another": lambda m, c: m.heads.new_zeros(TOKENS, TOKENS).masked_fill(later(), INF),
     "counted": lambda m, c: counted(),
     "buffer": lambda m, c: m.bias[:, :, :TOKENS, :TOKENS] == 1,
     "buffer of what is hidden": lambda m, c: ~m.hidden[:TOKENS, :TOKENS],
@@ -87,7 +90,9 @@ class Attention(nn.Module):
         self.register_buffer("hidden", whole.triu(1).bool(), persistent=False)
         self.register_buffer("scores", torch.full_like(whole, INF).triu(1))
         self.plain, self.scale = whole.tril().bool(), nn.Parameter(torch.tensor(-1e9))
-        self.mask, self.ids = (CAUSAL | OF_ONES | WHOLE | OTHERS)[mask], torch.ones(1)
+        self.mask = (CAUSAL | OF_ONES | WHOLE | OTHERS)[mask]
+        self.ids: Any = None
+        self.heads: Any = None
 
     def written(self) -> torch.Tensor:
         self.scores.mul_(1)
@@ -95,7 +100,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         heads = self.project(x).unflatten(-1, (6, -1)).transpose(1, 2).chunk(3, 1)
+        self.heads = heads[0]
         found = functional.scaled_dot_product_attention(*heads, attn_mask=self.mask(self, column))
+        self.heads = None
         return self.out(found.transpose(1, 2).flatten(2))
 
 

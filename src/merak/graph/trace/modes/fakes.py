@@ -139,18 +139,13 @@ def eager_masks(columns: Mapping[str, TensorMeta], ones: KnownOnes) -> Iterator[
 def _packed_masks(ones: KnownOnes, positions: Any) -> Iterator[None]:
     """Mark masks of causality and the documents of packed rows alone.
 
-    Attention with such a mask gets grouped heads of keys and values as they are: its kernel shares
-    them, and `attend_packed` repeats them for those that cannot.
-
     Args:
         ones: knows for how many documents there must be room.
         positions: by the documents' numbers that transformers has counted from them.
     """
     from transformers import masking_utils
-    from transformers.integrations import sdpa_attention
 
     marked: Any = WeakIdKeyDictionary()
-    use_gqa: Callable[..., bool] = sdpa_attention.use_gqa_in_sdpa
     rooms: dict[Any, int] = {}
     documents: dict[Any, torch.Tensor] = {}
     sdpa_mask, causal = masking_utils.sdpa_mask, masking_utils.causal_mask_function
@@ -184,9 +179,6 @@ def _packed_masks(ones: KnownOnes, positions: Any) -> Iterator[None]:
         marked[found := MARK_PACKED(mask, room)] = room
         return found
 
-    def shares_heads(mask: torch.Tensor | None, *operands: torch.Tensor) -> bool:
-        return mask in marked or use_gqa(mask, *operands)
-
     # Older releases join the two functions where newer ones have one of both.
     replaced = (
         {"packed_sequence_mask_function": numbered, "and_masks": joined}
@@ -196,10 +188,25 @@ def _packed_masks(ones: KnownOnes, positions: Any) -> Iterator[None]:
     known_masks = masking_utils.AttentionMaskInterface._global_mapping
     with (
         mock.patch.dict(known_masks, sdpa=mark_packed),
-        mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", shares_heads),
+        _shared_heads(marked),
         mock.patch.multiple(masking_utils, **replaced),
     ):
         yield
+
+
+def _shared_heads(masks: Any) -> Any:
+    """Give attention with some masks grouped heads of keys and values as they are.
+
+    Its kernel shares them, and `attend_packed` repeats them for those that cannot.
+    """
+    from transformers.integrations import sdpa_attention
+
+    use_gqa: Callable[..., bool] = sdpa_attention.use_gqa_in_sdpa
+
+    def shares(mask: torch.Tensor | None, *operands: torch.Tensor) -> bool:
+        return mask in masks or use_gqa(mask, *operands)
+
+    return mock.patch.object(sdpa_attention, "use_gqa_in_sdpa", shares)
 
 
 @contextmanager
