@@ -124,7 +124,7 @@ def attend_packed(
     enable_gqa: bool = False,
     device_type: str | None = None,
 ) -> torch.Tensor:
-    """Attention whose mask is of causality and documents alone, by the best kernel there is.
+    """Attention with a mask, often of causality and documents alone, by the best kernel there is.
 
     Args:
         query: (samples, heads, tokens, features).
@@ -133,19 +133,20 @@ def attend_packed(
         attn_mask: (samples, 1, tokens, tokens), true where a query reads a key.
         dropout_p: 0.
         is_causal: false, as the mask says it.
-        room: for the documents of all samples.
+        room: for the documents of all samples; 0 for any other mask.
         scale: of the scores; None for one over the root of the features.
         enable_gqa: whether several heads of queries may share a head of keys.
         device_type: of the device whose kernels run; None for that of the query.
     """
-    is_packed = has_packed_kernel(query, key, value, device_type or query.device.type)
+    device_type = device_type or query.device.type
+    is_packed = room > 0 and has_packed_kernel(query, key, value, device_type)
     takes_groups = is_packed and "enable_gqa" in _ARGUMENTS
     shares: dict[str, Any] = {"enable_gqa": enable_gqa} if takes_groups else {}
-    if not shares:
+    if not shares and (is_packed or device_type != "cpu"):
         key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
     if not is_packed:
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     from torch.nn.attention.varlen import varlen_attn
 

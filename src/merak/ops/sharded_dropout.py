@@ -21,7 +21,7 @@ from torch.nn import functional
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.packed_attention import repeat_heads
+from merak.ops.packed_attention import attend_packed, repeat_heads
 
 Layout = tuple[int, tuple[int, ...], str, int]
 """(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`, and how many
@@ -104,6 +104,7 @@ def attend_sharded(
     layout: Layout | None,
     kv_whole: bool = False,
     rows: Rows | None = None,
+    room: int = 0,
 ) -> torch.Tensor:
     """Scaled-dot-product attention with dropout over the rank's own heads.
 
@@ -125,6 +126,7 @@ def attend_sharded(
         kv_whole: whether `key` and `value` hold all kv-heads of the model, which are too few to
             split; those that the rank's queries read are picked.
         rows: which samples of the microbatch they are, where not all.
+        room: as of `attend_packed`.
 
     Returns:
         The attention's result, shaped like `query`.
@@ -139,17 +141,9 @@ def attend_sharded(
     draws = _own_draws(query.device, layout, rows) if dropout_p else nullcontext()
     with draws:
         return attend_by_kernel(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            layout=layout,
-            kv_whole=kv_whole,
-        )
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+            enable_gqa=enable_gqa, layout=layout, kv_whole=kv_whole, room=room,
+        )  # fmt: skip
 
 
 def attend_by_kernel(
@@ -165,6 +159,7 @@ def attend_by_kernel(
     layout: Layout | None,
     kv_whole: bool = False,
     rows: Rows | None = None,
+    room: int = 0,
 ) -> torch.Tensor:
     """Attention over the rank's own heads with a pattern that torch's kernel draws.
 
@@ -173,6 +168,10 @@ def attend_by_kernel(
     if kv_whole:
         assert layout is not None
         key, value = (_heads_for(query, x, layout) for x in (key, value))
+    if attn_mask is not None and not dropout_p:
+        return attend_packed(
+            query, key, value, attn_mask, room=room, scale=scale, enable_gqa=enable_gqa
+        )
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

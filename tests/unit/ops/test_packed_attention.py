@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -149,6 +150,40 @@ def test_a_mask_of_documents_has_flash_attention_on_a_gpu() -> None:
     said = attention_sentence((s.graph for s in other.segments), other.queried)
     assert said is not None
     assert "position_ids begin anew" in said
+
+
+class SharesUnderAMask(torch.nn.Module):
+    """Four heads of queries over two of keys, with a mask that is not plain causality."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        heads = self.project(x).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
+        window = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-2)
+        found = functional.scaled_dot_product_attention(*heads, window, enable_gqa=True)
+        return {"loss": found.square().mean()}
+
+
+def test_heads_shared_under_a_mask_are_repeated_for_a_gpu() -> None:
+    """torch has no kernel for both, and multiplies matrices, which saves all scores."""
+    model = SharesUnderAMask().to(torch.bfloat16)
+    columns = {"x": TensorMeta((2, TOKENS, 32), torch.bfloat16)}
+    (segment,) = build_graph(GraphSource(model), columns, training=True).segments
+    kernels = [str(kernel) for kernel in attention_kernels(segment.graph)]
+    assert kernels == ["memory-efficient, since its mask rules out flash"]
+    query, key, mask = torch.empty(2, 4, 8, 8), torch.empty(2, 2, 8, 8), torch.ones(8, 8)
+    seen: list[tuple[int, bool]] = []
+
+    def attend(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        seen.append((key.shape[1], named["enable_gqa"]))
+        return query
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", attend):
+        for device in ("cpu", "cuda"):
+            attend_packed(query, key, key, mask, room=0, enable_gqa=True, device_type=device)
+    assert seen == [(2, True), (4, True)]
 
 
 def test_memory_is_measured_with_the_kernel_of_a_gpu() -> None:

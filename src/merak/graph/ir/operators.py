@@ -250,14 +250,29 @@ def multiplies_groups(node: fx.Node) -> bool:
 
 def room_for_documents(node: fx.Node) -> int:
     """Room for the documents of attention with a mask of causality and documents; 0 for others."""
-    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
-        return 0
-    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False))
-    mask = (given | node.kwargs).get("attn_mask")
-    if not isinstance(mask, fx.Node) or (given | node.kwargs).get("dropout_p", 0.0):
-        return 0
-    meta = mask.meta.get("tensor")
+    mask, dropout_p = _mask_of(node)
+    meta = None if mask is None or dropout_p else mask.meta.get("tensor")
     return meta.documents if isinstance(meta, TensorMeta) else 0
+
+
+def chooses_kernel(node: fx.Node) -> bool:
+    """Whether attention has a mask of documents, or a mask over shared heads of keys and values.
+
+    Kernels of a GPU that read a mask share none: `attend_packed` runs the best there is.
+    """
+    mask, dropout_p = _mask_of(node)
+    shares = mask is not None and not dropout_p and bool(node.kwargs.get("enable_gqa"))
+    return shares or room_for_documents(node) > 0
+
+
+def _mask_of(node: fx.Node) -> tuple[fx.Node | None, Any]:
+    """The mask of torch's attention, and its dropout."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default:
+        return None, 0.0
+    names = ("query", "key", "value", "attn_mask", "dropout_p")
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    mask = given.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) else None, given.get("dropout_p", 0.0)
 
 
 @cache

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.graph.ir.mutation import eliminate_dead_code
-from merak.graph.ir.operators import multiplies_groups, room_for_documents
+from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
@@ -118,9 +118,9 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
                 node.target = dynamic_region_function(node.meta["region"])
             elif multiplies_groups(node):
                 node.target = grouped_product
-            elif room := room_for_documents(node):
+            elif chooses_kernel(node):
+                node.kwargs = {**node.kwargs, "room": room_for_documents(node)}
                 node.target = attend_packed
-                node.kwargs = {**node.kwargs, "room": room}
         draw_in_logical_order(graph, to_compile=compiler is not None)
     forward: Function
     if observe is not None:
@@ -136,4 +136,4 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
 
 def _is_replaced(node: fx.Node) -> bool:
     is_own = is_opaque(node) or is_dynamic_region(node) or multiplies_groups(node)
-    return is_own or room_for_documents(node) > 0 or draws_by_memory(node)
+    return is_own or chooses_kernel(node) or draws_by_memory(node)

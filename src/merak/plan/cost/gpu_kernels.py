@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from merak.core.tensor_meta import TensorMeta
 from merak.core.units import counted
-from merak.graph.ir.operators import multiplies_groups, room_for_documents
+from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
 from merak.graph.segment.cut import copy_graph
 from merak.ops.grouped_product import grouped_product
 from merak.ops.packed_attention import attend_packed, packed_obstacle
@@ -69,7 +69,8 @@ def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
         return graph
     copy, _ = copy_graph(graph)
     for node in copy.nodes:
-        if room := room_for_documents(node):
+        if chooses_kernel(node):
+            room = room_for_documents(node)
             node.kwargs = {**node.kwargs, "room": room, "device_type": device_type}
         node.target = _on_gpu(node) or node.target
     return copy
@@ -77,7 +78,7 @@ def graph_of(graph: fx.Graph, device_type: str, fake: torch.device) -> fx.Graph:
 
 def _on_gpu(node: fx.Node) -> Callable[..., Any] | None:
     """What an operator runs on a GPU, where that is something else than on the CPU."""
-    if room_for_documents(node):
+    if chooses_kernel(node):
         return attend_packed
     return _product_on_gpu if multiplies_groups(node) else _ON_GPUS.get(node.target)
 
@@ -279,6 +280,7 @@ def attention_kernels(graph: fx.Graph) -> list[AttentionKernel]:
         given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | node.kwargs
         query, key, value = (given[n].meta["tensor"] for n in ("query", "key", "value"))
         mask, shares = given.get("attn_mask"), given.get("enable_gqa", False)
+        shares = shares and not chooses_kernel(node)
         mask = mask.meta["tensor"] if isinstance(mask, fx.Node) else None
         if room_for_documents(node) and not packed_obstacle(query, key, value):
             found.append(AttentionKernel(PACKED))

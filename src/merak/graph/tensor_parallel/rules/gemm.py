@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.contractions import Operand, contraction, matmul_labels
+from merak.graph.ir.operators import room_for_documents
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -207,6 +208,7 @@ def attention(op: Operator) -> Decision:
         "layout": op.layout(lead),
         "kv_whole": kv_whole,
         "rows": op.arg("rows"),
+        "room": room_for_documents(op.node),
     }
     return Decision(lead, needs, attend_sharded, args, kwargs)
 
