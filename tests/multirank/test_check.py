@@ -140,6 +140,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["segments"] == 6
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--model", "GPT2Model", "--pp", "2", "--steps", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -177,6 +178,7 @@ def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[st
     assert any(part in captured.err.splitlines()[-1] for part in said.split("|"))
 
 
+@pytest.mark.slow
 def test_code_of_a_folder_runs_only_if_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

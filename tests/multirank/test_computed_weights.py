@@ -197,6 +197,7 @@ def test_a_weight_that_is_not_sharded(pool: RankPool) -> None:
     check(pool, Case(UNSHARDED, partial(Model, *3 * [UNSHARDED]), draw), -1.0)
 
 
+@pytest.mark.slow
 def test_two_streams(pool: RankPool) -> None:
     check(pool, Case("streams", Streams, draw), 0.85)
 

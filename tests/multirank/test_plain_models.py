@@ -25,7 +25,7 @@ def check(pool: RankPool, model: type[nn.Module], job: tuple[Layout, str]) -> Ch
 
 
 ESSENTIAL = (
-    "LSTM", "Shared", "InPlace",
+    "Shared", "InPlace",
 )  # fmt: skip
 """Those that `make test` trains; `make test-all` trains all."""
 

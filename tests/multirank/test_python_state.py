@@ -144,6 +144,7 @@ def train_frozen(zero: int, cache: str) -> dict[str, Any]:
     return {kind: found[kind] for kind in ("losses", "norms")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, slow(3)])
 def test_frozen_parameters_of_sharded_optimizers_stay(
     pool: RankPool, cache: str, zero: int

@@ -69,7 +69,7 @@ def train(
     return losses(trainer), said
 
 
-@pytest.mark.parametrize("lengths", [slow([LONG] * 3), [OWN_LENGTH, LONG, OWN_LENGTH, LONG]])
+@pytest.mark.parametrize("lengths", [slow([LONG] * 3), slow([OWN_LENGTH, LONG, OWN_LENGTH, LONG])])
 def test_long_batches_train_as_in_one_process(
     lengths: list[int], pool: RankPool, tmp_path: Path
 ) -> None:

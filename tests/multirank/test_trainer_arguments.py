@@ -165,7 +165,7 @@ def test_whole_parameters_of_shards(pool: RankPool, cache: str) -> None:
     _check(pool, (1, 2, 1), WHOLE_PARAMETERS, "plain", cache)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((2, 1, 2))])
+@pytest.mark.parametrize("layout", [slow((1, 1, 2)), slow((2, 1, 2))])
 def test_streams(pool: RankPool, cache: str, layout: Layout) -> None:
     # 30 samples: the stream ends in the middle of a step, and begins again.
     _check(pool, layout, {"stream": _setup(max_steps=5)}, "stream", cache)

@@ -213,7 +213,9 @@ def assert_rank_equals_one_process(
     cases.assert_gradients_equal({n: shares[n].grad for n in expected}, expected)
 
 
-@pytest.mark.parametrize("tp,names", [(2, list(MODELS)), slow(4, ["bert", "by-hand"])])
+@pytest.mark.parametrize(
+    "tp,names", [(2, ["bert", "by-hand"]), slow(2, list(MODELS)), slow(4, ["bert", "by-hand"])]
+)
 def test_every_gradient(pool: RankPool, tp: int, names: list[str]) -> None:
     """Chosen from the graph alone, tied and not, with biases, scaled and capped."""
     assert pool.run(gradients_off, tp, names, tp) == [{}] * tp

@@ -40,6 +40,7 @@ print(fingerprint(odd_models.Recurrent(), torch.nn.functional.relu, torch.relu))
 """
 
 
+@pytest.mark.slow
 def test_equal_in_every_process() -> None:
     root = Path(__file__).parents[4]
     path = f"{root / 'src'}{os.pathsep}{root}"
