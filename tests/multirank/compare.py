@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from merak.core.shards import join
 from tests.multirank.training import Outcome
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,20 +64,4 @@ def assert_close(ranks: Sequence[Outcome], expected: Outcome) -> None:
     initial = whole(ranks, "initial")
     for name, value in expected.initial.items():
         assert torch.equal(initial[name], value), name
-    assert_gradients_close(whole(ranks, "first"), expected.first)
-
-
-def assert_gradients_close(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
-) -> None:
-    """Every gradient within 1e-5 of its largest magnitude.
-
-    Gradients that are zero but for rounding (a key's bias shifts all scores of a query alike) are
-    held to 1e-8 of the largest magnitude in the model instead: fp32 rounding of what they sum.
-    """
-    largest = max(float(g.abs().max()) for g in expected.values())
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = max(float(gradient.abs().max()), 1e-3 * largest)
-        error = float((found[name] - gradient).abs().max()) / scale
-        assert error <= 1e-5, f"{name}: off by {error:.1e}"
+    assert_gradients_equal(whole(ranks, "first"), expected.first)

@@ -13,9 +13,9 @@ from merak import MerakArguments, MerakTrainer, empty_weights, parallelize
 from merak.core.errors import ScheduleError
 from merak.core.start.init import init
 from merak.graph.program.program import SubPipelinedRun
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, Texts, Uneven, gpt2, loss_of_logits
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 SAMPLES = 2
 
@@ -168,7 +168,7 @@ def test_every_update_is_that_of_one_process_with_delayed_weights(
         assert found == pytest.approx(losses, rel=1e-5)
     for step, expected in enumerate(after):
         found = {name: p for _, steps, _ in ranks for name, p in steps[step].items()}
-        assert_gradients_close(found, expected)  # the parameters, to the same tolerance
+        assert_gradients_equal(found, expected)  # the parameters, to the same tolerance
     # The delay matters: without it the same updates give other parameters.
     _, undelayed = reference(lambda stage, m: m // per_update, per_update, stage_of, counts, dp)
     worst = max(float((undelayed[-1][n] - p).abs().max()) for n, p in after[-1].items())
@@ -183,7 +183,7 @@ def test_halves_use_the_weights_of_their_microbatch(pool, schedule):
     for (losses, after, _), (found, others, _) in zip(whole, halves, strict=True):
         assert found == pytest.approx(losses, rel=1e-5)
         for expected, parameters in zip(after, others, strict=True):
-            assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
+            assert_gradients_equal(parameters, expected)  # the parameters, to its tolerance
 
 
 def test_masters_are_stepped_inside_a_schedule(pool):
@@ -196,7 +196,7 @@ def test_masters_are_stepped_inside_a_schedule(pool):
         assert found == pytest.approx(losses, rel=2**-7)  # a loss is a number of 8 bits here
     for step, expected in enumerate(after):
         found = {name: p for _, steps, _ in ranks for name, p in steps[step].items()}
-        assert_gradients_close(found, expected)  # the masters, to the same tolerance
+        assert_gradients_equal(found, expected)  # the masters, to the same tolerance
         assert all(p.dtype == torch.float32 for p in found.values())
     assert any(not torch.equal(p, p.to(half).float()) for p in found.values())
 

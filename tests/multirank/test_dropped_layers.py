@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from merak.core.random import set_random_state
-from tests.multirank.compare import assert_gradients_close, whole
+from tests.multirank.compare import whole
 from tests.multirank.ranks import RankError, RankPool
 from tests.multirank.test_oom_replan import CALL, ENOUGH, PROPAGATE, SUM, Fault, injected
 from tests.multirank.training import Layout, Outcome
 from tests.tiers import slow
 from tests.unit.graph.dropped_layers import Skipping, Stack, same_draws
 from tests.unit.graph.masked import Masked, same_masks
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 NUM_STEPS, NUM_MICROBATCHES, BATCH, SEED = 4, 2, 4, 3
 
@@ -60,12 +61,18 @@ def run_parallel(
     return outcome
 
 
-def run_alone(kind: type[Stack]) -> tuple[Outcome, int]:
-    """What one process sees, and how often a parameter has no gradient in a step."""
+def run_alone(
+    kind: Callable[[], Any], before: Callable[[Any, int], None] = lambda *_: None
+) -> tuple[Outcome, int]:
+    """What one process sees, and how often a parameter has no gradient in a step.
+
+    `before` is called with the model and the number of each step.
+    """
     model = kind()
     optimizer = adamw(model.parameters())
     outcome, num_without = Outcome(), 0
     for step in range(NUM_STEPS):
+        before(model, step)
         optimizer.zero_grad()
         total = 0.0
         for place in range(NUM_MICROBATCHES):
@@ -142,7 +149,7 @@ def compare(
     ranks = pool.run(run_parallel, dp * tp * pp, kind, layout, options, fault)
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert_gradients_close(whole(ranks, "final"), expected.final)
+    assert_gradients_equal(whole(ranks, "final"), expected.final)
 
 
 class OneForAll(Stack):

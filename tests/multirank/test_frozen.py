@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import merak
 from merak.schedule.steps import Payload
-from tests.multirank.compare import assert_gradients_close, whole
+from tests.multirank.compare import whole
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import (
     SEQUENCE,
@@ -27,6 +27,7 @@ from tests.multirank.training import (
     loss_of_logits,
 )
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 MICROBATCHES, SAMPLES, STEPS = 4, 2, 2
 
@@ -239,7 +240,7 @@ def test_what_is_trained_gets_the_gradients_of_one_process(
     results = pool.run(run_parallel, dp * tp * pp, layout, kind, schedule)
     ranks = [outcome for outcome, _ in results]
     assert ranks[0].losses == pytest.approx(expected.losses, rel=1e-5)
-    assert_gradients_close(whole(ranks, "first"), expected.first)
+    assert_gradients_equal(whole(ranks, "first"), expected.first)
     final = whole(ranks, "final")
     for name, value in expected.final.items():
         if name not in expected.first:

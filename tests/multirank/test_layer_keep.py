@@ -7,23 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from merak.core.random import set_random_state
 from merak.plan.layer_dropping import kept, kept_at
-from tests.multirank.compare import assert_gradients_close, whole
+from tests.multirank.compare import whole
 from tests.multirank.ranks import RankError, RankPool
 from tests.multirank.test_dropped_layers import (
-    NUM_MICROBATCHES,
-    NUM_STEPS,
     SEED,
-    adamw,
-    batch_of,
     build,
+    run_alone,
     run_parallel,
 )
 from tests.multirank.test_expert_dispatch import trained
-from tests.multirank.training import Layout, Outcome
+from tests.multirank.training import Layout
 from tests.tiers import slow
-from tests.unit.graph.dropped_layers import DEPTH, Stack, same_draws
+from tests.unit.graph.dropped_layers import DEPTH, Stack
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 KEEP, DECAY = 0.1, 3.0
 OPTIONS = {"layer_keep": KEEP, "layer_keep_decay": DECAY}
@@ -76,26 +73,8 @@ class DroppingAlone(Dropping):
         return super().run(x)
 
 
-def run_alone(kind: type[BlocksAlone | DroppingAlone]) -> tuple[Outcome, int]:
-    """What one process sees, and how often a parameter has no gradient in a step."""
-    model = kind()
-    optimizer = adamw(model.parameters())
-    outcome, num_without = Outcome(), 0
-    for step in range(NUM_STEPS):
-        model.last = kept(step, KEEP, DECAY)
-        optimizer.zero_grad()
-        total = 0.0
-        for place in range(NUM_MICROBATCHES):
-            set_random_state(torch.device("cpu"), SEED, "microbatch", step, place, "choices")
-            with same_draws():
-                loss = model(**batch_of(step, place))["loss"] / NUM_MICROBATCHES
-            loss.backward()
-            total += loss.item()
-        num_without += sum(p.grad is None for p in model.parameters())
-        optimizer.step()
-        outcome.losses.append(total)
-    outcome.final = {n: p.detach().clone() for n, p in model.named_parameters()}
-    return outcome, num_without
+def set_last(model: BlocksAlone | DroppingAlone, step: int) -> None:
+    model.last = kept(step, KEEP, DECAY)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +91,14 @@ def run_alone(kind: type[BlocksAlone | DroppingAlone]) -> tuple[Outcome, int]:
 def test_as_one_process(
     pool: RankPool, kind: type[Stack], alone: Any, layout: Layout, options: dict[str, Any]
 ) -> None:
-    expected, num_without = run_alone(alone)
+    expected, num_without = run_alone(alone, set_last)
     assert num_without, "no block was dropped for a whole step"
     ranks = pool.run(
         run_parallel, layout[0] * layout[1] * layout[2], kind, layout, options | OPTIONS, None
     )
     for rank in ranks:
         assert rank.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert_gradients_close(whole(ranks, "final"), expected.final)
+    assert_gradients_equal(whole(ranks, "final"), expected.final)
 
 
 def experts(degrees: dict[str, int]) -> list[float]:

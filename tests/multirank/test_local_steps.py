@@ -15,11 +15,11 @@ from torch import nn
 import merak
 from merak.core.errors import TrainingError
 from tests import optimizers
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import BATCH, Classifier, adamw, batch_of
 from tests.multirank.training import Setup, train_merak
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 CLIP = 0.2
 DILOCO = {"local_steps": 3, "outer_optimizer": "nesterov"}
@@ -75,7 +75,7 @@ def test_averages_after_every_step_are_reductions_of_gradients(
     dp, tp, pp = layout
     settings = [{"schedule": schedule}, {"schedule": schedule, "local_steps": 1}]
     for reduced, averaged in pool.run(train, dp * tp * pp, layout, 3, settings):
-        assert_gradients_close(averaged, reduced)
+        assert_gradients_equal(averaged, reduced)
 
 
 def lamb(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -210,7 +210,7 @@ def test_trainers_weigh_replicas_by_their_tokens(
     ]
     for reduced, averaged in pool.run(train_merak, math.prod(layout), layout, setups, cache):
         assert averaged.losses == pytest.approx(reduced.losses, rel=1e-5)
-        assert_gradients_close(averaged.final, reduced.final)
+        assert_gradients_equal(averaged.final, reduced.final)
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from merak.core.errors import ScheduleError
 from merak.core.mesh import current_mesh
 from merak.graph.trace.opaque.loops import MOST_PASSES
 from tests.multirank.check_on import check_on
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.opaque_models import (
     BLOCKS,
     Gated,
@@ -29,6 +28,7 @@ from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph.loop_models import Blocks, DeltaRule, Selective
 from tests.unit.graph.loop_models import batch_of as loop_batch
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 STEPS = 3
 Degrees = tuple[int, int, int]
@@ -125,8 +125,8 @@ def test_dropout_is_drawn_alike_in_every_layout_and_again(
             for name, value in parameters.items():
                 assert torch.equal(value, kept[1][name]), name
         if degrees[1] == 1:
-            assert_gradients_close(first[1], {n: one_rank[0][1][n] for n in first[1]})
-            assert_gradients_close(kept[1], {n: one_rank[1][1][n] for n in kept[1]})
+            assert_gradients_equal(first[1], {n: one_rank[0][1][n] for n in first[1]})
+            assert_gradients_equal(kept[1], {n: one_rank[1][1][n] for n in kept[1]})
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_replicas_share_the_optimizer(pool: RankPool, one_rank: list[Seen]) -> N
     for own in pool.run(train, 2, (2, 1, 1), settings):
         for losses, parameters in own:
             assert losses == pytest.approx(one_rank[1][0], rel=1e-5)
-            assert_gradients_close(parameters, one_rank[1][1])
+            assert_gradients_equal(parameters, one_rank[1][1])
 
 
 def refused(degrees: Degrees, again: bool, options: dict[str, Any]) -> str:

@@ -12,10 +12,10 @@ from torch import nn
 import merak
 from merak.core.mesh import current_mesh
 from merak.core.shards import take
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph import own_backwards as own
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 MICROBATCHES, SAMPLES = 2, 4
 FUNCTIONS = (own.SizeInBackward, own.LastSize, own.FirstSize, own.TwoResults, own.Clipped)
@@ -72,4 +72,4 @@ def test_gradients_are_those_of_the_whole(pool: RankPool, options: dict[str, Any
         assert found.keys() == MODELS.keys()
         for (loss, parameters), (expected, others) in found.values():
             assert loss == pytest.approx(expected, rel=1e-5)
-            assert_gradients_close(parameters, others)
+            assert_gradients_equal(parameters, others)

@@ -18,8 +18,8 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.recompute_spec import Recompute
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
-from tests.multirank.compare import assert_gradients_close
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
 SEVERAL_PIPES = tuple(name for name in SYNCHRONOUS if len(build(name, 4, 8).pipes) > 1)
@@ -125,7 +125,7 @@ def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp
             assert all(torch.equal(rank[0], losses) for rank in ranks), schedule
             assert [rank[1] for rank in ranks] == pytest.approx([norm] * pp, rel=1e-6), schedule
             if schedule in SEVERAL_PIPES:  # each sums its own microbatches first
-                assert_gradients_close(found, expected)
+                assert_gradients_equal(found, expected)
                 continue
             for name, gradient in expected.items():
                 assert torch.equal(found[name], gradient), (schedule, name)
@@ -143,7 +143,7 @@ def test_recomputation_gives_the_gradients_of_one_process(pool, tmp_path, recomp
             norms = [rank[schedule][step][1] for rank in by_rank]
             assert norms == pytest.approx([norm] * 2, rel=1e-6), schedule
             found = whole([rank[schedule][step][2:] for rank in by_rank])
-            assert_gradients_close(found, expected)
+            assert_gradients_equal(found, expected)
             for name, gradient in whole([rank[schedule][step][2:] for rank in kept]).items():
                 assert torch.equal(found[name], gradient), (schedule, name)
 
@@ -163,7 +163,7 @@ def test_all_schedules_run_beside_data_and_tensor_parallelism(pool, tmp_path, de
             assert float(total) == pytest.approx(float(losses.sum()), rel=1e-6)
             for replica in range(dp):
                 own = [r[2:] for i, r in enumerate(ranks) if i // tp % dp == replica]
-                assert_gradients_close(whole(own), expected)
+                assert_gradients_equal(whole(own), expected)
 
 
 @pytest.mark.slow
@@ -182,4 +182,4 @@ def test_all_schedules_run_where_ranks_share_tokens(pool, tmp_path, tp, recomput
                 assert torch.allclose(rank[0], losses, rtol=1e-5), schedule
             for share in range(cp):
                 own = [r[2:] for i, r in enumerate(ranks) if i // tp % cp == share]
-                assert_gradients_close(whole(own), expected)
+                assert_gradients_equal(whole(own), expected)

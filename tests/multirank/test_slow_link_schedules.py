@@ -15,9 +15,9 @@ from merak.core import mesh as meshes
 from merak.engine.comm.replica_levels import Levels
 from merak.plan.step_plans import StepPlans
 from merak.schedule.catalog import FORMULAS
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_layer_keep import Blocks
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 SCHEDULES = [name for name in FORMULAS if StepPlans(name, 2, 4).base.schedule.is_synchronous]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_each_option_trains_as_without_or_as_with_1f1b(
         ("local", found["plain"]),  # of averages after every step of plain SGD
     ):
         assert found[name][0] == pytest.approx(losses, rel=1e-5)
-        assert_gradients_close(found[name][1], parameters)
+        assert_gradients_equal(found[name][1], parameters)
     plain = found["plain"][0]
     for name, most in (("bf16", 1e-2), ("1bit", 0.3)):
         assert found[name][0] == pytest.approx(plain, rel=most) and found[name][0] != plain
@@ -92,4 +92,4 @@ def test_each_option_trains_as_without_or_as_with_1f1b(
 def test_updates_inside_a_step_reduce_by_hierarchy_too(pool: RankPool, schedule: str) -> None:
     found = pool.run(train, 8, schedule, ("plain", "levels"))[0]
     assert found["levels"][0] == pytest.approx(found["plain"][0], rel=1e-5)
-    assert_gradients_close(found["levels"][1], found["plain"][1])
+    assert_gradients_equal(found["levels"][1], found["plain"][1])

@@ -22,10 +22,10 @@ from merak.plan.layout import Layout
 from merak.plan.partition import Partition
 from merak.plan.step_plans import StepPlans
 from merak.schedule.registry import build, names
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.training import SEQUENCE, VOCABULARY, bert, gpt2, llama
 from tests.tiers import slow
 from tests.unit.graph.architectures import ARCHITECTURES
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 SYNCHRONOUS = tuple(name for name in names() if build(name, 4, 8).is_synchronous)
 
@@ -140,7 +140,7 @@ def compare(ranks: list[Any], schedules: list[str]) -> None:
             plain, expected, whole = rank[schedule, False]
             assert not whole
             assert torch.allclose(losses, plain, rtol=1e-6, atol=0)
-            assert_gradients_close(found, expected)
+            assert_gradients_equal(found, expected)
             assert (
                 not all(torch.equal(found[name], g) for name, g in expected.items()) or not halved
             )

@@ -13,11 +13,11 @@ from torch import nn
 import merak
 from merak.checkpoint.saver import save_state
 from merak.checkpoint.state import RankState, load_state
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import BATCH, Classifier, batch_of
 from tests.multirank.training import Layout
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 STEPS = 4
 FEATURES = {
@@ -90,7 +90,7 @@ def test_shared_steps_equal_whole_ones_in_half_the_bytes(
         (losses, expected, whole), *shared = rank
         for found, parameters, spent in shared:
             assert found == pytest.approx(losses, rel=1e-5)
-            assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
+            assert_gradients_equal(parameters, expected)  # the parameters, to its tolerance
             assert spent["whole"] == whole["whole"]
             # Rows that do not divide make a share a row larger.
             assert 0.4 * whole["state"] <= spent["state"] <= 0.6 * whole["state"]

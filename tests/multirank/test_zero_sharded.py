@@ -9,11 +9,11 @@ import torch
 
 import merak
 from merak.core.errors import ScheduleError
-from tests.multirank.compare import assert_gradients_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_zero import make, share
 from tests.multirank.training import Layout
 from tests.tiers import slow
+from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 STEPS = 3
 
@@ -44,7 +44,7 @@ def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout
         (losses, expected, whole), *shared = rank
         for found, parameters, kept in shared:
             assert found == pytest.approx(losses, rel=1e-5)
-            assert_gradients_close(parameters, expected)  # the parameters, to its tolerance
+            assert_gradients_equal(parameters, expected)  # the parameters, to its tolerance
             assert whole > 0 and kept == 0  # also of what several segments read
 
 

@@ -52,12 +52,13 @@ def test_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"{folder} exists already; name a new folder." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "place", "sentence"),
     [
         ("data.seqence=64", "data.seqence=64", "did you mean sequence?"),
-        pytest.param("data.source=none", "data.source=none", "none", marks=pytest.mark.slow),
-        pytest.param("model.name=GPT3", "model.name=GPT3", "GPT3", marks=pytest.mark.slow),
+        ("data.source=none", "data.source=none", "none"),
+        ("model.name=GPT3", "model.name=GPT3", "GPT3"),
     ],
 )
 def test_a_wrong_word_ends_the_script_with_a_sentence(

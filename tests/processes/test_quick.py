@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Pythons are forked on Linux alone")
 def test_commands_and_what_they_start_are_forked(tmp_path: Path) -> None:
     """Scripts, what they spawn, -c and -m behave as in a Python of their own."""

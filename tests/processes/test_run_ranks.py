@@ -26,6 +26,7 @@ from merak.core.health.preemption import TERMINATED
 from merak.launch import ranks
 from merak.launch.forkserver import FROM_NOTHING
 from merak.launch.ranks import Work, run_ranks
+from tests.tiers import one_in
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +169,7 @@ def test_bad_input_is_the_cause_where_a_rank_that_sigterm_has_ended_was_seen_fir
         raise ranks._first_cause(tmp_path, ChildFailedError("job", seen))
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [

@@ -17,6 +17,7 @@ from merak.core import mesh
 from merak.core.errors import MeshError
 from merak.core.mesh import Mesh, mark_used, set_mesh
 from merak.core.start.unused_mesh import split_degrees, watch_for_no_use
+from tests.tiers import one_in
 
 
 def job(dp: int = 1, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1) -> Mesh:
@@ -83,6 +84,7 @@ if sys.argv[1] == "trains":
 """
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     "way,sentence",
     [("ends", "nothing has run on the mesh of merak.init(pp=2)"), ("used", None),

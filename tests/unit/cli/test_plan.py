@@ -22,6 +22,7 @@ from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import PlanFile, read_plan
+from tests.tiers import one_in
 
 TINY = (
     '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16, '
@@ -245,6 +246,7 @@ def test_a_model_of_sequences_needs_their_length(capsys):
     )
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

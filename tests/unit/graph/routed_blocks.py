@@ -73,20 +73,29 @@ def traced(way: Way) -> tuple[Model, ModelGraph]:
     return model, unpack_model(pack_model(cases.traced(model, batch(1))))
 
 
-def assert_like_eager(model: nn.Module, graph: ModelGraph) -> None:
-    """The loss and gradients; experts that nobody asks have none."""
+def assert_like_eager(
+    model: nn.Module,
+    graph: ModelGraph,
+    draw: Callable[[int], dict[str, Tensor]] | None = None,
+    zero_for_none: bool = False,
+) -> None:
+    """The loss and gradients; experts that nobody asks have none, or zeros where that is said."""
     named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     for seed in range(3):
-        others = {**cases.buffers(model, graph), **batch(seed)}
+        columns = (draw or batch)(seed)
+        others = {**cases.buffers(model, graph), **columns}
         model.zero_grad()
-        loss = model(**batch(seed))["loss"]
+        loss = model(**columns)["loss"]
         loss.backward()
         found = cases.run_model(graph, named, others, lambda part, own: runnable(part)(*own))
         found.backward()
         assert torch.allclose(found, loss, rtol=1e-6)
         for name, parameter in model.named_parameters():
-            own = named[name].grad
-            assert (own is None) == (parameter.grad is None), name
-            if own is not None and parameter.grad is not None:
-                assert torch.allclose(own, parameter.grad, rtol=1e-5, atol=1e-7), name
+            own, wanted = named[name].grad, parameter.grad
+            if zero_for_none:
+                none = torch.zeros_like(parameter)
+                own, wanted = (none if g is None else g for g in (own, wanted))
+            assert (own is None) == (wanted is None), name
+            if own is not None and wanted is not None:
+                assert torch.allclose(own, wanted, rtol=1e-5, atol=1e-7), name
             named[name].grad = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.zoo.plain.batches import CLASSES, WIDTH, Tensors
 from tests.zoo.plain.images import Mixer
@@ -102,29 +100,6 @@ class ActorCritic(nn.Module):
         losses = {"policy": -(chosen * advantage).mean(), "value": value.square().mean()}
         total = losses["policy"] + 0.5 * losses["value"] - 0.01 * entropy
         return {"loss": total, "losses": losses, "heads": {"odds": odds, "value": value}}
-
-
-class Symmetric(nn.Module):
-    """Makes a weight its own transpose."""
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.triu() + weight.triu(1).transpose(-1, -2)
-
-
-class Parametrized(nn.Module):
-    """Weights with a bounded norm, whose buffers follow them, and a symmetric one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = spectral_norm(nn.Linear(WIDTH, 32))
-        self.second = spectral_norm(nn.Linear(32, WIDTH), n_power_iterations=2)
-        self.third = nn.Linear(WIDTH, WIDTH)
-        parametrize.register_parametrization(self.third, "weight", Symmetric())
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = self.second(F.leaky_relu(self.first(x)))
-        return F.cross_entropy(self.head(F.softplus(self.third(h))), y)
 
 
 class MessagePassing(nn.Module):

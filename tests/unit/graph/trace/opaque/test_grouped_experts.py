@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.ir.serialize import pack_model, unpack_model
-from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from merak.graph.trace.opaque.operator import opaque_nodes
 from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
+from tests.unit.graph.routed_blocks import assert_like_eager
 
 GROUPS, WIDTH, TOKENS = 4, 8, 6
 Loop = Callable[["Groups", Tensor, list[int]], Tensor]
@@ -110,17 +110,7 @@ def test_gradients_are_those_of_eager_code(loop: Loop) -> None:
     model, graph = traced(loop)
     up, down = products(graph)
     assert not opaque_nodes(graph) and up.args[2] is down.args[2]
-    for seed in range(3):
-        named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-        given = {**cases.buffers(model, graph), **batch(seed)}
-        loss = cases.run_model(graph, named, given, lambda part, inputs: runnable(part)(*inputs))
-        loss.backward()
-        model.zero_grad()
-        expected = model(**batch(seed))["loss"]
-        expected.backward()
-        torch.testing.assert_close(loss, expected)
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(named[name].grad, parameter.grad, rtol=1e-5, atol=1e-7)
+    assert_like_eager(model, graph, batch)
 
 
 @one_in(4)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.ir.serialize import pack, pack_model, unpack_model
-from merak.graph.program.codegen import runnable
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel, tensor_parallel
 from merak.graph.trace.opaque.operator import opaque_nodes
 from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
+from tests.unit.graph.routed_blocks import assert_like_eager
 
 EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 10
 Rows = Callable[["Experts", Tensor, int], Tensor]
@@ -129,20 +129,7 @@ def products(graph: ModelGraph) -> int:
 def test_gradients_are_those_of_eager_code(rows: Rows, idle: int) -> None:
     model, graph = traced(rows, idle)
     assert not opaque_nodes(graph) and products(graph) == 2
-    for seed in range(3):
-        named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-        given = {**cases.buffers(model, graph), **batch(seed)}
-        loss = cases.run_model(graph, named, given, lambda part, inputs: runnable(part)(*inputs))
-        loss.backward()
-        model.zero_grad()
-        expected = model(**batch(seed))["loss"]
-        expected.backward()
-        torch.testing.assert_close(loss, expected)
-        for name, parameter in model.named_parameters():
-            grad, own = parameter.grad, named[name].grad
-            grad = torch.zeros_like(parameter) if grad is None else grad
-            own = torch.zeros_like(parameter) if own is None else own
-            torch.testing.assert_close(own, grad, rtol=1e-5, atol=1e-7)
+    assert_like_eager(model, graph, batch, zero_for_none=True)
 
 
 def other_weights(self: Experts, x: Tensor, expert: int) -> Tensor:
@@ -205,6 +192,7 @@ def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.Monkey
     assert_parity(model, batch(0), None, 2, monkeypatch, ep=2)
 
 
+@pytest.mark.slow
 def test_graphs_of_it_are_read_where_nothing_has_imported_the_operator() -> None:
     _, graph = traced(gated)
     (nodes,) = (pack(s.graph) for s in graph.segments if "experts.up" in str(s.parameters))
