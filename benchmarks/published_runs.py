@@ -186,6 +186,7 @@ def workload_of(row: Row, recompute: str) -> Workload:
         hides_reductions=row.hides_reductions,
         overlaps_products=row.overlaps_products,
         converted_gradients=row.converts_gradients,
+        copies_buckets=False,
     )
     return workload
 

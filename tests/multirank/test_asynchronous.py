@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def run_merak(
     counts: list[int],
     dtype: torch.dtype = torch.float32,
     sub_pipelining: str = "off",
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Losses per step, what is stepped after each, and the stage of each."""
     dp, tp, pp = degrees
@@ -58,6 +60,7 @@ def run_merak(
         optimizer=make_optimizer,
         num_microbatches=max(counts),
         schedule=schedule,
+        schedule_options=options,
         master_weights=True,
         sub_pipelining=sub_pipelining,
     )
@@ -148,19 +151,32 @@ def delays(schedule: str, pp: int, per_update: int) -> Any:
     return lambda stage, m: max(0, m // per_update - 1)
 
 
+OTHER_OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "pipedream": ({"recompute": True},),
+    "pipedream_2bw": ({"microbatches_per_update": 3}, {"recompute": True}),
+}
+"""Options of asynchronous schedules besides their defaults."""
+
+
 @pytest.mark.nccl_rules
 @pytest.mark.parametrize(
-    ("schedule", "degrees", "counts", "per_update"),
+    ("schedule", "degrees", "counts", "per_update", "options"),
     [
-        slow("pipedream", (1, 1, 3), [6, 1, 4], 1),
-        ("pipedream_2bw", (2, 1, 2), [6, 4], 2),
+        slow("pipedream", (1, 1, 3), [6, 1, 4], 1, None),
+        ("pipedream_2bw", (2, 1, 2), [6, 4], 2, None),
+        *(
+            (name, (1, 1, 2), [6], own.get("microbatches_per_update", per_update), own)
+            for name, per_update in (("pipedream", 1), ("pipedream_2bw", 2))
+            for own in OTHER_OPTIONS[name]
+        ),
     ],
 )
 def test_every_update_is_that_of_one_process_with_delayed_weights(
-    pool, schedule, degrees, counts, per_update
+    pool, schedule, degrees, counts, per_update, options
 ):
     dp, tp, pp = degrees
-    ranks = pool.run(run_merak, dp * tp * pp, schedule, degrees, counts)
+    arguments = (schedule, degrees, counts, torch.float32, "off", options)
+    ranks = pool.run(run_merak, dp * tp * pp, *arguments)
     stage_of = {name: stage for _, _, stages in ranks for name, stage in stages.items()}
     versions = delays(schedule, pp, per_update)
     losses, after = reference(versions, per_update, stage_of, counts, dp)

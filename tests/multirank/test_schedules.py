@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from inspect import signature as signature_of
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,10 @@ from merak.engine import build_engine
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.recompute_spec import Recompute
+from merak.schedule.catalog import FORMULAS
 from merak.schedule.registry import build, names
 from merak.schedule.serialize import to_json
+from tests.multirank.test_asynchronous import OTHER_OPTIONS as ASYNCHRONOUS_OPTIONS
 from tests.tiers import slow
 from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
@@ -56,6 +61,7 @@ def gradients(
     cache: Path,
     recompute: Recompute = None,
     cp: int = 1,
+    chosen: Sequence[Mapping[str, Any]] = (),
 ) -> Any:
     """Losses, gradients and their shards of one step, per schedule and number of microbatches.
 
@@ -66,24 +72,29 @@ def gradients(
         cache: of the trace, which is the same for all schedules.
         recompute: what recomputes.
         cp: ranks that share the tokens of a sample.
+        chosen: options of each schedule; its defaults where left out.
     """
     dp, tp, pp = degrees
     mesh = init(dp=dp, tp=tp, pp=pp, cp=cp)
     found = {}
-    for schedule in schedules:
+    for schedule, own in zip_longest(schedules, chosen):
         options = EngineOptions(
-            schedule=schedule, num_microbatches=max(counts), recompute=recompute
+            schedule=schedule,
+            schedule_options=own,
+            num_microbatches=max(counts),
+            recompute=recompute,
         )
         sample = signature(batches(1)[0]).columns
         engine = build_engine(GraphSource(tiny_gpt2(), cache_dir=cache), sample, mesh, options)
-        found[schedule] = []
+        key = schedule if own is None else f"{schedule} {dict(own)}"
+        found[key] = []
         for count in counts:
-            own = batches(count * dp)[mesh.dp_rank :: dp]
-            losses = engine.train_step(0, [sample] * count, own, 1.0 / (count * dp))
+            drawn = batches(count * dp)[mesh.dp_rank :: dp]
+            losses = engine.train_step(0, [sample] * count, drawn, 1.0 / (count * dp))
             norm = float(engine.gradient_norm())
             grads = {name: p.grad.clone() for name, p in engine.parameters.items()}
             place = (mesh.pp_rank, mesh.tp_rank)
-            found[schedule].append((losses, norm, grads, engine.shards, place))
+            found[key].append((losses, norm, grads, engine.shards, place))
             for parameter in engine.parameters.values():
                 parameter.grad = None
     return found
@@ -129,6 +140,50 @@ def test_all_schedules_give_the_gradients_of_one_process(pool, own_schedule, tmp
                 continue
             for name, gradient in expected.items():
                 assert torch.equal(found[name], gradient), (schedule, name)
+
+
+OTHER_OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
+    "gpipe": ({"recompute": False},),
+    "1f1b": ({"recompute": False},),
+    "shifted_critical_path": ({"early_everywhere": True},),
+    "interleaved_1f1b": ({"chunks": 3}, {"recompute": False}),
+    "interleaved_zero_bubble": ({"chunks": 3},),
+    "chimera": (
+        {"pairs": 2},
+        {"pairs": 2, "method": "forward_doubling"},
+        {"method": "forward_doubling"},
+        {"method": "backward_halving"},
+        {"eager_middle": True},
+        {"recompute": True},
+    ),
+    "gems": ({"recompute": True},),
+}
+"""Options of synchronous schedules besides their defaults."""
+
+
+def test_no_option_of_a_schedule_is_left_out():
+    for name, builder in FORMULAS.items():
+        parameters = signature_of(builder.build).parameters.values()
+        options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+        trained = OTHER_OPTIONS.get(name, ()) or ASYNCHRONOUS_OPTIONS.get(name, ())
+        assert options == {key for own in trained for key in own}, name
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_option_gives_the_gradients_of_one_process(pool, tmp_path, pp):
+    """Three chunks a rank on two ranks, as the model has few segments; all others on four."""
+    counts = [8, 3]
+    cases = [(name, own) for name, every in OTHER_OPTIONS.items() for own in every]
+    cases = [(name, own) for name, own in cases if ("chunks" in own) == (pp == 2)]
+    (reference,) = pool.run(gradients, 1, ["1f1b"], (1, 1, 1), counts, tmp_path)
+    schedules, chosen = [name for name, _ in cases], [own for _, own in cases]
+    by_rank = pool.run(gradients, pp, schedules, (1, 1, pp), counts, tmp_path, None, 1, chosen)
+    for name, own in cases:
+        for step, (losses, norm, expected, _, _) in enumerate(reference["1f1b"]):
+            ranks = [rank[f"{name} {dict(own)}"][step] for rank in by_rank]
+            assert all(torch.equal(rank[0], losses) for rank in ranks), (name, own)
+            assert [rank[1] for rank in ranks] == pytest.approx([norm] * pp, rel=1e-6), (name, own)
+            assert_gradients_equal(whole([rank[2:] for rank in ranks]), expected)
 
 
 @pytest.mark.parametrize("recompute", ["full", slow("1,2,5")])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from merak.core.mesh import AXES, Mesh
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import KINDS, collective_seconds, send_seconds
-from merak.plan.cluster.groups import group_of, send_link
+from merak.plan.cluster.groups import group_of_ranks, send_link
 from merak.rehearse.fake_group import Call
 from merak.rehearse.measure import Place
 
@@ -100,10 +100,7 @@ def call_seconds(call: Call, cluster: Cluster) -> float:
         return send_seconds(call.num_bytes, send_link(cluster, *ends))
     if call.kind not in KINDS or len(call.ranks) < 2:
         return 0.0
-    # Ranks farther apart than groups of an axis can be are on nodes of their own just as those.
-    most = cluster.num_devices // len(call.ranks)
-    group = group_of(cluster, len(call.ranks), min(_stride(call.ranks), most))
-    return collective_seconds(call.kind, call.num_bytes, group)
+    return collective_seconds(call.kind, call.num_bytes, group_of_ranks(cluster, [call.ranks]))
 
 
 def axis_of(call: Call, mesh: Mesh) -> str:
@@ -119,8 +116,3 @@ def axis_of(call: Call, mesh: Mesh) -> str:
 def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
     own = Mesh(mesh.dp, mesh.tp, mesh.pp, rank, mesh.device, None, cp=mesh.cp, ep=mesh.ep)
     return {axis: getattr(own, f"{axis}_rank") for axis in AXES}
-
-
-def _stride(ranks: tuple[int, ...]) -> int:
-    """Mean distance of neighbours in a group; it is whole for every axis of a mesh."""
-    return max(1, (ranks[-1] - ranks[0]) // (len(ranks) - 1))

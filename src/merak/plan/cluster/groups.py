@@ -8,7 +8,7 @@ groups of an axis communicate at the same time, so those of one node share its n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -96,10 +96,18 @@ def group_of(cluster: Cluster, size: int, stride: int) -> Group:
             f"{size} ranks at a distance of {stride} need {size * stride} devices, but the cluster "
             f"has {cluster.num_devices}; use smaller degrees."
         )
-    kinds = tuple(
-        _Kind(own.devices_per_node, own.num_devices, own.link, own.network) for own in cluster.nodes
-    )
-    return _slowest_group(kinds, size, stride)
+    return _slowest_group(_kinds(cluster), size, stride)
+
+
+def group_of_ranks(cluster: Cluster, lines: Iterable[Sequence[int]]) -> Group:
+    """The slowest of some groups that communicate at the same time.
+
+    Args:
+        cluster: the devices.
+        lines: global ranks of each group.
+    """
+    places = _places(_kinds(cluster))
+    return min({_group([places[rank] for rank in line]) for line in lines}, key=_speed)
 
 
 def send_link(cluster: Cluster, from_rank: int, to_rank: int, senders: int | None = None) -> Link:
@@ -129,14 +137,26 @@ class _Kind:
     network: Link
 
 
-@lru_cache(maxsize=1024)
-def _slowest_group(kinds: tuple[_Kind, ...], size: int, stride: int) -> Group:
-    places = [
+def _kinds(cluster: Cluster) -> tuple[_Kind, ...]:
+    return tuple(
+        _Kind(own.devices_per_node, own.num_devices, own.link, own.network) for own in cluster.nodes
+    )
+
+
+@lru_cache(maxsize=64)
+def _places(kinds: tuple[_Kind, ...]) -> list[tuple[int, int, _Kind]]:
+    """Kind, node and its links of every device."""
+    return [
         (index, node, kind)
         for index, kind in enumerate(kinds)
         for node in range(kind.num_devices // kind.devices_per_node)
         for _ in range(kind.devices_per_node)
     ]
+
+
+@lru_cache(maxsize=1024)
+def _slowest_group(kinds: tuple[_Kind, ...], size: int, stride: int) -> Group:
+    places = _places(kinds)
     found = {
         _group(places[start : start + size * stride : stride])
         for start in _starts(kinds, size, stride)

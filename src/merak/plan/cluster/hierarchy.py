@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from merak.core.mesh import REPLICAS, Mesh
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
-from merak.plan.cluster.groups import Group
+from merak.plan.cluster.groups import Group, group_of, group_of_ranks
 from merak.schedule.ir import Schedule
 
 HIERARCHIES = ("off", "on", "auto")
@@ -99,6 +99,22 @@ def lines_of(mesh: Mesh, pp_ranks: Sequence[int], axis: str) -> list[list[int]]:
     return [
         [p * size + first + r * stride for p in pp_ranks for r in range(degree)] for first in firsts
     ]
+
+
+def replicas_of_stage(
+    cluster: Cluster, mesh: Mesh, pp_ranks: tuple[int, ...], axis: str = REPLICAS
+) -> Group:
+    """The slowest group of a stage's replicas, which are on all pp ranks that hold the stage.
+
+    Args:
+        cluster: the devices, in the order of ranks.
+        mesh: the degrees.
+        pp_ranks: those that hold the stage.
+        axis: as of `replica_lines`.
+    """
+    if len(pp_ranks) == 1:  # as those of every other stage
+        return group_of(cluster, getattr(mesh, axis), mesh.stride(axis))
+    return group_of_ranks(cluster, lines_of(mesh, pp_ranks, axis))
 
 
 def reduction_seconds(kind: str, num_bytes: float, group: Group, hierarchy: str) -> float:

@@ -190,6 +190,8 @@ LINKS: Mapping[str, LinkSheet] = MappingProxyType(
 _MAMF = "products: the highest of many shapes, Machine Learning Engineering (S. Bekman), MAMF"
 _DEPTH = "depth: NVIDIA A100, cuBLAS by size (figure 6 of Machine Learning Engineering's source)"
 _USUAL = "the rest: estimates, until a profile of the device replaces them"
+# launch_s: seconds of a step ÷ its kernels where the host is never done first, on the hosts of an
+# H100 and an H200, and function: of gelu there, in docs/gpu (`make gpu`).
 # Under long load the power limit lowers the clock. Ampere: derived from the training runs of arXiv
 # 2205.05198, table 5 (`benchmarks/published_runs.py`); 0.93 by clocks, 1,305 MHz under HPL of 1,410
 # (https://glennklockwood.com/garden/peak-FLOPS). Hopper: an H100 goes from 1,980 to 1,575 MHz
@@ -201,12 +203,12 @@ _AMPERE = Efficiency(
     product=0.87, sustained=_SUSTAINED_AMPERE, product_depth=128, tile=128,
     attention_forward=0.73, attention_backward=0.63,
     attention_small_head=0.86, attention_small_head_backward=0.88,
-    attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=6e-6,
+    attention_length=110, copy=0.85, function=0.7, host=0.7, kernel_s=2e-6, launch_s=35e-6,
     source=f"attention: FlashAttention-2, arXiv 2307.08691, section 4.1; {_MAMF}; {_DEPTH}; "
     + _USUAL,
 )  # fmt: skip
 _HOPPER = replace(
-    _AMPERE, product=0.80, sustained=_SUSTAINED_HOPPER, product_depth=192,
+    _AMPERE, product=0.80, sustained=_SUSTAINED_HOPPER, product_depth=192, function=0.163,
     attention_forward=0.617, attention_backward=0.535,
     attention_small_head=0.68, attention_small_head_backward=0.84,
     source="attention: cuDNN, which torch takes from 2.11 on (sdp_utils.cpp), on an H100, arXiv "
@@ -316,6 +318,12 @@ SHEETS: Mapping[str, DataSheet] = MappingProxyType(
             "infiniband-ndr", 1, "blackwell",
             "NVIDIA DGX B200 data sheet, an eighth: 1,440 GB and 64 TB/s. NVIDIA's HGX page says "
             "62 TB/s; float32: 600 TFLOP/s of 8 (others print 80 each)",
+        ),
+        "gb200": DataSheet(
+            _rates(80, 2500, tf32=1250, fp8=5000), 183.6, 8000, 148, "nvlink5", "nvlink-c2c",
+            "infiniband-ndr", 1, "blackwell",
+            "NVIDIA GB200 NVL72 data sheet, a 72nd: 180 PFLOP/s of bfloat16 and 5,760 TFLOP/s of "
+            "float32; memory of 186 GB, not compared",
         ),
         "gh200-96gb": _GH200,
         "gh200-144gb": replace(

@@ -37,6 +37,8 @@ class KernelChoice:
         hides_reductions: whether replicas reduce gradients beside the backward; else after it.
         overlaps_products: whether gathers and reduce-scatters over tp run beside the product that
             reads or gives their values, in as many chunks as there are ranks; Merak has none.
+        copies_buckets: whether replicas copy tensors into the buckets that they exchange, and out
+            of them, as Merak does; else tensors lie there.
     """
 
     fused: bool = False
@@ -46,6 +48,7 @@ class KernelChoice:
     converted_gradients: bool = False
     hides_reductions: bool = True
     overlaps_products: bool = False
+    copies_buckets: bool = True
 
     @property
     def adds_in_products(self) -> bool:

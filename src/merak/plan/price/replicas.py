@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+
+from merak.core.mesh import EXPERT_REPLICAS, REPLICAS
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import Group, group_of, send_link
-from merak.plan.cluster.hierarchy import reduction_seconds
+from merak.plan.cluster.hierarchy import reduction_seconds, replicas_of_stage
 from merak.plan.cost.overlap import INTERFERENCE
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
@@ -91,45 +94,42 @@ def stage_exchange(
         zero: what replicas shard.
         workload: how they reduce; `averaging_seconds` prices what Local SGD exchanges.
     """
-    exchanges = _Exchanges(stage, cluster, candidate, zero, workload)
+    copies = schedule.ranks_of(number)
+    exchanges = _Exchanges(stage, copies, cluster, candidate, zero, workload)
     trained = exchanges.trained
     kind, sent = _reduction(trained, candidate, zero, workload.common.gradient_compression)
     reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
-    copies = schedule.ranks_of(number)
-    if len(copies) > 1:
-        distance = (copies[1] - copies[0]) * candidate.stage_ranks
-        # A pair farther apart than half of the cluster is on two nodes just as that one is.
-        pair = group_of(cluster, 2, min(distance, cluster.num_devices // 2))
-        levels = workload.common.hierarchical_reductions
-        reduce_s += math.log2(len(copies)) * _one_by_one(kind, reduced, pair, levels)
     num_buckets = max(1, len(reduced))
     times = stage.whole
+    packs_s = exchanges.copy_seconds(kind, sent)
     beside = times.backward_s * (1 - 1 / num_buckets)
     if workload.common.gradient_compression in WITH_ERROR_FEEDBACK:
         beside = 0.0  # which reduces after the backward pass
-    gather_s = 0.0
+    gather_s = unpacks_s = 0.0
     if zero.is_sharded:
         held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
         gather_s = exchanges.seconds("all_gather", stage.parameters, held)
+        unpacks_s = exchanges.copy_seconds("all_gather", held)
     if zero.parameters:
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
-            forward_s=beside_s(times.forward_s, gather_s, slows),
-            backward_s=beside_s(times.backward_s, gather_s + reduce_s, slows),
+            forward_s=beside_s(times.forward_s, gather_s, slows) + unpacks_s,
+            backward_s=beside_s(times.backward_s, gather_s + reduce_s, slows) + unpacks_s + packs_s,
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
-    every = beside_s(times.backward_s, reduce_s, slows) if zero.gradients else 0.0
+    every = beside_s(times.backward_s, reduce_s, slows) + packs_s if zero.gradients else 0.0
     last = reduce_s / num_buckets
+    once = max(last, beside_s(beside, reduce_s, slows)) + packs_s
     return StageExchange(
-        reduction_s=last if zero.gradients else max(last, beside_s(beside, reduce_s, slows)),
+        reduction_s=(last if zero.gradients else once) + unpacks_s,
         forward_s=0.0,
         backward_s=every,
         gather_s=gather_s,
         interference=slows,
-        unhidden_reduction_s=reduce_s,
+        unhidden_reduction_s=reduce_s + packs_s + unpacks_s,
     )
 
 
@@ -159,6 +159,7 @@ class _Exchanges:
 
     Args:
         stage: its parameters.
+        pp_ranks: those that hold it.
         cluster: the devices.
         candidate: the degrees.
         zero: which parameters are experts.
@@ -168,6 +169,7 @@ class _Exchanges:
     def __init__(
         self,
         stage: Stage,
+        pp_ranks: tuple[int, ...],
         cluster: Cluster,
         candidate: Candidate,
         zero: ZeroSharding,
@@ -176,12 +178,15 @@ class _Exchanges:
         self._hierarchy = workload.common.hierarchical_reductions
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
         # Under Local SGD, context parallel ranks alone reduce gradients.
-        size = candidate.cp if workload.common.local_steps else candidate.replicas
-        self.everyone = group_of(cluster, size, candidate.tp)
+        axis = "cp" if workload.common.local_steps else REPLICAS
+        mesh = candidate.mesh(0, torch.device("cpu"))
+        self.everyone = replicas_of_stage(cluster, mesh, pp_ranks, axis)
+        self._copies = workload.kernels.copies_buckets
+        self._memory_bytes_per_s = min(own.device.memory_bytes_per_s for own in cluster.nodes)
         self._experts = zero.experts
         self._same_experts = None
-        if zero.experts and zero.expert_replicas > 1:
-            self._same_experts = group_of(cluster, zero.expert_replicas, candidate.ep)
+        if zero.experts and (zero.expert_replicas > 1 or len(pp_ranks) > 1):
+            self._same_experts = replicas_of_stage(cluster, mesh, pp_ranks, EXPERT_REPLICAS)
 
     def seconds(
         self, kind: str, metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int]
@@ -201,6 +206,21 @@ class _Exchanges:
             own = _buckets(experts, num_bytes)
             total += _one_by_one(kind, own, self._same_experts, levels)
         return total
+
+    def copy_seconds(self, kind: str, num_bytes: Mapping[str, int]) -> float:
+        """Seconds in which a device copies tensors into the buckets of a collective, and out.
+
+        Args:
+            kind: of the collective.
+            num_bytes: of each that is sent.
+        """
+        if self.everyone.size == 1 or not self._copies:
+            return 0.0
+        return _COPIES[kind] * sum(num_bytes.values()) / self._memory_bytes_per_s
+
+
+_COPIES = {"all_reduce": 4, "reduce_scatter": 3, "all_gather": 2}
+"""Times that a tensor is read or written beside a collective: by each copy twice, by zeros once."""
 
 
 def averaging_seconds(

@@ -24,8 +24,31 @@ from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, segment_kernels
 from merak.plan.price.workload import Workload
 
-Pass = tuple[Step, ...]
+Steps = tuple[Step, ...]
 """Seconds of computation, and of the collective after it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or backward of a segment, or a part of one.
+
+    Args:
+        steps: of the device: seconds of every kernel's computation, and of every collective.
+        host_s: seconds in which the host launches them, ahead of the device.
+    """
+
+    steps: Steps
+    host_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a pass whose computation waits for every collective."""
+        return max(self.host_s, steps_seconds(self.steps))
+
+
+def steps_seconds(steps: Iterable[Step]) -> float:
+    """Seconds of a device whose computation waits for every collective."""
+    return sum(compute_s + collective_s for compute_s, collective_s in steps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +64,7 @@ class SegmentPrice:
         launch_s: of the forward and the backward, overheads of kernels.
         kernels: what runs.
         seconds: of every kernel of a recomputation.
+        host_s: of a kernel's launch.
     """
 
     graph: fx.Graph
@@ -50,7 +74,8 @@ class SegmentPrice:
     weight_gradient: Pass
     launch_s: float
     kernels: SegmentKernels
-    seconds: tuple[Step, ...]
+    seconds: Steps
+    host_s: float = 0.0
     forward_s: float = field(init=False)
     """Seconds of a forward."""
     backward_s: float = field(init=False)
@@ -58,8 +83,8 @@ class SegmentPrice:
 
     def __post_init__(self) -> None:
         """Sum the seconds up, once for all that ask."""
-        object.__setattr__(self, "forward_s", pass_seconds(self.forward))
-        object.__setattr__(self, "backward_s", pass_seconds(self.backward))
+        object.__setattr__(self, "forward_s", self.forward.seconds)
+        object.__setattr__(self, "backward_s", self.backward.seconds)
 
     @property
     def parameters(self) -> Mapping[str, TensorMeta]:
@@ -74,16 +99,15 @@ class SegmentPrice:
             saved: names of its operators.
         """
         if not saved:
-            return self.seconds
+            return Pass(self.seconds, self.host_s * launches(self.kernels.forward))
         names = {mine.name: like.name for mine, like in zip(own.nodes, self.graph.nodes)}
         left_out = {names[name] for name in saved if name in names}
-        kept = zip(self.kernels.forward, self.seconds, strict=True)
-        return tuple(step for kernel, step in kept if not kernel.nodes or kernel.nodes - left_out)
-
-
-def pass_seconds(steps: Iterable[Step]) -> float:
-    """Seconds of a pass whose computation waits for every collective."""
-    return sum(compute_s + collective_s for compute_s, collective_s in steps)
+        kept = [
+            (kernel, step)
+            for kernel, step in zip(self.kernels.forward, self.seconds, strict=True)
+            if not kernel.nodes or kernel.nodes - left_out
+        ]
+        return _launched(kept, self.host_s)
 
 
 def price_segments(
@@ -169,22 +193,39 @@ def price_graph(
     if choice.overlaps_products:
         forward = _beside_products(kernels.forward, forward, groups.tp.size)
         backward_steps = _beside_products(kernels.backward, backward_steps, groups.tp.size)
+    host_s = 0.0 if device.efficiency is None else device.efficiency.launch_s
     backward = list(zip(kernels.backward, backward_steps, strict=True))
     works = [k.work for k in (*kernels.forward, *kernels.backward) if k.work is not None]
     estimated = SegmentPrice(
         graph=graph,
-        forward=forward,
-        backward=tuple(step for _, step in backward),
-        input_gradient=tuple(s for kernel, s in backward if not kernel.is_weight_gradient),
-        weight_gradient=tuple(s for kernel, s in backward if kernel.is_weight_gradient),
+        forward=Pass(forward, host_s * launches(kernels.forward)),
+        backward=_launched(backward, host_s),
+        input_gradient=_launched([b for b in backward if not b[0].is_weight_gradient], host_s),
+        weight_gradient=_launched([b for b in backward if b[0].is_weight_gradient], host_s),
         launch_s=device.overhead_s * sum(work.kernels for work in works),
         kernels=kernels,
         seconds=forward,
+        host_s=host_s,
     )
     return _calibrated(estimated, device)
 
 
-def _beside_products(kernels: Sequence[Kernel], steps: Pass, num_ranks: int) -> Pass:
+def launches(kernels: Iterable[Kernel]) -> int:
+    """How many kernels and collectives the host launches."""
+    return sum(1 if own.work is None else own.work.kernels for own in kernels)
+
+
+def _launched(own: Sequence[tuple[Kernel, Step]], host_s: float) -> Pass:
+    """A pass of some kernels.
+
+    Args:
+        own: kernels, and what they take on the device.
+        host_s: of a kernel's launch.
+    """
+    return Pass(tuple(step for _, step in own), host_s * launches(kernel for kernel, _ in own))
+
+
+def _beside_products(kernels: Sequence[Kernel], steps: Steps, num_ranks: int) -> Steps:
     """A pass whose gathers and reduce-scatters over tp run beside products, chunk by chunk.
 
     A gather runs beside the next product, and a reduce-scatter beside the last: the product of one
@@ -216,17 +257,18 @@ def _calibrated(estimated: SegmentPrice, device: DeviceProfile) -> SegmentPrice:
         return estimated
     return replace(
         estimated,
-        forward=_lasting(estimated.forward, found.forward_s),
-        backward=_lasting(estimated.backward, found.backward_s),
-        input_gradient=_lasting(estimated.input_gradient, found.input_gradient_s),
-        weight_gradient=_lasting(estimated.weight_gradient, found.weight_gradient_s),
+        forward=Pass(_lasting(estimated.forward.steps, found.forward_s)),
+        backward=Pass(_lasting(estimated.backward.steps, found.backward_s)),
+        input_gradient=Pass(_lasting(estimated.input_gradient.steps, found.input_gradient_s)),
+        weight_gradient=Pass(_lasting(estimated.weight_gradient.steps, found.weight_gradient_s)),
         seconds=_lasting(estimated.seconds, found.recompute_s),
         launch_s=0.0,
+        host_s=0.0,
     )
 
 
-def _lasting(steps: Pass, seconds: float) -> Pass:
-    """A pass whose computation takes so many seconds."""
+def _lasting(steps: Steps, seconds: float) -> Steps:
+    """Steps whose computation takes so many seconds."""
     total_s = sum(compute_s for compute_s, _ in steps)
     if not total_s:
         return (*steps, (seconds, 0.0)) if seconds else steps

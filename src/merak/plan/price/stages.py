@@ -14,7 +14,7 @@ from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.overlap import interleaved_s
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.segments import Pass, SegmentPrice, pass_seconds
+from merak.plan.price.segments import Pass, SegmentPrice, steps_seconds
 from merak.schedule.costs import Costs, Link, stage_costs
 from merak.schedule.ir import Schedule
 
@@ -76,15 +76,21 @@ def _stage(
             names = selective.names if selective is not None else frozenset[str]()
             passes["recompute_s"].append(price.replay(segment.graph, names))
         parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
-    whole = {name: _seconds(found, split) for name, found in passes.items()}
-    compute = {name: sum(c for own in found for c, _ in own) for name, found in passes.items()}
-    return Stage(PassSeconds(**whole), PassSeconds(**compute), parameters)
+    times = {name: _seconds(found, split) for name, found in passes.items()}
+    whole = PassSeconds(**{name: own for name, (own, _) in times.items()})
+    return Stage(whole, PassSeconds(**{name: own for name, (_, own) in times.items()}), parameters)
 
 
-def _seconds(passes: Sequence[Pass], split: bool) -> float:
-    if split:
-        return interleaved_s([step for own in passes for step in own])
-    return sum(map(pass_seconds, passes))
+def _seconds(passes: Sequence[Pass], split: bool) -> tuple[float, float]:
+    """Seconds of passes one after another, and of them without collectives that nothing hides.
+
+    The host launches ahead of the device, each sub-microbatch by itself, and is waited for where
+    it takes longer.
+    """
+    steps = [step for own in passes for step in own.steps]
+    device_s = interleaved_s(steps) if split else steps_seconds(steps)
+    waits_s = max(0.0, (1 + split) * sum(own.host_s for own in passes) - device_s)
+    return device_s + waits_s, sum(compute_s for compute_s, _ in steps) + waits_s
 
 
 def costs_of(

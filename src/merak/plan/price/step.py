@@ -27,10 +27,12 @@ from merak.plan.constraints import refuse_optional_layers, refuse_reductions
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
+from merak.plan.memory.zero import ZeroSharding
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.replicas import (
+    StageExchange,
     averaging_seconds,
     exposed_gather_s,
     stage_exchange,
@@ -51,7 +53,7 @@ from merak.plan.price.update import norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
-from merak.schedule.costs import Link
+from merak.schedule.costs import Costs, Link
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
 
@@ -289,24 +291,13 @@ def _step(
     schedule, stages, forecast = laid.schedule, laid.stages, laid.forecast
     zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     local = forecast.options.local_steps
-    exchanges = [
-        stage_exchange(stage, number, cluster, candidate, schedule, zero, workload)
-        for number, stage in enumerate(stages)
-    ]
-    graph = workload.local_graph(candidate.form)
-    links = stage_links(cluster, candidate, schedule)
-    sizes = boundary_bytes(graph, forecast.layout.partition)
-    hides = workload.kernels.hides_reductions
-    reduction_s = [own.reduction_s if hides else own.unhidden_reduction_s for own in exchanges]
-    offload_s = _offload_waits(laid)
-    whole = [
-        slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
-        for stage, exchange, wait_s in zip(stages, exchanges, offload_s, strict=True)
-    ]
-    costs = costs_of(whole, links, sizes, reduction_s)
+    exchanges = _exchanges(workload, cluster, candidate, laid, zero)
+    updates_s = _updates_s(workload, laid, zero)
+    costs = _costs(workload, cluster, candidate, laid, exchanges, updates_s)
     simulation = simulate(schedule, costs)
     busy = _busy(simulation, durations(schedule, simulation.table, costs))
-    alone = costs_of([stage.compute for stage in stages], links, sizes, reduction_s)
+    nothing = [0.0] * len(stages)
+    alone = costs_of([s.compute for s in stages], costs.links, costs.boundary_bytes, nothing)
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
     ends_s = float(simulation.end.max(initial=0.0))
@@ -319,18 +310,11 @@ def _step(
         )
         for own in range(candidate.pp)
     )
-    optimizer_s = max(
-        update_seconds(
-            [stages[number] for number in schedule.stages_of(own)],
-            laid.memory[own],
-            laid.devices[own],
-            zero,
-            workload.kernels,
-        )
-        for own in range(candidate.pp)
-    ) + norm_seconds(cluster, candidate)
+    inside_s = sum(updates_s.get(n, 0.0) for n in schedule.stages_of(rank))
+    inside_s *= candidate.num_microbatches // schedule.microbatches_per_update
+    optimizer_s = inside_s if updates_s else _update_s(workload, cluster, candidate, laid, zero)
     launch_s = _launch_seconds(laid, schedule, rank, candidate)
-    exposed_s = float(busy[rank] - compute[rank]) + simulation.makespan - ends_s
+    exposed_s = float(busy[rank] - compute[rank]) - inside_s + simulation.makespan - ends_s
     shares = Shares(
         compute_s=float(compute[rank]),
         bubble_s=ends_s - float(busy[rank]),
@@ -341,6 +325,63 @@ def _step(
     )
     idle = 1.0 - float(busy.sum()) / (candidate.pp * ends_s) if ends_s else 0.0
     return shares, max(0.0, idle)
+
+
+def _exchanges(
+    workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid, zero: ZeroSharding
+) -> list[StageExchange]:
+    """What the replicas of every stage exchange."""
+    return [
+        stage_exchange(stage, number, cluster, candidate, laid.schedule, zero, workload)
+        for number, stage in enumerate(laid.stages)
+    ]
+
+
+def _costs(
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    laid: _Laid,
+    exchanges: Sequence[StageExchange],
+    updates_s: Mapping[int, float],
+) -> Costs:
+    """Costs of a candidate's actions, for the simulator, with updates amid them."""
+    hides = workload.kernels.hides_reductions
+    reduction_s = [own.reduction_s if hides else own.unhidden_reduction_s for own in exchanges]
+    whole = [
+        slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
+        for stage, exchange, wait_s in zip(
+            laid.stages, exchanges, _offload_waits(laid), strict=True
+        )
+    ]
+    graph = workload.local_graph(candidate.form)
+    links = stage_links(cluster, candidate, laid.schedule)
+    sizes = boundary_bytes(graph, laid.forecast.layout.partition)
+    waits_s = [own_s + updates_s.get(n, 0.0) for n, own_s in enumerate(reduction_s)]
+    return costs_of(whole, links, sizes, waits_s)
+
+
+def _updates_s(workload: Workload, laid: _Laid, zero: ZeroSharding) -> dict[int, float]:
+    """Seconds of every update of a stage that a schedule makes amid its actions, without a clip."""
+    if laid.schedule.is_synchronous:
+        return {}
+    return {
+        own.stage: update_seconds(
+            [(laid.stages[own.stage], own)], device, zero, workload.is_optimizer_fused, clips=False
+        )
+        for memory, device in zip(laid.memory, laid.devices, strict=True)
+        for own in memory.stages
+    }
+
+
+def _update_s(
+    workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid, zero: ZeroSharding
+) -> float:
+    """Seconds of the one update behind a step, and of its norm, on the slowest rank."""
+    ranks = zip(laid.memory, laid.devices, strict=True)
+    held = [([(laid.stages[own.stage], own) for own in m.stages], device) for m, device in ranks]
+    slowest_s = max(update_seconds(*own, zero, workload.is_optimizer_fused) for own in held)
+    return slowest_s + norm_seconds(cluster, candidate)
 
 
 def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:
@@ -417,15 +458,8 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
         candidate: how it is laid out.
     """
     laid = _lay_out(workload, cluster, candidate)
-    schedule, forecast = laid.schedule, laid.forecast
-    zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
-    graph = workload.local_graph(candidate.form)
-    whole, reduction_s = [], []
-    for number, stage in enumerate(laid.stages):
-        own = stage_exchange(stage, number, cluster, candidate, schedule, zero, workload)
-        whole.append(slower(stage.whole, own.forward_s, own.backward_s))
-        hides = workload.kernels.hides_reductions
-        reduction_s.append(own.reduction_s if hides else own.unhidden_reduction_s)
-    links = stage_links(cluster, candidate, schedule)
-    sizes = boundary_bytes(graph, forecast.layout.partition)
-    return simulate(schedule, costs_of(whole, links, sizes, reduction_s))
+    zero = zero_sharding(candidate, workload, laid.forecast.options.float32_gradients)
+    exchanges = _exchanges(workload, cluster, candidate, laid, zero)
+    updates_s = _updates_s(workload, laid, zero)
+    costs = _costs(workload, cluster, candidate, laid, exchanges, updates_s)
+    return simulate(laid.schedule, costs)

@@ -8,10 +8,9 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.memory.model import RankMemory
+from merak.plan.memory.model import StageMemory
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.stages import Stage
 
 FOREACH_PASSES = 80 / 28
@@ -23,36 +22,37 @@ operator (torch/optim/adamw.py); a fused one 28.
 
 
 def update_seconds(
-    stages: Sequence[Stage],
-    memory: RankMemory,
+    stages: Sequence[tuple[Stage, StageMemory]],
     device: DeviceProfile,
     zero: ZeroSharding,
-    kernels: KernelChoice,
+    is_fused: bool,
+    *,
+    clips: bool = True,
 ) -> float:
-    """Seconds of the optimizer's step and of clipping on one pp rank.
+    """Seconds of the optimizer's step and of clipping.
 
     Args:
-        stages: of the rank.
-        memory: of the rank, for its optimizer state.
+        stages: that are stepped, each with its memory, for its optimizer state.
         device: what computes.
         zero: what replicas shard.
-        kernels: whether optimizers are fused.
+        is_fused: whether the optimizer is fused.
+        clips: whether gradients are clipped before.
     """
     trained = {
         name: meta
-        for stage in stages
+        for stage, _ in stages
         for name, meta in stage.parameters.items()
         if meta.requires_grad
     }
     if not trained:
         return 0.0
     # Masters are part of the state.
-    state = sum(own.optimizer for own in memory.stages)
+    state = sum(memory.optimizer for _, memory in stages)
     gradients = sum(zero.gradient_bytes(trained).values()) / zero.degree
     parameters = sum(meta.num_bytes for meta in trained.values()) / zero.degree
     stepped = 2 * state + gradients + 2 * parameters
-    passes = 1.0 if kernels.fused else FOREACH_PASSES
-    clipping = 3 * gradients
+    passes = 1.0 if is_fused else FOREACH_PASSES
+    clipping = 3 * gradients if clips else 0.0
     if device.calibration is not None:
         passes *= device.calibration.update(parameters)
     return (passes * stepped + clipping) / device.memory_bytes_per_s

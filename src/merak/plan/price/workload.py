@@ -104,6 +104,17 @@ class Workload:
         """Type of mixed precision."""
         return self.source.autocast
 
+    @property
+    def is_optimizer_fused(self) -> bool:
+        """Whether one kernel steps many parameters, as of torch's `fused=True`."""
+        return bool(self.once("fused optimizer", self._is_optimizer_fused))
+
+    def _is_optimizer_fused(self) -> bool:
+        if self.optimizer is None:
+            return True
+        made = self.optimizer([nn.Parameter(torch.zeros(1))])
+        return any(group.get("fused") for group in made.param_groups)
+
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """Value that follows from the workload, computed when it is first asked for.
 

@@ -27,7 +27,7 @@ from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.optimizer_memory import optimizer_memory
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
-from merak.plan.price.segments import SegmentPrice, price_segments
+from merak.plan.price.segments import Pass, SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
 from merak.plan.search.held import Held, HeldEstimates
@@ -397,8 +397,9 @@ def _form(prices: Sequence[SegmentPrice], trained: Sequence[bool], split: bool) 
     )
 
 
-def _seconds(steps: tuple[tuple[float, float], ...], split: bool) -> float:
-    return sum(compute_s + (0.0 if split else collective_s) for compute_s, collective_s in steps)
+def _seconds(own: Pass, split: bool) -> float:
+    """Of the device: the host may launch a stage's shorter segments beside its longer ones."""
+    return sum(compute_s + (0.0 if split else rest_s) for compute_s, rest_s in own.steps)
 
 
 def _backward_s(own: SegmentPrice, split: bool) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from merak.core.errors import PlanError
+from merak.core.mesh import REPLICAS, Mesh
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import group_of, send_link
+from merak.plan.cluster.hierarchy import lines_of, replicas_of_stage
 from merak.plan.cluster.parse import parse_cluster
+from merak.schedule.registry import build
 
 
 def places(group):
@@ -77,3 +81,16 @@ def test_large_clusters_take_little_work():
     assert places(group_of(cluster, 8, 1)) == (1, 8, 8)
     assert places(group_of(cluster, 16, 1024)) == (16, 1, 1)
     assert places(group_of(cluster, 16384, 1)) == (2048, 8, 8)
+
+
+def test_copies_of_a_stage_are_reduced_together():
+    """By Chimera with dp=2 and pp=4, ranks 0, 1, 6 and 7 hold stage 3 (and stage 0)."""
+    mesh = Mesh(dp=2, tp=1, pp=4, rank=0, device=torch.device("cpu"), device_mesh=None)
+    stage = build("chimera", 4, 8).ranks_of(3)
+    assert lines_of(mesh, stage, REPLICAS) == [[0, 1, 6, 7]]
+    group = replicas_of_stage(parse_cluster("a100:4x2"), mesh, stage)
+    assert (group.size, *places(group)) == (4, 2, 2, 2)
+    group = replicas_of_stage(parse_cluster("a100:2x4"), mesh, stage)
+    assert (group.size, *places(group)) == (4, 2, 2, 2)
+    group = replicas_of_stage(parse_cluster("a100:1x8"), mesh, stage)
+    assert (group.size, *places(group)) == (4, 4, 1, 1)

@@ -21,7 +21,7 @@ from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.data_sheets import GENERATIONS
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.price.kernels import Kernel, KernelChoice, segment_kernels
-from merak.plan.price.segments import SegmentPrice, pass_seconds, price_graph
+from merak.plan.price.segments import SegmentPrice, price_graph
 
 aten = torch.ops.aten
 ROWS, WIDTH, INNER = 4, 8, 16
@@ -140,10 +140,10 @@ def test_collectives_over_tp_are_those_of_the_graph() -> None:
     # A ring of two ranks passes half of the activation on twice: a second.
     price = priced(graph, FUSED, 2)
     assert price.forward_s == pytest.approx(3.0)
-    assert sum(collective_s for _, collective_s in price.forward) == pytest.approx(1.0)
+    assert sum(collective_s for _, collective_s in price.forward.steps) == pytest.approx(1.0)
     assert price.backward_s == pytest.approx(5.0)
-    assert pass_seconds(price.input_gradient) == pytest.approx(3.0)
-    assert pass_seconds(price.weight_gradient) == pytest.approx(2.0)
+    assert price.input_gradient.seconds == pytest.approx(3.0)
+    assert price.weight_gradient.seconds == pytest.approx(2.0)
 
 
 def test_ranks_with_some_channels_each_exchange_running_statistics() -> None:
@@ -207,9 +207,9 @@ def test_collectives_may_run_beside_their_products_but_for_a_chunk() -> None:
         (apart.forward, beside.forward, True),
         (apart.backward, beside.backward, False),  # two of its three may have one product
     ):
-        collectives = [collective_s for _, collective_s in one if collective_s]
+        collectives = [collective_s for _, collective_s in one.steps if collective_s]
         hidden_s = sum(min(own, 1.0) / 2 for own in collectives)  # products take a second each
-        spared_s = pass_seconds(one) - pass_seconds(other)
+        spared_s = one.seconds - other.seconds
         if unshared:
             assert spared_s == pytest.approx(0.85 * hidden_s)
         assert 0.5 * hidden_s < spared_s <= 0.85 * hidden_s + 1e-9
@@ -242,5 +242,5 @@ def test_training_runs_at_the_rate_that_a_device_sustains() -> None:
 def test_a_replay_leaves_out_saved_operators() -> None:
     graph = Block().graph
     price = priced(graph, KernelChoice(), 1)
-    assert pass_seconds(price.replay(graph, frozenset())) == price.forward_s == pytest.approx(2.0)
-    assert pass_seconds(price.replay(graph, frozenset({"linear_default"}))) == pytest.approx(1.0)
+    assert price.replay(graph, frozenset()).seconds == price.forward_s == pytest.approx(2.0)
+    assert price.replay(graph, frozenset({"linear_default"})).seconds == pytest.approx(1.0)
