@@ -6,6 +6,10 @@ multiplied by itself, for which the host reads the sizes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 
 _MULTIPLE = 8
@@ -31,10 +35,54 @@ def grouped_product(
     """
     if has_kernel(rows, weight, device_type or rows.device.type):
         return product_by_kernel(rows, weight, offsets)
+    result: torch.Tensor = grouped_mm_fallback()(rows, weight, offsets)
+    return result
+
+
+@cache
+def grouped_mm_fallback() -> Callable[..., torch.Tensor]:
+    """transformers' operator that multiplies group by group, whose backward is an operator too.
+
+    Earlier versions read the groups' sizes in the backward itself, which fake tensors have not.
+    """
     import transformers.integrations.moe  # noqa: F401  # registers the operator
 
-    result: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(rows, weight, offsets)
-    return result
+    operators = torch.ops.transformers
+    if not hasattr(operators, "grouped_mm_fallback_backward"):
+        torch.library.register_autograd(
+            "transformers::grouped_mm_fallback", _backward, setup_context=_save
+        )
+    found: Callable[..., torch.Tensor] = operators.grouped_mm_fallback
+    return found
+
+
+def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    return *_gradients(*ctx.saved_tensors, gradient), None
+
+
+@torch.library.custom_op("merak::grouped_mm_fallback_backward", mutates_args=())
+def _gradients(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the rows and of the weights of `grouped_mm_fallback`."""
+    of_rows, of_weight, start = torch.zeros_like(rows), torch.zeros_like(weight), 0
+    for group, end in enumerate(offsets.tolist()):
+        if start != end:
+            torch.mm(gradient[start:end], weight[group].T, out=of_rows[start:end])
+            torch.mm(rows[start:end].T, gradient[start:end], out=of_weight[group])
+        start = end
+    return of_rows, of_weight
+
+
+@_gradients.register_fake
+def _(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(rows), torch.empty_like(weight)
 
 
 def has_kernel(rows: torch.Tensor, weight: torch.Tensor, device_type: str) -> bool:

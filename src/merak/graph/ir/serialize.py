@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from merak.graph.ir.ir import ModelGraph, ParameterWrites, Segment
+from merak.ops.grouped_product import grouped_mm_fallback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,7 +140,7 @@ def _target(name: str) -> Callable[..., Any]:
         return _FUNCTIONS[name]
     module, _, path = name.partition(":")
     if path.startswith("transformers."):
-        import transformers.integrations.moe  # noqa: F401  # registers its operators
+        grouped_mm_fallback()  # registers it
 
     found = find_operator(path) if module == "torch.ops" else None
     if found is None:

@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from merak.ops.grouped_product import grouped_mm_fallback
+
 
 class GroupedProducts(TorchFunctionMode):
     """Function mode that records grouped products of float32 as transformers' operator.
@@ -21,9 +23,7 @@ class GroupedProducts(TorchFunctionMode):
         if func is torch._grouped_mm:
             operands = _operands(*args, **kwargs)
             if operands is not None:
-                import transformers.integrations.moe  # noqa: F401  # registers the operator
-
-                return torch.ops.transformers.grouped_mm_fallback(*operands)
+                return grouped_mm_fallback()(*operands)
         return func(*args, **kwargs)
 
 

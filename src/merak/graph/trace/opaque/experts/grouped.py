@@ -21,6 +21,7 @@ from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import undisturbed
 from merak.graph.trace.opaque.run import invoke
 from merak.graph.trace.state.snapshot import Snapshot
+from merak.ops.grouped_product import grouped_mm_fallback
 
 aten = torch.ops.aten
 
@@ -73,12 +74,9 @@ def grouped_product(
         offsets: the row after the last one of every group.
         dtype: of the product, in which an autocast would multiply.
     """
-    import transformers.integrations.moe  # noqa: F401  # registers the operator
-
     weight, x = tensors[0].to(dtype), tensors[1 + found.rows].to(dtype)
     stacked = weight.transpose(-2, -1) if found.is_transposed else weight
-    product: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(x, stacked, offsets)
-    return product
+    return grouped_mm_fallback()(x, stacked, offsets)
 
 
 def _has_hooks(call: OpaqueCall) -> bool:

@@ -23,6 +23,7 @@ from merak.graph.trace.opaque.experts.steps import (
     Weight,
 )
 from merak.graph.trace.opaque.operator import OpaqueCall
+from merak.ops.grouped_product import grouped_mm_fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,6 @@ def _combined(
     kind: Kind, loop: ExpertLoop, rows: _Rows, states: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """The sum over every token's experts of one kind, (tokens, …), or their rows by themselves."""
-    import transformers.integrations.moe  # noqa: F401  # registers the grouped product
-
     made: list[Any] = []
     offsets = rows.offsets(kind.stop) if any(isinstance(s, Product) for s in kind.steps) else None
     is_all = loop.is_complete and kind.stop - kind.first == loop.num_experts
@@ -277,5 +276,5 @@ def _product(step: Product, made: _Made) -> torch.Tensor:
         )
     else:
         stack = made.stack(weight).to(dtype)
-        found = torch.ops.transformers.grouped_mm_fallback(rows.to(dtype), stack, offsets)
+        found = grouped_mm_fallback()(rows.to(dtype), stack, offsets)
     return found if bias is None else found + bias.to(dtype)
