@@ -201,8 +201,12 @@ def attend_rows(
     places = torch.arange(sum(parts), device=query.device)
     own = take(places, ParameterShard(0, parts, axis_degree(axis)), axis_rank(axis))
     mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
-    return functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+    if query.device.type != "cpu":  # no kernel there shares heads under a mask
+        key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
+        enable_gqa = False
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:

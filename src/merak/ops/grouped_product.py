@@ -49,6 +49,12 @@ def grouped_mm_fallback() -> Callable[..., torch.Tensor]:
 
     operators = torch.ops.transformers
     if not hasattr(operators, "grouped_mm_fallback_backward"):
+        made = torch.library.custom_op(
+            "transformers::grouped_mm_fallback_backward", _gradients, mutates_args=()
+        )
+        made.register_fake(
+            lambda rows, weight, *_: (torch.empty_like(rows), torch.empty_like(weight))
+        )
         torch.library.register_autograd(
             "transformers::grouped_mm_fallback", _backward, setup_context=_save
         )
@@ -61,10 +67,10 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> N
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    return *_gradients(*ctx.saved_tensors, gradient), None
+    found = torch.ops.transformers.grouped_mm_fallback_backward(*ctx.saved_tensors, gradient)
+    return *found, None
 
 
-@torch.library.custom_op("merak::grouped_mm_fallback_backward", mutates_args=())
 def _gradients(
     rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,13 +82,6 @@ def _gradients(
             torch.mm(rows[start:end].T, gradient[start:end], out=of_weight[group])
         start = end
     return of_rows, of_weight
-
-
-@_gradients.register_fake
-def _(
-    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weight)
 
 
 def has_kernel(rows: torch.Tensor, weight: torch.Tensor, device_type: str) -> bool:

@@ -308,7 +308,7 @@ def _times(report: PlanReport) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         (
             "#",
-            *("step", "±", "compute", "bubble", "commun.", "optim."),
+            *("step", "±", "compute", "bubble", "comm.", "optim."),
             *(f"{report.counted}/s/dev.", "MFU", "memory"),
         )
     ]
