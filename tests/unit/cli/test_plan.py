@@ -139,7 +139,7 @@ def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
     assert "GPT2LMHeadModel on h100:2 (2 devices), 4 samples of 8 tokens a step" in page
     assert "left out:" in page and "torchrun --nproc-per-node 2" in page
     assert max(map(len, page.splitlines())) <= 80
-    for heading in ("microbatches", "schedule", "recompute", "bubble", "commun.", "MFU", "memory"):
+    for heading in ("microbatches", "schedule", "recompute", "bubble", "comm.", "MFU", "memory"):
         assert page.count(f" {heading}") >= 1
 
 
