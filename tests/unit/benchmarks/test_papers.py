@@ -43,3 +43,12 @@ def test_every_printed_range_is_one(papers):
     assert {row["figure"] for row in rows} >= {"table III", "figure 6", "figure 9a"}
     firsts = {row["figure"]: row["schedule"] for row in reversed(papers.read("chimera.csv"))}
     assert firsts == {"14": "chimera", "15": "chimera"}
+
+
+def test_a_line_names_the_assumption_that_moves_it_most(papers):
+    near = papers.compared(2.0, {"": 1.9, "other": 2.0})
+    assert (near["÷ paper"], near["what moves it most"]) == (0.95, "")
+    moved = papers.compared(2.0, {"": 1.0, "slow": 1.9, "slower": 3.0, "does not fit": 0.0})
+    assert moved["what moves it most"] == "slow: 1.90 (0.95 of the paper's)"
+    lost = papers.compared(2.0, {"": 1.0, "slow": 1.2})["what moves it most"]
+    assert lost == "not explained; nearest, slow: 1.20 (0.60 of the paper's)"
