@@ -116,7 +116,8 @@ def stage_exchange(
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
             forward_s=beside_s(times.forward_s, gather_s, slows) + unpacks_s,
-            backward_s=beside_s(times.backward_s, gather_s + reduce_s, slows) + unpacks_s + packs_s,
+            # Every segment's backward waits for its own reduction (`merak.engine.zero.fsdp`).
+            backward_s=beside_s(times.backward_s, gather_s, slows) + reduce_s + unpacks_s + packs_s,
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
