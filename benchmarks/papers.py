@@ -262,6 +262,9 @@ def figure_6() -> list[dict[str, Any]]:
                 row[f"Merak: speedup, {PCIE[name]}"] = "does not fit"
                 continue
             row[f"Merak: speedup, {PCIE[name]}"] = round(baseline.step_s / best.step_s, 2)
+            zeros = fitting(workload, cluster(name), _zero_layouts(devices, batch))
+            over = round(zeros[0].step_s / best.step_s, 2) if zeros else "does not fit"
+            row[f"over ZeRO, {PCIE[name]}"] = over
             row[f"s, {PCIE[name]}"] = f"{baseline.step_s:.1f} and {best.step_s:.1f}"
             row.setdefault("baseline", layout(baseline))
             row.setdefault("Merak's plan", layout(best))
@@ -291,6 +294,20 @@ def _layouts(case: tuple[str, int, int, tuple[int, ...]], merak: bool) -> list[C
                     )
                 )  # fmt: skip
     return found
+
+
+def _zero_layouts(devices: int, batch: int) -> list[Candidate]:
+    """ZeRO 1 to 3 over all devices, with full recomputation and without."""
+    return [
+        Candidate(
+            dp=devices, microbatch=microbatch, num_microbatches=batch // devices // microbatch,
+            zero=zero, recompute=recompute,
+        )
+        for zero in (1, 2, 3)
+        for recompute in ("full", "off")
+        for microbatch in (1, 2, 4, 8)
+        if batch % (devices * microbatch) == 0
+    ]  # fmt: skip
 
 
 def fastest(layouts: Sequence[Candidate], workload: Workload, devices: Cluster) -> Price | None:
