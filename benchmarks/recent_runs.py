@@ -29,8 +29,6 @@ from transformers import (
     NemotronConfig,
     NemotronForCausalLM,
     PreTrainedConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from benchmarks.tools import report
@@ -86,15 +84,17 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     # PyTorch's operators with flash attention, FSDP.
     "foundry": Framework(
-        KernelChoice(fused_sums=False), is_fused=False, attention=_FLASH_ATTENTION_2
+        KernelChoice(fused_sums=False, hides_sharded=True),
+        is_fused=False,
+        attention=_FLASH_ATTENTION_2,
     ),
-    "kempner": Framework(KernelChoice(fused_sums=False), is_fused=False, float32=False),
-    "titan": Framework(KernelChoice(fused_sums=False), is_fused=False),
+    "kempner": Framework(
+        KernelChoice(fused_sums=False, hides_sharded=True), is_fused=False, float32=False
+    ),
 }
 
 MODELS: Mapping[str, tuple[type[Any], Callable[[dict[str, str]], PreTrainedConfig]]] = {
     "llama": (LlamaForCausalLM, lambda row: LlamaConfig(**_sizes(row))),
-    "qwen3": (Qwen3ForCausalLM, lambda row: Qwen3Config(**_sizes(row), head_dim=128)),
     "nemotron": (NemotronForCausalLM, lambda row: NemotronConfig(**_sizes(row))),
     "mpt": (GPT2LMHeadModel, lambda row: _gpt2(row)),
 }
