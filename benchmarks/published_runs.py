@@ -227,12 +227,12 @@ def candidates(row: Row) -> Iterator[tuple[str, Candidate]]:
                     recompute="full" if recompute == "full" else "off",
                     sequence_parallel=parallel and row.tp > 1,
                     zero=1 if row.has_flash and row.dp > 1 else 0,
-                    partition=_equal_layers(layers, row.pp * chunks),
+                    partition=equal_layers(layers, row.pp * chunks),
                 ),
             )
 
 
-def _equal_layers(layers: int, stages: int) -> tuple[int, ...]:
+def equal_layers(layers: int, stages: int) -> tuple[int, ...]:
     """As many layers on every stage, of two segments each; the embedding first, the head last."""
     sizes = [2 * layers] * stages
     sizes[0] += 1

@@ -13,6 +13,7 @@ import csv
 import gc
 import logging
 import statistics
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from benchmarks.published_runs import equal_layers
 from benchmarks.tools import report
 from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
@@ -165,6 +167,8 @@ def priced(row: dict[str, str]) -> Price:
     devices = degrees["dp"] * degrees["tp"] * degrees["pp"] * degrees["cp"]
     size = min(devices, NODE.get(row["device"], 8))
     microbatch, chunks = int(row["microbatch"]), int(row["chunks"])
+    stages = degrees["pp"] * chunks
+    even = stages > 1 and int(row["layers"]) % stages == 0
     candidate = Candidate(
         **degrees,
         microbatch=microbatch,
@@ -174,21 +178,13 @@ def priced(row: dict[str, str]) -> Price:
         recompute="full" if row["recompute"] == "full" else "off",
         # Merak shares out tokens once: over cp where there is one.
         sequence_parallel=row["sequence_parallel"] == "yes" and degrees["tp"] > 1 == degrees["cp"],
-        partition=_equal_layers(int(row["layers"]), degrees["pp"] * chunks),
+        partition=equal_layers(int(row["layers"]) // stages, stages) if even else None,
         zero=int(row["zero"]) if degrees["dp"] * degrees["cp"] > 1 else 0,
     )
     cluster = parse_cluster(f"{row['device']}:{size}x{devices // size}")
     if row["device"].startswith("h"):
         cluster = _with_attention(cluster, FRAMEWORKS[row["framework"]].attention)
     return price(_workload(tuple(row.items())), cluster, candidate)
-
-
-def _equal_layers(layers: int, stages: int) -> tuple[int, ...] | None:
-    """As many layers on every stage, as all of these frameworks have them; two segments each."""
-    if stages == 1 or layers % stages:
-        return None
-    sizes = [2 * layers // stages] * stages
-    return (sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)
 
 
 def _with_attention(cluster: Cluster, fractions: Mapping[str, float]) -> Cluster:
@@ -256,7 +252,7 @@ def main() -> None:
         if arguments.row and arguments.row not in " ".join(row.values()):
             continue
         lines.append(line(row, priced(row)))
-        print(list(lines[-1].values()), flush=True)
+        print(list(lines[-1].values()), file=sys.stderr, flush=True)
         gc.collect()
     report.show({"Runs": lines, "Errors by device": by_device(lines)}, arguments.json)
 

@@ -15,7 +15,7 @@ from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import Sent, linear, sends
-from merak.ops.packed_attention import repeat_heads
+from merak.ops.packed_attention import attend_packed
 from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
@@ -201,12 +201,7 @@ def attend_rows(
     places = torch.arange(sum(parts), device=query.device)
     own = take(places, ParameterShard(0, parts, axis_degree(axis)), axis_rank(axis))
     mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    if query.device.type != "cpu":  # no kernel there shares heads under a mask
-        key, value = (repeat_heads(x, query, enable_gqa) for x in (key, value))
-        enable_gqa = False
-    return functional.scaled_dot_product_attention(
-        query, key, value, mask, scale=scale, enable_gqa=enable_gqa
-    )
+    return attend_packed(query, key, value, mask, room=0, scale=scale, enable_gqa=enable_gqa)
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:
