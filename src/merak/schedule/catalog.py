@@ -50,28 +50,45 @@ def _dualpipe_v(ranks: int, count: int) -> Traits:
 
 FORMULAS: Mapping[str, Builder] = MappingProxyType(
     {
-        "gpipe": Builder(gpipe),
-        USUAL: Builder(one_f_one_b, ({},), even_traits(is_fifo=True)),
-        "early_recompute": Builder(early_recompute),
-        "last_no_recompute": Builder(last_no_recompute),
-        "shifted_critical_path": Builder(shifted_critical_path),
-        "interleaved_1f1b": Builder(
-            interleaved_1f1b, ({"chunks": 2}, {"chunks": 4}), _interleaved("interleaved_1f1b")
+        "gpipe": Builder(gpipe, tried=({},)),
+        USUAL: Builder(one_f_one_b, ({},), formula=even_traits(is_fifo=True)),
+        "early_recompute": Builder(early_recompute, tried=({},)),
+        "last_no_recompute": Builder(last_no_recompute, tried=({},)),
+        "shifted_critical_path": Builder(
+            shifted_critical_path, tried=({}, {"early_everywhere": True})
         ),
-        "chimera": Builder(chimera),
-        "gems": Builder(gems),
-        "zero_bubble_h1": Builder(zero_bubble_h1, ({},), even_traits(1 / 3, splits_backwards=True)),
+        "interleaved_1f1b": Builder(
+            interleaved_1f1b,
+            ({"chunks": 2}, {"chunks": 4}),
+            formula=_interleaved("interleaved_1f1b"),
+        ),
+        "chimera": Builder(
+            chimera,
+            tried=(
+                {},
+                {"eager_middle": True},
+                {"method": "forward_doubling"},
+                {"method": "backward_halving"},
+                {"pairs": 2},
+            ),
+        ),
+        "gems": Builder(gems, tried=({},)),
+        "zero_bubble_h1": Builder(
+            zero_bubble_h1, ({},), formula=even_traits(1 / 3, splits_backwards=True)
+        ),
         "interleaved_zero_bubble": Builder(
             interleaved_zero_bubble,
             ({"chunks": 2},),
-            _interleaved("interleaved_zero_bubble", 1 / 3, splits_backwards=True),
+            formula=_interleaved("interleaved_zero_bubble", 1 / 3, splits_backwards=True),
         ),
         "zero_bubble_v": Builder(
-            zero_bubble_v, ({},), even_traits(1 / 3, 2, splits_backwards=True, joins_ends=True)
+            zero_bubble_v,
+            ({},),
+            formula=even_traits(1 / 3, 2, splits_backwards=True, joins_ends=True),
         ),
-        "dualpipe_v": Builder(dualpipe_v, ({},), _dualpipe_v),
+        "dualpipe_v": Builder(dualpipe_v, ({},), formula=_dualpipe_v),
         "pipedream": Builder(pipedream),
         "pipedream_2bw": Builder(pipedream_2bw),
     }
 )
-"""Builders of Merak's own; what a search tries has a formula for its traits."""
+"""Builders of Merak's own; what a search tries in every layout has a formula for its traits."""

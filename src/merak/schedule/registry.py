@@ -20,7 +20,7 @@ from merak.schedule.serialize import load
 from merak.schedule.traits import Builder, Traits, traits_of
 from merak.schedule.validate.schedule import check
 
-_BUILDERS = {**FORMULAS, "auto": Builder(auto, formula=even_traits())}
+_BUILDERS = {**FORMULAS, "auto": Builder(auto, tried=({},), formula=even_traits())}
 """Builders by name, and those that `register` adds. `auto`, made for times of stages, is judged as
 1F1B before there are any."""
 
@@ -147,10 +147,15 @@ def register(
     _BUILDERS[name] = Builder(checked, tuple(searched))
 
 
-def searched() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names and options of the schedules that a search for plans tries."""
+def searched(everywhere: bool = True) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and options of the schedules that a search for plans tries.
+
+    Args:
+        everywhere: those that it tries in every layout; else those that it tries in the layout of
+            the fastest plan alone.
+    """
     for name, builder in _BUILDERS.items():
-        for chosen in builder.searched:
+        for chosen in builder.searched if everywhere else builder.tried:
             yield name, MappingProxyType(dict(chosen))
 
 

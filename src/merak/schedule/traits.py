@@ -25,6 +25,7 @@ class Traits:
             one stage a rank, and neither recomputation ahead of a gradient nor split backwards.
         joins_ends: whether a rank has the first and the last stage of a microbatch.
         is_synchronous: whether there is one version of the weights.
+        num_copies: of the model on the ranks, whose gradients are summed.
     """
 
     num_stages: int
@@ -34,6 +35,7 @@ class Traits:
     is_fifo: bool = False
     joins_ends: bool = False
     is_synchronous: bool = True
+    num_copies: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +44,14 @@ class Builder:
 
     Args:
         build: (num_ranks, num_microbatches, **options) to a schedule; raises where it has none.
-        searched: options that a search for plans tries; without any, it has to be pinned.
+        searched: options that a search for plans tries in every layout.
+        tried: options that it tries in the layout of the fastest plan alone.
         formula: traits for the same arguments, where they need no schedule; raises as `build`.
     """
 
     build: Callable[..., Schedule]
     searched: tuple[Mapping[str, Any], ...] = ()
+    tried: tuple[Mapping[str, Any], ...] = ()
     formula: Callable[..., Traits] | None = None
 
 
@@ -68,4 +72,5 @@ def traits_of(schedule: Schedule) -> Traits:
         and not schedule.has_several_stages_per_rank,
         joins_ends=all(pipe[0] == pipe[-1] for pipe in schedule.pipes),
         is_synchronous=schedule.is_synchronous,
+        num_copies=len(schedule.pipes),
     )

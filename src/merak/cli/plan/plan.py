@@ -101,6 +101,11 @@ def plan_report(request: PlanRequest) -> PlanReport:
         candidates=planned.ranking.num_candidates,
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,
+        kinds=[
+            WhatIf(kind, row_of(own, cluster, dtype, dollars))
+            for kind, own in planned.ranking.kinds.items()
+            if own is not best
+        ],
         what_if=list(_what_ifs(request, planned)) if request.what_if else [],
         commands=commands(cluster, best.candidate.world_size, started_by(request, job, found)),
         starts=_starts(job),

@@ -82,7 +82,7 @@ class RejectedRow:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The best plan in another job or on other devices.
+    """The best plan of another kind, in another job, or on other devices.
 
     Args:
         what: the change.
@@ -111,6 +111,7 @@ class PlanReport:
         candidates: size of the space.
         priced: candidates that were priced.
         proved: whether no other candidate can be faster than the first plan.
+        kinds: the best plan of each other schedule, and of none, fastest first.
         what_if: the best plans of other jobs.
         commands: to start the first plan, one for each kind of node.
         starts: what the script of the commands must do; None where they start a recipe.
@@ -132,6 +133,7 @@ class PlanReport:
     candidates: int
     priced: int
     proved: bool
+    kinds: list[WhatIf]
     what_if: list[WhatIf]
     commands: list[str]
     starts: str | None
@@ -224,6 +226,8 @@ def text_of(report: PlanReport, explains: bool = False) -> str:
         *_best(report),
         "",
     ]
+    if report.kinds:
+        lines += ["the best with other schedules:", *_aligned(_kinds(report)), ""]
     if report.what_if:
         what_ifs = [
             line for own in report.what_if for line in _wrapped(_what_if(own, report.counted), "  ")
@@ -259,7 +263,7 @@ _WIDTH = 80
 """Columns that the page takes: those of a terminal that nobody has made wider."""
 
 
-_WORDS = ("schedule", "recompute")
+_WORDS = ("schedule", "recompute", "layout")
 """Headings of columns of words."""
 
 
@@ -289,6 +293,9 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
         options = "".join(f" {key}={value}" for key, value in row.schedule_options.items())
         extras = " +sp" if row.sequence_parallel else " +sub" if row.sub_pipelining == "on" else ""
         recompute = row.recompute or "off"
+        recompute = recompute if recompute.isalpha() else "some"
+        if row.offload_activations not in (None, "off"):
+            recompute += " +offload"
         rows.append(
             (
                 str(number),
@@ -297,7 +304,7 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
                 f"{row.num_microbatches} of {row.microbatch}",
                 str(row.zero),
                 f"{row.schedule}{options}{extras}",
-                recompute if recompute.isalpha() else "some",
+                recompute,
             )
         )
     return rows
@@ -344,6 +351,17 @@ def _best(report: PlanReport) -> list[str]:
             f"${best.dollars_per_billion_tokens:,.0f} a billion {report.counted}"
         )
     return lines
+
+
+def _kinds(report: PlanReport) -> list[tuple[str, ...]]:
+    """What the best plan of every other schedule takes, beside the first plan."""
+    rows: list[tuple[str, ...]] = [("schedule", "step", "more", "layout")]
+    for own in report.kinds:
+        assert own.plan is not None
+        more = own.plan.step_seconds / report.plans[0].step_seconds - 1.0
+        step = units.seconds(own.plan.step_seconds)
+        rows.append((own.what, step, f"{more:.1%}", degrees(own.plan)))
+    return rows
 
 
 def _what_if(own: WhatIf, unit: str) -> str:

@@ -32,7 +32,7 @@ class Gradients:
     _num_buckets: int = 0
     _largest: int = 0
     _open: deque[tuple[Hashable, list[str]]] = field(default_factory=deque)
-    _windows: dict[str, SendWindow] = field(default_factory=dict)
+    _windows: dict[tuple[str, int], SendWindow] = field(default_factory=dict)
     _parameter_bytes: dict[str, int] = field(init=False)
     bytes: dict[str, int] = field(init=False)
     _shard_bytes: dict[str, int] = field(init=False)
@@ -166,9 +166,10 @@ class Gradients:
     ) -> None:
         """Add one segment's term of a tied gradient, which waits for those of other segments."""
         every_microbatch = self.ctx.every_microbatch
+        pipe = self.ctx.schedule.microbatch_pipes[action.microbatch]  # each has a chain of its own
         number = action.microbatch if every_microbatch else 0
         is_sharded = name in self._sharded
-        key = ("term", name, number)
+        key = ("term", name, pipe, number)
         num_bytes = self._shard_bytes[name] if is_sharded else self.bytes[name]
         if not self.ledger.has(key):
             self.ledger.hold(key, num_bytes, Category.COMMUNICATION, action.stage)
@@ -176,8 +177,8 @@ class Gradients:
         if segment.segment.index != tied.first or not (every_microbatch or is_last):
             return
         if not tied.owned:
-            sends = self._windows.setdefault(name, SendWindow(self.ledger, tied.open_sends))
-            sends.add([key])
+            window = SendWindow(self.ledger, tied.open_sends)
+            self._windows.setdefault((name, pipe), window).add([key])
             if is_last:  # the owner's sum arrives at the end
                 self._hold_final(name)
             return
@@ -185,9 +186,10 @@ class Gradients:
             self._hold_final(name)
         else:
             self._hold_whole(name)
-        if tied.num_holders > 1 and not self.ledger.has(("ahead", name)):
+        ahead = ("ahead", name, pipe)
+        if tied.num_holders > 1 and not self.ledger.has(ahead):
             # The receive for the next microbatch is posted ahead.
-            self.ledger.hold(("ahead", name), num_bytes, Category.COMMUNICATION, action.stage)
+            self.ledger.hold(ahead, num_bytes, Category.COMMUNICATION, action.stage)
         if tied.num_holders > 1:
             # For a moment there are the others' sum, this rank's term, and the sum of both.
             self.ledger.record_peak(action, 2 * num_bytes, action.stage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -11,6 +11,10 @@ from merak.plan.price.price import Price
 
 Refusal = Callable[[Candidate], str | None]
 """Says why a job cannot have a layout; None where it can."""
+
+
+NO_PIPELINE = "no pipeline"
+"""Kind of the plans with pp=1."""
 
 
 class Cause(Enum):
@@ -81,3 +85,17 @@ class Ranking:
     is_proved: bool = True
     refusal: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def priced(self) -> tuple[Price, ...]:
+        """Prices of all plans that fit, fastest first."""
+        return tuple(sorted((*self.plans, *self.behind), key=lambda own: own.step_s))
+
+    @property
+    def kinds(self) -> Mapping[str, Price]:
+        """The fastest plan of every schedule, fastest first; "no pipeline" is one of them."""
+        found = dict[str, Price]()
+        for own in self.priced:
+            kind = own.candidate.schedule if own.candidate.pp > 1 else NO_PIPELINE
+            found.setdefault(kind, own)
+        return found

@@ -1,38 +1,33 @@
 """Variants of the fastest plan that a search prices, and of no other, since each takes long.
 
-Larger microbatches need another trace, and recomputation that fills the memory weighs every segment
-of every pp rank. Context parallelism needs graphs of its own for every degree. Its ranks share the
-tokens of a sample, so that a job has uses for more devices than its samples feed; it is tried where
-the fastest plan waits.
+Larger microbatches need another trace. Most schedules win rarely, and then in a layout that does
+well with others, too. Recomputation that fills the memory weighs every segment of every pp rank;
+which schedule it makes the fastest is not known before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from merak.core.errors import MerakError, ScheduleError
-from merak.core.units import seconds
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search.bounds import Pricing
-from merak.plan.search.explain import degrees
-from merak.plan.search.neighbours import without_idle
 from merak.plan.search.pinned import Pinned
-from merak.plan.search.prune import memory_rejection, state_rejection
+from merak.plan.search.prune import memory_rejection
 from merak.plan.search.ranking import Ranking, Refusal, Rejected
 from merak.plan.search.space import MOST_MICROBATCH
-
-MOST_CP = 64
-"""Largest context parallel degree that is searched."""
-
-_WAITS = 0.1
-"""Part of a step of bubbles and exposed communication from which on it is tried."""
-
+from merak.schedule import registry
 
 _RECOMPUTES_SOME = ("selective", "full")
+
+_BY_SCHEDULE = ("schedule", "schedule_options", "partition", "zero", "recompute")
+"""Choices in which plans of the same layout differ by their schedule."""
+
+_MOST_FILLED = 3
+"""Plans, each of another schedule, that are priced with the recomputation that fills the memory."""
 
 
 def with_variants(
@@ -44,8 +39,10 @@ def with_variants(
 ) -> Ranking:
     """The ranking with variants of its fastest layout.
 
-    These are larger microbatches, where it has the largest that is searched; and
-    `recompute="auto"`, of which a plan that recomputes nothing has nothing to gain.
+    These are larger microbatches, where it has the largest that is searched; the schedules that are
+    not tried in every layout, with the microbatch, its half and twice of it; and `recompute="auto"`
+    with the fastest schedules, and with offloaded activations, of which a plan that recomputes
+    nothing has nothing to gain.
 
     Args:
         found: the ranking, maybe without a plan.
@@ -54,167 +51,148 @@ def with_variants(
         top: plans that are wanted.
         refusal: says which layouts the job cannot have, whatever the model; None for none.
     """
+    run = _Variants(found, pricing, pinned, top, refusal)
     if found.plans and pinned.microbatch is None:
-        found = _with_larger_microbatches(found, pricing, top, refusal)
+        run.enlarge_microbatches()
+    if found.plans and pinned.schedule is None:
+        run.try_schedules()
     if found.plans and pinned.recompute is None:
-        best = found.plans[0].candidate
-        if best.recompute in _RECOMPUTES_SOME:
-            variant = replace(best, recompute="auto", partition=None)
-            found = _with_variant(found, variant, "recompute", pricing, top, refusal)
-    return found
-
-
-def _with_larger_microbatches(
-    found: Ranking, pricing: Pricing, top: int, refusal: Refusal | None
-) -> Ranking:
-    """The ranking with twice the microbatch of the fastest plan, as long as that is faster."""
-    while True:
-        best = found.plans[0].candidate
-        if best.microbatch < MOST_MICROBATCH or best.num_microbatches % 2:
-            break
-        variant = replace(
-            best,
-            microbatch=2 * best.microbatch,
-            num_microbatches=best.num_microbatches // 2,
-            partition=None,
-        )
-        with suppress(ScheduleError):  # which the price says again
-            if pricing.rough_bytes(variant) > pricing.device_bytes:
-                break
-        found = _with_variant(found, variant, "microbatch", pricing, top, refusal)
-        if found.plans[0].candidate.microbatch != variant.microbatch:
-            break
-    return found
-
-
-def _with_variant(
-    found: Ranking,
-    variant: Candidate,
-    choice: str,
-    pricing: Pricing,
-    top: int,
-    refusal: Refusal | None,
-) -> Ranking:
-    """The ranking with a variant of its fastest plan, which differs in the choice of that name."""
-    own, plans, rejected = found.plans[0], list(found.plans), list(found.rejected)
-    why = None if refusal is None else refusal(variant)
-    try:
-        price = pricing.price(variant) if why is None else None
-    except MerakError as error:
-        why, price = str(error).rstrip("."), None
-    if price is not None and price.candidate == own.candidate:
-        return found
-    if price is not None and price.fits:
-        plans.append(price)
-        if price.step_s > own.step_s:
-            before = f"{choice}={getattr(own.candidate, choice)}"
-            why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with {before}"
-    elif price is not None:
-        rejection = memory_rejection(price)
-        why = None if rejection is None else rejection.why
-    if why is not None:
-        rejected.append(Rejected(f"{choice}={getattr(variant, choice)}", why, 1))
-    plans.sort(key=lambda plan: plan.step_s)
-    return replace(
-        found,
-        plans=tuple(plans[:top]),
-        behind=(*plans[top:], *found.behind),
-        rejected=tuple(rejected),
-        num_priced=found.num_priced + (price is not None),
-        num_candidates=found.num_candidates + 1,
-    )
+        run.fill_memory()
+    return run.found
 
 
 @dataclass(slots=True)
-class ContextClimb:
-    """Outcome of trying context parallelism.
+class _Variants:
+    """A ranking that variants of its plans are added to.
 
     Args:
-        best: the fastest plan.
-        num_priced: plans that were priced.
-        rejected: why no more of it is used; None where that was not asked.
-    """
-
-    best: Price
-    num_priced: int = 0
-    rejected: Rejected | None = None
-
-
-def try_context(
-    best: Price, pricing: Pricing, pinned: Pinned, refusal: Refusal | None
-) -> ContextClimb:
-    """Double cp from a plan on, instead of dp, pp or tp, as long as a step becomes faster.
-
-    Args:
-        best: the fastest plan without it.
-        pricing: prices of the job's candidates.
+        found: the ranking.
+        pricing: prices of its candidates.
         pinned: choices that are made already.
+        top: plans that are wanted.
         refusal: says which layouts the job cannot have, whatever the model; None for none.
     """
-    found = ContextClimb(best)
-    while _waits(found.best) and found.best.candidate.cp < MOST_CP:
-        prices: list[Price] = []
-        why = "no more is possible"
-        for own in _doubled(found.best.candidate, pinned):
-            try:
-                problem = None if refusal is None else refusal(own)
-                state = state_rejection(own, pricing) if problem is None else None
-                if problem is None and state is None:
-                    prices.append(pricing.price(own))
-                why = problem or (state.why if state else why)
-            except MerakError as error:  # such as heads that it does not divide
-                why = str(error).rstrip(".")
-        found.num_priced += len(prices)
-        cp = 2 * found.best.candidate.cp
-        fastest = min((own for own in prices if own.fits), key=_step_s, default=None)
-        if fastest is not None and fastest.step_s < found.best.step_s:
-            found.best = fastest
-            continue
-        if fastest is not None:
-            before = f"{seconds(found.best.step_s)} with {degrees(found.best.candidate)}"
-            why = f"a step takes {seconds(fastest.step_s)} with {degrees(fastest.candidate)}, "
-            why += before
-        elif prices:
-            why = "from the best plan on, it does not fit"
-        found.rejected = Rejected(f"cp≥{cp}", why, len(prices))
-        break
-    return found
 
+    found: Ranking
+    pricing: Pricing
+    pinned: Pinned
+    top: int
+    refusal: Refusal | None
 
-def _step_s(own: Price) -> float:
-    return own.step_s
+    def enlarge_microbatches(self) -> None:
+        """Price twice the microbatch of the fastest plan, as long as that is faster."""
+        while True:
+            best = self.found.plans[0]
+            if best.candidate.microbatch < MOST_MICROBATCH or best.candidate.num_microbatches % 2:
+                break
+            variant = _scaled(best.candidate, 2)
+            with suppress(ScheduleError):  # which the price says again
+                if self.pricing.rough_bytes(variant) > self.pricing.device_bytes:
+                    break
+            self.add(variant, best, "microbatch")
+            if self.found.plans[0].candidate.microbatch != variant.microbatch:
+                break
 
+    def try_schedules(self) -> None:
+        """Price all schedules that have no plan yet in the layout of the fastest pipeline."""
+        own = next((p for p in self.found.priced if p.candidate.pp > 1), None)
+        if own is None:
+            return
+        before, known = self.found.plans[0], self.found.kinds
+        unpriced = [one for one in registry.searched() if one[0] not in known]
+        for name, options in (*unpriced, *registry.searched(everywhere=False)):
+            variant = replace(
+                own.candidate,
+                schedule=name,
+                schedule_options=options,
+                partition=self.pinned.partition,
+            )
+            with suppress(ScheduleError):  # which the price says again
+                if variant.traits.num_copies > 1:  # ZeRO does not know
+                    variant = replace(variant, zero=self.pinned.zero or 0)
+            price = self.add(variant, own, "schedule")
+            if price is not None and not price.fits and self.pinned.recompute is None:
+                self.add(replace(variant, recompute="full"), own, "schedule")
+        best = self.found.plans[0]
+        if self.pinned.microbatch is None and best is not before:
+            for scaled in _resized(best.candidate, self.pinned.partition):
+                self.add(scaled, best, "microbatch")
 
-def _waits(own: Price) -> bool:
-    return own.bubble_s + own.exposed_communication_s >= _WAITS * own.step_s
+    def fill_memory(self) -> None:
+        """Price `recompute="auto"` with the schedules that are fastest without it."""
+        best = self.found.plans[0]
+        if best.candidate.recompute not in _RECOMPUTES_SOME:
+            return
+        same = best.candidate.choices(*_BY_SCHEDULE)
+        schedules = dict[str, Price]()
+        for own in self.found.priced:
+            if own.candidate.choices(*_BY_SCHEDULE) == same:
+                schedules.setdefault(own.candidate.schedule, own)
+        for own in list(schedules.values())[:_MOST_FILLED]:
+            self.add(self._filled(own.candidate), own, "recompute")
+        own = self.found.plans[0]
+        if self.pinned.offload_activations is None:
+            filled = replace(self._filled(own.candidate), offload_activations="auto")
+            self.add(filled, own, "offload_activations")
 
+    def _filled(self, own: Candidate) -> Candidate:
+        return replace(own, recompute="auto", partition=self.pinned.partition)
 
-def _doubled(own: Candidate, pinned: Pinned) -> Iterator[Candidate]:
-    """A candidate with twice the cp, and half of another degree."""
-    for axis, free in _free(own, pinned).items():
-        degree = getattr(own, axis)
-        if degree % 2 or not free:
-            continue
-        count = own.num_microbatches * (2 if axis == "dp" else 1)
-        half = replace(
-            own,
-            **{axis: degree // 2},
-            cp=2 * own.cp,
-            num_microbatches=count,
-            sequence_parallel=False,
-            sub_pipelining="off",
-            partition=pinned.partition,
+    def add(self, variant: Candidate, own: Price, choice: str) -> Price | None:
+        """Add a variant of a plan, which differs in one choice, or why it is none.
+
+        Returns:
+            Its price, which may not fit; None where it is refused.
+        """
+        found, plans, rejected = self.found, list(self.found.plans), list(self.found.rejected)
+        why = None if self.refusal is None else self.refusal(variant)
+        try:
+            price = self.pricing.price(variant) if why is None else None
+        except MerakError as error:
+            why, price = str(error).rstrip("."), None
+        if price is not None and price.candidate == own.candidate:
+            return price
+        if price is not None and price.fits:
+            plans.append(price)
+            if price.step_s > own.step_s:
+                before = _named(own.candidate, choice)
+                why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with {before}"
+        elif price is not None:
+            rejection = memory_rejection(price)
+            why = None if rejection is None else rejection.why
+        if why is not None:
+            rejected.append(Rejected(_named(variant, choice), why, 1))
+        plans.sort(key=lambda plan: plan.step_s)
+        self.found = replace(
+            found,
+            plans=tuple(plans[: self.top]),
+            behind=(*plans[self.top :], *found.behind),
+            rejected=tuple(rejected),
+            num_priced=found.num_priced + (price is not None),
+            num_candidates=found.num_candidates + 1,
         )
-        yield without_idle(half)
+        return price
 
 
-def _free(own: Candidate, pinned: Pinned) -> Mapping[str, bool]:
-    """Degrees that may be halved for it."""
-    return MappingProxyType(
-        {
-            "dp": pinned.dp is None,
-            "pp": pinned.frees_pp(own.pp),
-            # Experts on all ranks of a tp go with it.
-            "tp": pinned.tp is None and own.ep == 1,
-        }
+def _named(own: Candidate, choice: str) -> str:
+    """A choice in words, such as "recompute=full"; a schedule with its options."""
+    if choice != "schedule":
+        return f"{choice}={getattr(own, choice)}"
+    return " ".join([own.schedule, *(f"{k}={value}" for k, value in own.schedule_options.items())])
+
+
+def _scaled(own: Candidate, factor: float) -> Candidate:
+    """A candidate with so many times the microbatch."""
+    return replace(
+        own,
+        microbatch=int(factor * own.microbatch),
+        num_microbatches=int(own.num_microbatches / factor),
+        partition=None,
     )
+
+
+def _resized(own: Candidate, partition: tuple[int, ...] | None) -> Iterator[Candidate]:
+    """A candidate with half and with twice the microbatch, as far as samples divide."""
+    for factor, part in ((2.0, own.num_microbatches), (0.5, own.microbatch)):
+        if part % 2 == 0:
+            yield replace(_scaled(own, factor), partition=partition)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from merak.core.errors import PlanError, ScheduleError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.device import preset
+from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
@@ -215,3 +216,14 @@ def test_local_steps_are_refused_with_what_to_use(changes: dict[str, Any], sente
     candidate = replace(Candidate(dp=4, microbatch=2, num_microbatches=4), **changes)
     with pytest.raises(ScheduleError, match=sentence):
         price(job, cluster(), candidate)
+
+
+@pytest.mark.parametrize("name", ["chimera", "gems"])
+def test_copies_of_a_model_hold_sums_of_tied_gradients_apart(name: str) -> None:
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, n_positions=16, vocab_size=512)
+    source = ModelSource(GPT2LMHeadModel, config, None)
+    tied = example_workload(source, global_batch=4, sequence=16, optimizer=adam)
+    tied.common = ParallelOptions(tied_gradients="step")
+    own = Candidate(pp=2, num_microbatches=4, schedule=name)
+    (peak, _) = (one.peak for one in memory_of(tied, cluster(), own))
+    assert peak.by_category[Category.COMMUNICATION] >= 2 * 512 * 16 * 4  # of each direction's

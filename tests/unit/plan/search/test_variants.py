@@ -1,8 +1,10 @@
-"""Recomputation that fills the memory is priced for the fastest plan."""
+"""Variants of the fastest plan: recomputation that fills the memory, microbatches, schedules."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,10 +14,13 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
+from merak.plan.search.context import _doubled
 from merak.plan.search.fewer_devices import _smaller
 from merak.plan.search.pinned import Pinned
+from merak.plan.search.ranking import Ranking
 from merak.plan.search.search import search, search_job
-from merak.plan.search.variants import _doubled, with_variants
+from merak.plan.search.variants import with_variants
+from merak.schedule import registry
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
 from tests.unit.plan.search.doubles import Double, job_of
@@ -54,7 +59,8 @@ def ranking(double, pinned, refusal=None):
     found = search_job(job_of(), double, only, 3)
     plan = replace(found.plans[0], candidate=replace(found.plans[0].candidate, recompute="full"))
     found = replace(found, plans=(plan, *found.plans[1:]))
-    return found, with_variants(found, double, only, 3, refusal)
+    kept = Pinned(**only.choices, schedule="1f1b", offload_activations="off")
+    return found, with_variants(found, double, kept, 3, refusal)
 
 
 def test_a_faster_one_is_the_first_plan():
@@ -116,7 +122,10 @@ def test_the_memory_between_two_plans_is_filled() -> None:
     )  # fmt: skip
     source = ModelSource(LlamaForCausalLM, config, None)
     workload = example_workload(source, global_batch=8, sequence=1024)
-    pinned = Pinned(pp=2, tp=1, microbatch=1, zero=0, schedule="1f1b", sub_pipelining="off")
+    pinned = Pinned(
+        pp=2, tp=1, microbatch=1, zero=0, schedule="1f1b", sub_pipelining="off",
+        offload_activations="off",
+    )  # fmt: skip
     base = Candidate(pp=2, num_microbatches=8)
     least, most = (
         max(price(workload, devices(2**40), replace(base, recompute=own)).peak_memory_bytes)
@@ -132,7 +141,7 @@ def test_the_memory_between_two_plans_is_filled() -> None:
 
 def test_larger_microbatches_are_priced_where_the_largest_that_is_searched_is_the_best():
     double = Double(weights=(0.05, 0.02, 0.3, 40.0, 0.01), device_bytes=10_000.0)
-    only = Pinned(ep=1, recompute="off")
+    only = Pinned(ep=1, recompute="off", schedule="1f1b")
     job = job_of(8, 1024, 9)
     found = search_job(job, double, only, 3)
     assert found.plans[0].candidate.microbatch == 8
@@ -151,3 +160,59 @@ def test_a_pinned_schedule_keeps_several_pipeline_ranks():
         assert {half.pp for half in _smaller(own, pinned)} == degrees
     four = replace(own, pp=4)
     assert {half.pp for half in _smaller(four, Pinned(schedule="chimera"))} == {2, 4}
+
+
+@dataclass
+class BySchedule(Double):
+    """Prices that a schedule takes a part of.
+
+    Args:
+        parts: of the seconds of a step, by schedule.
+        larger: schedules that fit only where everything is recomputed.
+    """
+
+    parts: Mapping[str, float] = field(default_factory=dict)
+    larger: Collection[str] = ()
+
+    def price(self, own: Candidate) -> Price:
+        found = super().price(own)
+        is_large = own.schedule in self.larger and own.recompute != "full"
+        peak = (10**12 if is_large else 10,) * own.pp
+        part = self.parts.get(own.schedule, 1.0)
+        return replace(found, step_s=part * found.step_s, peak_memory_bytes=peak)
+
+
+def tried(double: Double, **pinned: Any) -> Ranking:
+    only = Pinned(**{"ep": 1, "pp": 2, "tp": 1, "recompute": "off"} | pinned)
+    found = search_job(job_of(), double, only, 3)
+    return with_variants(found, double, only, 3, None)
+
+
+def test_every_synchronous_schedule_is_tried_in_the_layout_of_the_best_pipeline():
+    double = BySchedule()
+    found = tried(double)
+    synchronous = set(registry.names()) - {"pipedream", "pipedream_2bw"}
+    assert set(found.kinds) == synchronous
+    options = {own.schedule: set() for own in double.priced}
+    for own in double.priced:
+        options[own.schedule].add(str(dict(own.schedule_options)))
+    assert len(options["chimera"]) == 5 and len(options["shifted_critical_path"]) == 2
+    assert {own.zero for own in double.priced if own.schedule in ("chimera", "gems")} == {0}
+
+
+def test_a_schedule_that_is_faster_there_is_first_with_the_microbatch_that_suits_it():
+    found = tried(BySchedule(parts={"gems": 0.1}))
+    assert found.plans[0].candidate.schedule == next(iter(found.kinds)) == "gems"
+    gems = [own.candidate for own in found.priced if own.candidate.schedule == "gems"]
+    assert len({own.microbatch for own in gems}) == 3  # that of the best pipeline, half and twice
+
+
+def test_one_that_is_too_large_there_is_priced_with_full_recomputation():
+    double = BySchedule(larger=("gpipe",))
+    assert "gpipe" not in tried(double).kinds
+    found = tried(double, recompute=None, tp=1)
+    assert found.kinds["gpipe"].candidate.recompute == "full"
+
+
+def test_a_pinned_schedule_is_the_only_kind():
+    assert set(tried(BySchedule(), schedule="1f1b").kinds) == {"1f1b"}
