@@ -67,13 +67,13 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def run_alone(
-    make: Make, by_name: bool = False, num_steps: int = NUM_STEPS
+    make: Make, by_name: bool = False, num_steps: int = NUM_STEPS, one_batch: bool = False
 ) -> dict[str, torch.Tensor]:
     model = make_model()
     optimizer = make(groups_of(model) if by_name else model.parameters())
     for step in range(num_steps):
         optimizer.zero_grad()
-        model(**batch_of(step)).backward()
+        model(**batch_of(0 if one_batch else step)).backward()
         optimizer.step()
     return model.state_dict()
 
@@ -137,6 +137,43 @@ LAYOUTS = {
 def test_an_optimizer_steps_what_it_means(pool: RankPool, layout: str, where: str) -> None:
     found = pool.run(run_own, 2, where, *LAYOUTS[layout])
     assert_equal(found[0], run_alone(adam, by_name=where == "factory"))
+
+
+@as_script
+def run_given(degrees: dict[str, int], zero: int, masters: bool, folder: str) -> dict[str, Any]:
+    """Train by an optimizer and a schedule that a script gives to the trainer."""
+    import merak
+
+    mesh = merak.init(**degrees, device="cpu")
+    model, columns = make_model(), batch_of(0)
+    optimizer = adam(groups_of(model))
+    trainer = merak.MerakTrainer(
+        model=model,
+        args=merak.MerakArguments(
+            output_dir=folder,
+            max_steps=NUM_STEPS,
+            per_device_train_batch_size=8 // mesh.dp,
+            max_grad_norm=0.0,
+            zero=zero,
+            master_weights=masters,
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=[{n: t[i] for n, t in columns.items()} for i in range(8)],
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    )
+    trainer.train()
+    return {n: torch.as_tensor(v) for n, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "masters"), [("pp", False), slow("zero1", False), slow("tp", True)]
+)
+def test_the_trainer_takes_an_optimizer_that_a_script_has_made(
+    pool: RankPool, layout: str, masters: bool, tmp_path: Any
+) -> None:
+    found = pool.run(run_given, 2, *LAYOUTS[layout], masters, str(tmp_path))
+    assert_equal(found[0], run_alone(adam, by_name=True, one_batch=True))
 
 
 def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:

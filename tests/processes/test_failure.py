@@ -21,7 +21,7 @@ def run(folder: Path, code: str, **environment: str) -> subprocess.CompletedProc
 
 def test_a_merak_error_is_a_sentence_and_a_place(tmp_path: Path) -> None:
     done = run(tmp_path, "failure.install()\nraise errors.DataError('no data; give some.')")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == f"merak: no data; give some. [{tmp_path}/script.py:4]\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -183,8 +184,15 @@ def takes_any_name(function: Callable[..., Any]) -> bool:
     return any(one.kind is one.VAR_KEYWORD for one in named)
 
 
+def _words(name: str) -> set[str]:
+    return set(re.findall("[a-z0-9]+", name.lower()))
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" where a similar name is known, else "."."""
+    """Return "; did you mean …?" where a similar name, or one of its words, is known, else "."."""
     lower = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), lower, n=3, cutoff=0.6)
+    if not matches:  # budget, of memory-budget
+        words = _words(word)
+        matches = [name for name in lower if words and words <= _words(name)][:3]
     return f"; did you mean {' or '.join(lower[match] for match in matches)}?" if matches else "."

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from merak.core.errors import keyword_names, takes_any_name
 from merak.trainer.unsupported import in_one_sentence
 
 
@@ -25,8 +26,10 @@ def similar_optimizer(
         parameters: what the optimizer is to step.
     """
     if trainer.optimizer is not None and not getattr(trainer, "is_as_in_first_step", False):
-        similar = type(trainer.optimizer)
-        own: torch.optim.Optimizer = similar(parameters, **trainer.optimizer.defaults)
+        similar, defaults = type(trainer.optimizer), trainer.optimizer.defaults
+        if not takes_any_name(similar.__init__):  # AdamW's defaults are Adam's
+            defaults = {n: defaults[n] for n in keyword_names(similar.__init__) if n in defaults}
+        own: torch.optim.Optimizer = similar(parameters, **defaults)
         return own
     model: Any = trainer.model  # of any module, whatever transformers declares
     chosen = trainer.optimizer_cls_and_kwargs

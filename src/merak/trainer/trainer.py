@@ -96,9 +96,9 @@ from merak.trainer.unsupported import (
     in_one_sentence,
     names_after,
     refuse_compiled,
+    refuse_other_arguments,
     refuse_search,
     refuse_what_needs_all_gradients,
-    refuse_what_ranks_cannot_share,
     set_use_cache,
     steps_other_tensors,
 )
@@ -187,7 +187,7 @@ class MerakTrainer(Stepping):
         mark_used()
         known = names_after(type(self), MerakTrainer)
         refuse_unknown(type(self).__name__, kwargs, known, former=FORMER)
-        refuse_what_ranks_cannot_share(type(self), args, kwargs, self.mesh.world_size)
+        refuse_other_arguments(type(self), args)
         self._is_alone = self.mesh.world_size == 1 and not steps_other_tensors(args)
         self._check_methods()
         self._connected: torch.optim.Optimizer | None = None

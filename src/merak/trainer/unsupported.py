@@ -169,19 +169,15 @@ def refuse_search(backend: object, world_size: int) -> None:
         )
 
 
-def refuse_what_ranks_cannot_share(
-    cls: type, args: object, kwargs: Mapping[str, Any], world_size: int
-) -> None:
-    """Refuse a trainer's class and arguments that need a single process.
+def refuse_other_arguments(cls: type, args: object) -> None:
+    """Refuse arguments that are of another trainer.
 
     Args:
         cls: of the trainer.
         args: its arguments.
-        kwargs: what else it was given.
-        world_size: the number of ranks.
 
     Raises:
-        ArgumentsError: they do.
+        ArgumentsError: they are.
     """
     generates = issubclass(cls, Seq2SeqTrainer)
     is_seq2seq = isinstance(args, Seq2SeqTrainingArguments)
@@ -192,18 +188,6 @@ def refuse_what_ranks_cannot_share(
         raise ArgumentsError(
             f"args is {kind}; {cls.__name__} takes merak.{takes.__name__}, which has the same "
             "fields."
-        )
-    if kwargs.get("optimizers", (None, None))[0] is not None and world_size > 1:
-        raise ArgumentsError(
-            "optimizers=(optimizer, …) holds parameters of the whole model, but each rank trains "
-            "its own part; pass optimizer_cls_and_kwargs=(class, {…}) instead."
-        )
-    if kwargs.get("optimizers", (None, None))[0] is not None and getattr(
-        args, "master_weights", False
-    ):
-        raise ArgumentsError(
-            "optimizers=(optimizer, …) holds the parameters themselves, not the float32 masters "
-            "of master_weights=True; pass optimizer_cls_and_kwargs=(class, {…}) instead."
         )
 
 

@@ -8,6 +8,8 @@ import pytest
 
 import merak
 from merak.cli.main import app, main
+from merak.cli.recipe.planned_job import planned_job
+from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.source import Origins
 from merak.core.errors import PlanError
 from merak.plan.cluster.parse import parse_cluster
@@ -288,3 +290,18 @@ def test_a_model_needs_no_flag(
     assert without == capsys.readouterr().err and str(folder) in without
     assert main([*words, "more"]) == 2
     assert "Got an unexpected extra argument 'more'" in capsys.readouterr().err
+
+
+def test_an_option_is_suggested_by_a_word_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt2", "--cluster", "h100:8", "--parallel"]) == 2
+    assert "no option --parallel; did you mean --sequence-parallel?" in capsys.readouterr().err
+
+
+def test_planning_the_recipe_of_init_warns_of_nothing(
+    tmp_path: Path,
+) -> None:
+    assert main(["init", str(tmp_path / "mine")]) == 0
+    job = planned_job(str(tmp_path / "mine" / "recipe.yaml"))
+    assert job is not None
+    config = model_of(job.model).config
+    assert config.vocab_size > max(config.bos_token_id, config.eos_token_id)

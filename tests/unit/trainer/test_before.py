@@ -16,6 +16,7 @@ from merak.arguments import folders
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.trainer.before import check_output, least_checkpoint_bytes
+from merak.trainer.optimizer_like import similar_optimizer
 
 ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
 
@@ -74,3 +75,11 @@ def test_last_weights_without_room_are_warned_of(
     check_output(made, in_parts)  # type: ignore[arg-type]
     check_output(made, ALONE)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam])
+def test_an_optimizer_like_a_given_one(cls: Any, tmp_path: Path) -> None:
+    given = trainer(tmp_path)
+    given.optimizer = cls(given.model.parameters(), betas=(0.8, 0.9))
+    made = similar_optimizer(given, [nn.Parameter(torch.zeros(2))])
+    assert type(made) is cls and made.param_groups[0]["betas"] == (0.8, 0.9)

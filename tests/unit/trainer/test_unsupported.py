@@ -12,7 +12,7 @@ from merak.core.errors import ArgumentsError
 from merak.trainer.unsupported import (
     names_after,
     refuse_compiled,
-    refuse_what_ranks_cannot_share,
+    refuse_other_arguments,
     set_use_cache,
 )
 
@@ -31,7 +31,7 @@ def test_arguments_of_other_trainers_are_refused(
 ) -> None:
     args = None if kind is type(None) else kind(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ArgumentsError, match=message):
-        refuse_what_ranks_cannot_share(trainer, args, {}, world_size=1)
+        refuse_other_arguments(trainer, args)
 
 
 class Mixin(Trainer):

@@ -15,7 +15,7 @@ from merak.arguments.fields import AutoBatch
 from merak.arguments.planned import pinned_arguments, step_samples
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import draft_of
-from merak.cli.recipe.parts import with_adapters
+from merak.cli.recipe.parts import TOKEN_IDS, with_adapters
 from merak.cli.recipe.recipe import model_of, names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
 from merak.core.elastic import AUTO_PLAN, GivenDegrees
@@ -56,12 +56,15 @@ class PlannedJob:
 
     @property
     def model(self) -> ModelRecipe:
-        """The model, with the vocabulary of the tokenizer that the recipe trains."""
+        """The model, with vocabulary and special tokens of the tokenizer that the recipe trains."""
         own, data = self.recipe.model, self.recipe.data
         is_stored = Path(own.name).expanduser().exists()
         if is_stored or not self.trains_tokenizer:
             return own
-        return replace(own, config={"vocab_size": data.vocabulary, **own.config})
+        default = model_of(replace(own, config={})).config
+        ids = [(name, getattr(default, name, None)) for name in TOKEN_IDS]
+        outside = {n: 0 for n, id_ in ids if isinstance(id_, int) and id_ >= data.vocabulary}
+        return replace(own, config={"vocab_size": data.vocabulary, **outside, **own.config})
 
     @property
     def trains_tokenizer(self) -> bool:

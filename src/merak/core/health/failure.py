@@ -196,9 +196,13 @@ def _report(
             _end_soon(INTERRUPT_EXIT_S)
         return
     error = in_words(error)
+    is_bad_input = isinstance(error, MerakError) and not isinstance(error, TrainingError)
     if is_single_process:
         _show(before, error)
         advise()
+        tell_launcher(error)
+        if is_bad_input and not (sys.flags.interactive or hasattr(sys, "ps1")):
+            _end_with(BAD_INPUT)  # Python's own code, else
         return
     if is_lost_connection(error):
         error = TrainingError(why_lost(error)).with_traceback(trace)
@@ -209,7 +213,6 @@ def _report(
         tell_launcher(error)
     else:
         time.sleep(LAUNCHER_S)
-    is_bad_input = isinstance(error, MerakError) and not isinstance(error, TrainingError)
     _end_with(BAD_INPUT if is_bad_input else FAILED)
 
 
