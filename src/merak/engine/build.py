@@ -20,6 +20,7 @@ from merak.engine.local_programs import ProgramCache, check_max_shapes, local_re
 from merak.engine.oom_replan import OomReplanner
 from merak.engine.parameters.watched import sharded_tensors, watch_absent
 from merak.engine.program_agreement import check_programs
+from merak.engine.segments.activation_offload import reserve_host_memory
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.engine.zero.fsdp import can_abort_step
 from merak.graph.ir.ir import ModelGraph
@@ -159,6 +160,8 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
             shards=programs.base.shards,
             shard_index=mesh.shard_rank,
         )
+    if layout.activations.offloaded and forecast.own_ranks is not None:
+        reserve_host_memory(mesh.device, forecast.own_ranks[mesh.pp_rank].host_blocks)
     save_fewer = None
     can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
     can_abort = can_abort and not mesh.spreads_experts  # others would wait for its rows

@@ -14,7 +14,7 @@ segment's, and a link that is too slow shows as time and not as memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,8 +223,23 @@ class ActivationOffload:
         self._copying.clear()
 
     def _in_host(self, num_bytes: int) -> torch.Tensor:
-        is_pinned = self._device.type == "cuda"
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        return _host_memory(num_bytes, self._device)
+
+
+def reserve_host_memory(device: torch.device, blocks: Mapping[int, int]) -> None:
+    """Pin memory that torch's allocator has for the first step, whose copies would wait for it.
+
+    Args:
+        device: where it is computed; memory is pinned for a GPU alone.
+        blocks: numbers of blocks by their bytes.
+    """
+    if device.type == "cuda":
+        reserved = [_host_memory(size, device) for size in blocks for _ in range(blocks[size])]
+        reserved.clear()  # to the allocator, all at once
+
+
+def _host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 @torch.no_grad()

@@ -55,7 +55,8 @@ class SegmentMemory:
             gradients of parameters are new; gradients of inputs included.
         backward_bytes: the same when gradients are added to those of earlier microbatches.
         deferred_bytes: held for the gradients of weights, where backwards are split.
-        offload_bytes: of `saved_bytes`, those that an offloaded segment copies to host memory.
+        offload_sizes: bytes of each storage in `saved_bytes` that an offloaded segment copies to
+            host memory.
         resident_bytes: of `saved_bytes`, those that stay on the device all the same.
         offload_values: saved inputs and outputs that could be copied to host memory, too.
     """
@@ -67,9 +68,14 @@ class SegmentMemory:
     first_backward_bytes: int
     backward_bytes: int
     deferred_bytes: int
-    offload_bytes: int
+    offload_sizes: tuple[int, ...]
     resident_bytes: int
     offload_values: frozenset[str]
+
+    @property
+    def offload_bytes(self) -> int:
+        """Of `saved_bytes`, those that an offloaded segment copies to host memory."""
+        return sum(self.offload_sizes)
 
     @property
     def own_bytes(self) -> int:
@@ -238,7 +244,7 @@ def _measure(run: FakeRun) -> SegmentMemory:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
-    offload_bytes, resident_bytes, offload_values = _offloadable(run)
+    offload_sizes, resident_bytes, offload_values = _offloadable(run)
     return SegmentMemory(
         outputs=places,
         saved_bytes=held[0] - own,
@@ -247,7 +253,7 @@ def _measure(run: FakeRun) -> SegmentMemory:
         first_backward_bytes=first,
         backward_bytes=later,
         deferred_bytes=_deferred_bytes(run.segment.graph),
-        offload_bytes=offload_bytes,
+        offload_sizes=offload_sizes,
         resident_bytes=resident_bytes - own,
         offload_values=offload_values,
     )
@@ -270,8 +276,8 @@ def _backward(run: FakeRun) -> tuple[tuple[int, int], int, dict[str, Output]]:
     return forward, taken, places
 
 
-def _offloadable(run: FakeRun) -> tuple[int, int, frozenset[str]]:
-    """Bytes that can be offloaded, bytes that stay with the outputs, and offloadable values."""
+def _offloadable(run: FakeRun) -> tuple[tuple[int, ...], int, frozenset[str]]:
+    """Storages that can be offloaded, bytes that stay with the outputs, and offloadable values."""
     resident = storages_of(a for a in run.arguments if all(a is not i for i in run.inputs.values()))
     saved: dict[int, torch.UntypedStorage] = {}
 
@@ -290,9 +296,9 @@ def _offloadable(run: FakeRun) -> tuple[int, int, frozenset[str]]:
         offloaded = frozenset(name for name, place in places.items() if place in saved)
         for place in places.values():
             saved.pop(place, None)
-        offload_bytes = sum(storage.nbytes() for storage in saved.values())
+        offload_sizes = tuple(storage.nbytes() for storage in saved.values())
         saved.clear()
-        return offload_bytes, storages.live_bytes, offloaded
+        return offload_sizes, storages.live_bytes, offloaded
 
 
 def _never(saved: object) -> torch.Tensor:

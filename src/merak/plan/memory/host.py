@@ -18,6 +18,11 @@ Keys = Mapping[str, Hashable]
 """Storage of each value by name; None for one that costs nothing."""
 
 
+def block_bytes(size: int) -> int:
+    """Bytes of pinned memory that torch's allocator takes for a storage: the next power of two."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 @dataclass(slots=True)
 class OffloadRecord:
     """Saved storages of one segment and microbatch.
@@ -38,15 +43,19 @@ class HostMemory:
     Args:
         device: ledger of the device.
         peak_bytes: peak of the bytes in host memory.
+        blocks: most storages that are in host memory at once, by `block_bytes`.
     """
 
     device: Ledger
     peak_bytes: int = 0
+    blocks: Counter[int] = field(default_factory=Counter)
     _bytes: int = 0
+    _blocks: Counter[int] = field(default_factory=Counter)
     _next: list[Hashable] = field(default_factory=list)
     _leaving: list[Hashable] = field(default_factory=list)
-    # By storage: its size and stage, and how many records need it; and those in host memory.
-    _sizes: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    # By key: sizes of its storages and its stage, and how many records need it; and those in host
+    # memory.
+    _sizes: dict[Hashable, tuple[Sequence[int], int]] = field(default_factory=dict)
     _users: Counter[Hashable] = field(default_factory=Counter)
     _in_host: set[Hashable] = field(default_factory=set)
     _back: set[Hashable] = field(default_factory=set)
@@ -74,7 +83,7 @@ class HostMemory:
         record.held.append(resident)
         own = ("offloaded", *place, segment.segment.index)
         self.device.hold(own, memory.offload_bytes, stage=stage)
-        self._offload(own, stage, record)
+        self._offload(own, memory.offload_sizes, stage, record)
         for name in memory.offload_values:
             key = values.get(name)
             if key is None or key in (*record.held, *record.offloaded):
@@ -87,11 +96,13 @@ class HostMemory:
                 self._users[key] += 1
                 record.offloaded.append(key)
             else:
-                self._offload(key, stage, record)
+                self._offload(key, (self.device.bytes_of(key),), stage, record)
         return record
 
-    def _offload(self, key: Hashable, stage: int, record: OffloadRecord) -> None:
-        self._sizes[key] = (self.device.bytes_of(key), stage)
+    def _offload(
+        self, key: Hashable, sizes: Sequence[int], stage: int, record: OffloadRecord
+    ) -> None:
+        self._sizes[key] = (sizes, stage)
         self._users[key] += 1
         self._next.append(key)
         record.offloaded.append(key)
@@ -103,8 +114,10 @@ class HostMemory:
         self._leaving, self._next = self._next, []
         for key in self._leaving:
             self._in_host.add(key)
-            self._bytes += self._sizes[key][0]
+            self._bytes += sum(self._sizes[key][0])
+            self._blocks.update(map(block_bytes, self._sizes[key][0]))
         self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.blocks |= self._blocks
 
     def fetch(self, record: OffloadRecord | None) -> None:
         """Begin to copy a record's storages back, unless that has begun."""
@@ -112,16 +125,17 @@ class HostMemory:
             if key in self._back:
                 continue
             self._back.add(key)
-            size, stage = self._sizes[key]
+            sizes, stage = self._sizes[key]
             for _ in range(self._users[key]):
-                self.device.hold(("back", key), size, stage=stage)
+                self.device.hold(("back", key), sum(sizes), stage=stage)
             for queue in (self._next, self._leaving):
                 if key in queue:  # it stays, and its copy counts for nothing
                     queue.remove(key)
                     self.device.release(key)
             if key in self._in_host:
                 self._in_host.remove(key)
-                self._bytes -= size
+                self._bytes -= sum(sizes)
+                self._blocks.subtract(map(block_bytes, sizes))
 
     def release(self, records: Sequence[OffloadRecord]) -> None:
         """Release the storages of some records, whose backwards have ended."""

@@ -70,12 +70,14 @@ class RankMemory:
         stages: its stages.
         peak: the moment at which it holds the most.
         host_bytes: peak of its offloaded activations in host memory.
+        host_blocks: number of blocks of pinned memory for them, by their bytes.
     """
 
     rank: int
     stages: tuple[StageMemory, ...]
     peak: Peak
     host_bytes: int = 0
+    host_blocks: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,8 @@ class MemoryModel:
             _stage(stage, program, state, job.zero, ledger.stage_peaks[stage])
             for stage in program.stages
         )
-        return RankMemory(rank, stages, ledger.peak, timeline.host.peak_bytes)
+        host = timeline.host
+        return RankMemory(rank, stages, ledger.peak, host.peak_bytes, host.blocks)
 
 
 def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,14 +18,17 @@ from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.data import signature
 from merak.engine.build import build_engine, forecast_of
 from merak.engine.engine import Engine
+from merak.engine.segments import activation_offload
 from merak.engine.segments.activation_offload import (
     ActivationOffload,
     OffloadedTensors,
     catch_gradients,
+    reserve_host_memory,
 )
 from merak.graph.segment.build import GraphSource
 from merak.plan.cost.device import preset
 from merak.plan.engine_options import EngineOptions
+from merak.plan.memory.host import block_bytes
 from tests.tiers import one_in
 from tests.unit.engine.models import Skips, gpt2, number_batch, text_batch
 from tests.unit.graph.dropped_layers import Skipping
@@ -146,6 +151,44 @@ def test_as_much_moves_as_was_foreseen(family: str) -> None:
     engine.train_step(0, [columns], [batch(0)], 1.0)
     # The last segment's backward comes at once, and its activations are on their way all the same.
     assert sum(sizes) == sum(foreseen.values()) > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "skips"])
+def test_the_host_memory_of_a_gpu_is_pinned_before_the_first_step(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many blocks as a step holds at once: torch's allocator has each power of two apart."""
+    blocks: list[Mapping[int, int]] = []
+    monkeypatch.setattr(
+        "merak.engine.build.reserve_host_memory", lambda _, reserved: blocks.append(reserved)
+    )
+    engine = engine_of(family, offload_activations="full")
+    (reserved,) = blocks
+    offload = engine._state.stages[0].offload
+    assert offload is not None
+    held: list[weakref.ref[torch.Tensor]] = []
+    most: Counter[int] = Counter()
+    make = offload._in_host
+
+    def in_host(num_bytes: int) -> torch.Tensor:
+        nonlocal most
+        made = make(num_bytes)
+        held.append(weakref.ref(made))
+        alive = [one() for one in held]
+        now = Counter(block_bytes(one.numel()) for one in alive if one is not None)
+        most |= now
+        return made
+
+    monkeypatch.setattr(offload, "_in_host", in_host)
+    train(engine, family)
+    assert most == reserved and most
+
+    made: list[int] = []
+    monkeypatch.setattr(activation_offload, "_host_memory", lambda size, _: made.append(size))
+    reserve_host_memory(torch.device("cuda"), reserved)
+    assert Counter(made) == reserved
+    reserve_host_memory(CPU, reserved)
+    assert Counter(made) == reserved
 
 
 class Late:
