@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.utils.generic import GeneralInterface
 
-from merak.core.source_lines import is_installed, module_file
+from merak.core.source_lines import MERAK, is_installed, is_standard_library, module_file
 from merak.core.storages import memory_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.state.kept import triangle_of
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 _VERSIONED = ("torch", "transformers", "builtins")
 """Packages that the fingerprint tells apart by version."""
+
+_VERSIONED_FOLDERS = tuple(os.path.dirname(p.__file__) + os.sep for p in (torch, transformers))
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}
@@ -75,6 +78,7 @@ def _fingerprint(model: nn.Module, others: Iterable[Any]) -> str:
     settings = {name: v for name, v in torch_settings().items() if name != "set_num_threads"}
     describer.add((platform.python_version(), settings))
     describer.module_tree(model)
+    describer.replaced_functions(model)
     for other in others:
         describer.add(other)
     return describer.digest()
@@ -167,6 +171,21 @@ class _Describer:
                 elif key not in _OWN_STATE and key not in _SKIPPED:
                     self._write(key)
                     self.add(value)
+
+    def replaced_functions(self, model: nn.Module) -> None:
+        """Hash functions that have been put in the place of others, in libraries that forward uses.
+
+        Files and versions say what a library has defined, and not what a script has assigned:
+        `nn.functional.cross_entropy = f`, `modeling_llama.apply_rotary_pos_emb = f`, a table's `f`.
+        """
+        for owner, own in _namespaces(model):
+            for name, function in _foreign_functions(own):
+                file = function.__code__.co_filename
+                self._write(owner, name, function.__module__ or "", function.__qualname__)
+                if is_installed(file):
+                    self._write(file_hash(file))
+                else:
+                    self.add(function)
 
     def add(self, value: Any) -> None:
         """Hash a value and everything that it holds."""
@@ -307,6 +326,46 @@ class _Describer:
     def _write(self, *words: str) -> None:
         for word in words:
             self._hash.update(f"{len(word)}:{word}".encode())
+
+
+def _namespaces(model: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names that a model's code looks functions up by: of its modules, and of those they import."""
+    yield "Tensor", vars(torch.Tensor)
+    names = {"torch", "torch.functional", "torch.nn.functional"}
+    names |= {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    seen, left = set(names), sorted(names)
+    while left:
+        name = left.pop()
+        own = dict(vars(sys.modules[name])) if name in sys.modules else {}
+        yield name, own
+        packages = {function.__module__ for _, _, function in _functions(own)}
+        further = {one for one in packages if one and _package(one) == "transformers"} - seen
+        seen |= further
+        left += sorted(further)
+
+
+def _functions(own: Mapping[str, Any]) -> Iterator[tuple[str, str, types.FunctionType]]:
+    """Functions of a namespace and of tables in it: labels, names if they have one, functions."""
+    for name, value in own.items():
+        cls = type(value)
+        if cls is types.FunctionType:
+            yield name, name, value
+        elif cls is dict or GeneralInterface in cls.__mro__:
+            for key, held in value.items():
+                if type(held) is types.FunctionType:
+                    yield f"{name}[{key!r}]", "", held
+
+
+def _foreign_functions(own: Mapping[str, Any]) -> list[tuple[str, types.FunctionType]]:
+    """Functions that are not what was defined by their name, in a namespace and its tables."""
+    found = []
+    for label, name, function in _functions(own):
+        file = function.__code__.co_filename
+        is_own = file.startswith(_VERSIONED_FOLDERS) or file == own.get("__file__")
+        is_known = is_own and function.__name__ == name
+        if not (is_known or file.startswith(MERAK) or is_standard_library(file)):
+            found.append((label, function))
+    return sorted(found, key=lambda one: one[0])
 
 
 def _reduced(value: Any) -> Any:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -102,6 +103,11 @@ class AbsentTensor(torch.Tensor):
 
         return tree_map_only(torch.Tensor, absent_too, made)
 
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """True; for `nn.init` False, which leaves draws out on meta tensors without a word."""
+        return sys._getframe(1).f_code.co_filename != nn.init.__file__
+
     def numel(self) -> int:
         """The number of elements of the whole."""
         return math.prod(self.shape) if self.num_elements is None else self.num_elements
@@ -144,6 +150,8 @@ class AbsentTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None and not isinstance(value, AbsentTensor):
+            raise _refusal("writes into the gradient of", self)
         _TENSOR.grad.__set__(self, value)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +236,7 @@ def _check(func: Any, args: Any, kwargs: Any, absent: AbsentTensor) -> None:
         (written if is_written else read).extend(tensors)
     if any(isinstance(tensor, AbsentTensor) and tensor.is_nowhere for tensor in written):
         raise _refusal("writes into", absent)
-    if any(_is_here(tensor) for tensor in read):
+    if any(_is_foreign(tensor) for tensor in read):
         raise _refusal("writes into" if _absent_in(written) else "reads", absent)
     if any(not isinstance(tensor, AbsentTensor) for tensor in written):
         raise _refusal("reads", absent)
@@ -243,9 +251,14 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[t
             yield argument, kwargs[argument.name]
 
 
-def _is_here(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have numbers of this rank's parameters: no single number, no index."""
-    return not tensor.is_meta and tensor.dim() > 0 and tensor.dtype.is_floating_point
+def _is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have numbers of this rank's parameters: no single number, no index.
+
+    One on the meta device may have been drawn there (`torch.randn(p.shape, device=p.device)`), and
+    the rank that has the parameter would draw other numbers than one process does.
+    """
+    is_plain = not isinstance(tensor, AbsentTensor)
+    return is_plain and tensor.dim() > 0 and tensor.dtype.is_floating_point
 
 
 def _absent_in(tensors: Sequence[torch.Tensor]) -> bool:

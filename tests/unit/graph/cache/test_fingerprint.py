@@ -15,6 +15,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.loss import loss_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from merak import empty_weights
 from merak.graph.cache.fingerprint import file_hash, file_hashes, fingerprint, loaded_sources
@@ -170,6 +173,43 @@ def test_a_method_patched_into_a_librarys_class(monkeypatch: pytest.MonkeyPatch)
     mlp = transformers.models.gpt2.modeling_gpt2.GPT2MLP
     monkeypatch.setattr(mlp, "forward", forward)
     assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.functional, "cross_entropy"),
+        (nn.functional, "scaled_dot_product_attention"),
+        (torch, "softmax"),
+        (torch.Tensor, "softmax"),
+        (modeling_llama, "apply_rotary_pos_emb"),
+        (loss_utils, "fixed_cross_entropy"),
+    ],
+)
+def test_a_function_put_in_the_place_of_a_librarys(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = families.llama(1)
+    before, old = fingerprint(model), getattr(owner, name)
+
+    @functools.wraps(old)
+    def other(*args: Any, **kwargs: Any) -> Any:
+        return 2.0 * old(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, other)
+    assert fingerprint(model) != before
+
+
+def test_a_function_put_into_a_librarys_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = families.llama(1)
+    before = fingerprint(model)
+    with monkeypatch.context() as patch:
+        patch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", lambda *args, **kwargs: 0.0)
+        assert fingerprint(model) != before
+    patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", modeling_llama.eager_attention_forward)
+    assert fingerprint(model) != before
+    patch.undo()
+    assert fingerprint(model) == before
 
 
 def test_weights_do_not_count_but_a_losss_numbers_do() -> None:

@@ -96,6 +96,10 @@ READS: list[tuple[str, Callable[[], object]]] = [
     ("writes into", lambda: torch._foreach_add_([HERE.data, AWAY.data], [HERE.data] * 2)),
     ("draws random numbers for", lambda: nn.init.normal_(AWAY)),
     ("draws random numbers for", lambda: AWAY + torch.randn_like(AWAY)),
+    ("draws random numbers for", lambda: nn.init.trunc_normal_(AWAY)),
+    ("draws random numbers for", lambda: nn.init.orthogonal_(AWAY)),
+    ("writes into", lambda: AWAY.data.add_(torch.randn(AWAY.shape, device=AWAY.device))),
+    ("writes into the gradient of", lambda: setattr(AWAY, "grad", torch.ones(3, 4))),
     ("saves", lambda: torch.save(AWAY, io.BytesIO())),
     ("reads the gradient of", lambda: nn.utils.clip_grad_norm_([HERE, AWAY], 1.0)),
 ]
