@@ -42,7 +42,7 @@ _SCALARS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torc
 _VERSIONED = ("torch", "transformers", "builtins")
 """Packages that the fingerprint tells apart by version."""
 
-_VERSIONED_FOLDERS = tuple(os.path.dirname(p.__file__) + os.sep for p in (torch, transformers))
+_VERSIONED_FOLDERS = tuple(f"{Path(str(p.__file__)).parent}{os.sep}" for p in (torch, transformers))
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "hooks" in name)
 _OWN_STATE = frozenset(nn.Module().__dict__) - {"training"}

@@ -20,6 +20,7 @@ from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
 from merak.graph.trace.branches.host_random import HostRandomFunctions
+from merak.graph.trace.calls.replaced_functions import replaced_once
 from merak.graph.trace.modes.autograd_functions import record_autograd_functions
 from merak.graph.trace.modes.constant_values import BatchValues, ConstantValues
 from merak.graph.trace.modes.ctc_loss import CtcLosses
@@ -130,6 +131,10 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
     ),
     (lambda s: record_autograd_functions(s.model), "their own backward is not lost"),
     (lambda s: modules_stay_in_place(), "the model finds its modules on their device already"),
+    (
+        lambda s: replaced_once(),
+        "a script's function in the place of torch's is called once a call",
+    ),
     (lambda s: func_by_autograd(), "torch.func becomes calls of autograd, which are recorded"),
     (lambda s: vmap_by_operators(), "what runs per sample becomes operators on whole tensors"),
     (
