@@ -434,6 +434,37 @@ def test_settings_of_torch_are_followed_there_and_back(change: Callable[[], obje
     assert found[1] == found[2] != found[0] == found[3]
 
 
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.softmax(self.linear(x), -1).square().mean()}
+
+
+def test_a_function_put_in_the_place_of_torchs_is_followed_there_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_of(model := Activated())
+    old, own, ones = nn.functional.softmax, copy.deepcopy(model), batch()
+    columns = [signature(ones).columns]
+
+    def losses(number: int) -> tuple[float, float]:
+        engine.optimizer_params.clear_gradients()
+        expected = own(**ones)["loss"].item()
+        return float(engine.train_step(number, columns, [ones])[0]), expected
+
+    found = [losses(0)]
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "softmax", lambda *given, **named: 3 * old(*given, **named))
+        found += [losses(1), losses(2)]
+    found.append(losses(3))
+    assert num_programs(engine) == 2
+    assert all(mine == pytest.approx(its) for mine, its in found)
+    assert found[1] == found[2] != found[0] == found[3]
+
+
 class Masked(nn.Module):
     """Its attention has a mask of its own, larger than what is compared value by value."""
 

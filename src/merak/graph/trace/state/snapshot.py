@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from merak.core.source_lines import is_installed
+from merak.core.source_lines import is_installed, module_file
 from merak.graph.ir.state_read import GLOBALS, LOSS, MODEL, StateRead
 from merak.graph.trace.state.functions import (
     function_reads,
@@ -178,6 +180,7 @@ class Snapshot:
         seem_other = glance_at({place: place.owner for place in places})
         now = LASTING.now()
         rest = [Place("", LASTING, now, Outside, GLOBALS, glance=lambda: now == LASTING.now())]
+        rest.append(_functions_of_libraries(modules.values()))
         for cls, path in {type(m): path for path, m in reversed(modules.items())}.items():
             rest.append(_code(path, cls, code := CodeOfClass(cls, cls.forward), code.seems_same))
         return Snapshot((*places, *rest), (), lambda: [*seem_other(), *rest])
@@ -419,6 +422,32 @@ def _code(
     label = str(StateRead(MODEL, path, (), ""))
     line = line_of(cls.forward)
     return Place(label, code, code.now(), Code, MODEL, source=line, glance=glance)
+
+
+def _functions_of_libraries(modules: Iterable[nn.Module]) -> Place:
+    """What names functions have that a script may put others in the place of, between steps."""
+    names = {nn.functional.__name__, *(type(module).__module__ for module in modules)}
+    spaces = {n: vars(sys.modules[n]) for n in names if is_installed(module_file(n) or "")}
+    kinds = (types.FunctionType, types.BuiltinFunctionType)
+    keys = {n: [k for k, v in own.items() if isinstance(v, kinds)] for n, own in spaces.items()}
+    held = [
+        (spaces[n], itemgetter(*own), itemgetter(*own)(spaces[n])) for n, own in keys.items() if own
+    ]
+
+    def put(label: str, value: Any) -> None:
+        name, _, key = label.rpartition(".")
+        spaces[name][key] = value
+
+    def found() -> dict[Any, Any]:
+        return {f"{n}.{key}": spaces[n].get(key) for n, own in keys.items() for key in own}
+
+    def glance() -> bool:
+        try:
+            return all(get(own) == values for own, get, values in held)  # by identity, and fast
+        except KeyError:
+            return False
+
+    return Place("", Outside("{}", found, put), found(), Outside, GLOBALS, glance=glance)
 
 
 def _read(slot: Slot) -> Place:
