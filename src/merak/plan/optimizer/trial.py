@@ -7,11 +7,12 @@ update depends on.
 
 from __future__ import annotations
 
+import io
 import pickle
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,7 +70,8 @@ def run_trial(
         device: where the job's are.
     """
     problem = ""
-    with _untouched_random_state(device):
+    # What a class prints when it is made, it has printed for the job's optimizer.
+    with _untouched_random_state(device), redirect_stdout(io.StringIO()):
         for dtype, is_sparse in _ATTEMPTS:
             trial = _Trial(optimizer, tensors, device, dtype, is_sparse)
             try:

@@ -96,6 +96,16 @@ def test_random_states_are_left_as_they_were() -> None:
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
 
 
+def test_what_a_class_prints_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talking(torch.optim.SGD):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            print("weight decay is decoupled")
+
+    assert found_for(Talking, lr=0.1) == Findings()
+    assert capsys.readouterr().out.count("decoupled") == 1
+
+
 def test_a_closure_is_found_out() -> None:
     assert found_for(optimizers.Sam).closure
     assert not found_for(torch.optim.SGD, lr=0.1).closure
