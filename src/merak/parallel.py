@@ -396,7 +396,7 @@ def parallelize(
     example_batch: Mapping[str, Any],
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
     num_microbatches: int = 1,
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
@@ -416,7 +416,8 @@ def parallelize(
         example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
             None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that forward does not name are its own.
-        optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
+        optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`; or one that
+            is made of the model's parameters.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over
@@ -438,6 +439,7 @@ def parallelize(
         MeshError: `merak.init` has not been called.
         MerakError: an unknown option, or model, batch and degrees do not fit together.
     """
+    optimizer = _factory(optimizer)
     given = _agreed_options(**locals())
     not_finite = _not_finite(nan_policy, locate_nan)
     columns, fixed = split_non_tensors(example_batch)
@@ -451,6 +453,13 @@ def parallelize(
     _refuse_what_needs_all_gradients(built.engine.updates_inside, chosen.schedule, *needs)
     rest = optimizer, *needs, plain, _loop_figures(built, autocast, run_record)
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
+
+
+def _factory(
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None,
+) -> OptimizerFactory | None:
+    """Return a factory of this rank's optimizer, also of one that a script has made."""
+    return (lambda _: optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 
 
 def _agreed_arguments(

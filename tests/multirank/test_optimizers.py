@@ -89,7 +89,7 @@ def run_own(where: str, degrees: dict[str, int], zero: int) -> dict[str, torch.T
 
     model = make_model()
     earlier = adam(model.parameters())
-    makers = {"factory": lambda _: adam(groups_of(model)), "earlier": lambda _: earlier}
+    makers = {"factory": lambda _: adam(groups_of(model)), "earlier": earlier}
     parallel = merak.parallelize(
         model, share(0), optimizer=makers.get(where), zero=zero if mesh.dp > 1 else 0
     )

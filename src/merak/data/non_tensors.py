@@ -22,7 +22,15 @@ def split_non_tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
     Returns:
         The columns; and the booleans, numbers, strings and None.
+
+    Raises:
+        DataError: the batch has no names.
     """
+    if not hasattr(batch, "items"):
+        raise DataError(
+            f"the batch is a {type(batch).__name__}, which names no columns; give a dict with a "
+            "tensor for each argument of the model's forward, and what the loss function reads."
+        )
     non_tensors = {name: value for name, value in batch.items() if isinstance(value, _KINDS)}
     return {name: value for name, value in batch.items() if name not in non_tensors}, non_tensors
 

@@ -42,3 +42,9 @@ def test_other_arguments_than_the_traced_ones_are_refused(
 def test_values_that_nothing_reads_may_change() -> None:
     batch = {"input_ids": torch.ones(2, 3), "longest": 7}
     assert list(drop_non_tensors(batch, {"longest": int})) == ["input_ids"]
+
+
+@pytest.mark.parametrize("batch", [[torch.ones(2)], (torch.ones(2),), torch.ones(2)])
+def test_a_batch_without_names_is_refused(batch: Any) -> None:
+    with pytest.raises(DataError, match=rf"the batch is a {type(batch).__name__}, which names no"):
+        split_non_tensors(batch)

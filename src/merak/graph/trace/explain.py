@@ -106,7 +106,8 @@ def explain(
 def _is_in_loss(loss_fn: Any, error: Exception) -> bool:
     """Whether an error comes out of a loss function, and not of a module that it calls."""
     module = nn.Module._call_impl.__code__
-    loss, found = getattr(loss_fn, "__code__", None), False
+    own = type(loss_fn).forward if isinstance(loss_fn, nn.Module) else loss_fn
+    loss, found = getattr(own, "__code__", None), False
     for cause in causes(error):
         for frame, _ in traceback.walk_tb(cause.__traceback__):
             found = (found or frame.f_code is loss) and frame.f_code is not module

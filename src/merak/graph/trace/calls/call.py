@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TraceError
 from merak.graph.trace.calls.outputs import named_outputs
@@ -100,6 +101,11 @@ def _called(
         return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
     result = _run(model, _taken(model, batch, call.loss_columns), call)
     loss = call.loss_fn(result, batch)
+    if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(loss)):
+        raise TraceError(
+            "the loss function returns what is no tensor; return one number as a tensor: without "
+            ".item(), and without figures behind it."
+        )
     return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
 
 
