@@ -43,6 +43,7 @@ from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.program.program import StageProgram
 from merak.plan.cluster.hierarchy import replica_lines
 from merak.plan.engine_options import EngineOptions
+from merak.plan.exclusions import low_sums_problem
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.tied_parameters import find_holders
@@ -374,11 +375,7 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
         return None
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
     if low and not (options.master_weights and options.float32_gradients):
-        raise ScheduleError(
-            f"zero=3 reduces gradients in the optimizer's type, and {low[0]!r} is of "
-            f"{parameters[low[0]].dtype}; set master_weights=True and leave gradient_sums="
-            "'float32', or use zero=2."
-        )
+        raise ScheduleError(low_sums_problem(3, f"{low[0]!r} is of {parameters[low[0]].dtype}"))
     groups = job.groups
 
     def has_shards(name: str) -> bool:

@@ -41,6 +41,7 @@ from merak.plan.constraints import (
     refuse_tied_stages,
 )
 from merak.plan.engine_options import EngineOptions
+from merak.plan.exclusions import sub_pipelining_problem
 from merak.plan.expected.speed import known_profile
 from merak.plan.layout import (
     Layout,
@@ -188,11 +189,8 @@ def _refuse_sub_pipelining(options: EngineOptions, cp: int) -> None:
             "torch_compile=True compiles whole segments, but sub_pipelining='on' cuts them into "
             "pieces; leave one out."
         )
-    if options.zero == 3:
-        raise ScheduleError(
-            "zero=3 gathers the parameters of one segment at a time, but sub_pipelining='on' runs "
-            "sub-microbatches of several; use zero=2, or sub_pipelining='off'."
-        )
+    if problem := sub_pipelining_problem(options.zero):
+        raise ScheduleError(problem)
 
 
 def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -> str:

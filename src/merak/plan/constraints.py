@@ -12,6 +12,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.trace.branches.flags import is_condition, optional_parameters
 from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
+from merak.plan.exclusions import Reductions, problem_of
 from merak.plan.layout import Layout
 from merak.plan.options import ParallelOptions
 from merak.plan.tied_parameters import find_holders
@@ -29,67 +30,32 @@ def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) 
     Raises:
         ScheduleError: the schedule or the degrees do not allow them, or they exclude each other.
     """
-    refuse_zero(schedule, options.zero)
-    refuse_compression(options.gradient_compression, schedule, options.zero, mesh)
-    refuse_local_steps(schedule, options, mesh)
+    if not options.local_steps and options.outer_optimizer != "average":
+        raise ScheduleError(
+            f"outer_optimizer={options.outer_optimizer!r} steps after every local_steps steps, but "
+            "local_steps=0; give local_steps, such as 100, or outer_optimizer='average'."
+        )
+    if problem := problem_of(reductions_of(schedule, options, mesh)):
+        raise ScheduleError(problem)
     refuse_hierarchy(schedule, options, mesh)
 
 
-def refuse_zero(schedule: Schedule, zero: int) -> None:
-    """Refuse ZeRO where replicas of a stage have several copies or versions of its weights.
+def reductions_of(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> Reductions:
+    """Choices of a job by which its replicas reduce gradients.
 
     Args:
         schedule: that of a step.
-        zero: the ZeRO stage.
-
-    Raises:
-        ScheduleError: the schedule keeps several copies or versions, or splits backwards.
-    """
-    if zero and (not schedule.is_synchronous or len(schedule.pipes) > 1):
-        raise ScheduleError(
-            f"zero={zero} shards the optimizer over the replicas of a stage, but "
-            f"schedule={schedule.name!r} keeps several copies or versions of its weights; use "
-            "zero=0, or a schedule such as '1f1b'."
-        )
-    if zero == 3 and schedule.splits_backwards:
-        raise ScheduleError(
-            f"zero=3 frees a segment's parameters when its backward ends, but schedule="
-            f"{schedule.name!r} computes gradients of weights later; use zero=2, or a schedule "
-            "such as '1f1b'."
-        )
-
-
-def refuse_compression(kind: str, schedule: Schedule, zero: int, mesh: Mesh) -> None:
-    """Refuse compressed reductions where gradients are not all-reduced whole, once a step.
-
-    Args:
-        kind: of compression; "off" for none.
-        schedule: that of a step.
-        zero: the ZeRO stage.
+        options: how the job is laid out.
         mesh: the degrees.
-
-    Raises:
-        ScheduleError: the layout reduces them otherwise.
     """
-    if kind == "off":
-        return
-    if zero:
-        raise ScheduleError(
-            f"gradient_compression={kind!r} compresses all-reduces of whole gradients, but "
-            f"zero={zero} reduce-scatters them, which torch's compressors do not; use zero=0, or "
-            "gradient_compression='off'."
-        )
-    if mesh.spreads_experts:
-        raise ScheduleError(
-            f"gradient_compression={kind!r} compresses what all replicas reduce together, but they "
-            f"hold different experts with ep={mesh.ep}; use ep=1, or gradient_compression='off'."
-        )
-    if not schedule.is_synchronous:
-        raise ScheduleError(
-            f"gradient_compression={kind!r} compresses gradients that replicas reduce once a step, "
-            f"but schedule={schedule.name!r} updates weights inside a step; use a synchronous "
-            "schedule such as '1f1b', or gradient_compression='off'."
-        )
+    return Reductions(
+        name=schedule.name,
+        schedule=schedule,
+        zero=options.zero,
+        compression=options.gradient_compression,
+        local_steps=options.local_steps,
+        ep=mesh.ep if mesh.spreads_experts else 1,
+    )
 
 
 def refuse_hierarchy(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
@@ -157,48 +123,6 @@ def refuse_compressed_sparse(kind: str, names: Iterable[str]) -> None:
         raise ScheduleError(
             f"gradient_compression={kind!r} compresses dense gradients, but {name} has sparse ones;"
             " use sparse=False in its embedding, or gradient_compression='off'."
-        )
-
-
-def refuse_local_steps(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> None:
-    """Refuse Local SGD where replicas do not each step whole parameters once a step.
-
-    Args:
-        schedule: that of a step.
-        options: how the job is laid out.
-        mesh: the degrees.
-
-    Raises:
-        ScheduleError: the schedule updates inside a step, ZeRO shards the update, replicas have
-            the experts of a layer between them, or there is an outer optimizer without local steps.
-    """
-    steps = options.local_steps
-    if not steps and options.outer_optimizer != "average":
-        raise ScheduleError(
-            f"outer_optimizer={options.outer_optimizer!r} steps after every local_steps steps, but "
-            "local_steps=0; give local_steps, such as 100, or outer_optimizer='average'."
-        )
-    if steps and not schedule.is_synchronous:
-        raise ScheduleError(
-            f"local_steps={steps} counts optimizer steps, but schedule={schedule.name!r} updates "
-            "weights several times inside one; use local_steps=0, or a synchronous schedule such "
-            "as '1f1b'."
-        )
-    if steps and options.zero:
-        raise ScheduleError(
-            f"local_steps={steps} has every replica step all parameters on its own, but "
-            f"zero={options.zero} shards them over the replicas; use zero=0 with a larger tp or "
-            "pp, or local_steps=0."
-        )
-    if steps and options.gradient_compression != "off":
-        raise ScheduleError(
-            f"local_steps={steps} leaves out the reductions that gradient_compression="
-            f"{options.gradient_compression!r} compresses; use one of the two."
-        )
-    if steps and mesh.spreads_experts:
-        raise ScheduleError(
-            f"local_steps={steps} has every replica step on its own, but with ep={mesh.ep} they "
-            "have the experts of a layer between them; use ep=1, or experts over tp."
         )
 
 
@@ -300,13 +224,11 @@ def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     optional = {s.index: frozenset(optional_parameters(s)) for s in layout.graph.segments}
     if not any(optional.values()):
         return
-    if zero == 3:
-        raise ScheduleError(
-            "zero=3 reduces the gradients of a segment on all replicas, but the model drops "
-            "layers at random, or has experts or modules that use their parameters for some values "
-            "alone, each replica its own; use zero=2, or switch the dropping off: layer_keep=1, or "
-            "the model's config."
-        )
+    own = Reductions(
+        name=layout.schedule.name, schedule=layout.schedule, zero=zero, drops_layers=True
+    )
+    if problem := problem_of(own):
+        raise ScheduleError(problem)
     if not layout.schedule.is_synchronous:
         return
     always = {n for s in layout.graph.segments for n in s.parameters if n not in optional[s.index]}

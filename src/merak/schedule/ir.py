@@ -138,6 +138,11 @@ class Schedule:
         return not self.weight_versions
 
     @property
+    def num_copies(self) -> int:
+        """Copies of the model on the ranks, one for each pipe."""
+        return len(self.pipes)
+
+    @property
     def splits_backwards(self) -> bool:
         """Whether weight gradients have actions of their own."""
         return any(a.kind is Kind.WEIGHT_GRADIENT for own in self.actions for a in own)

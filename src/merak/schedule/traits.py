@@ -72,5 +72,5 @@ def traits_of(schedule: Schedule) -> Traits:
         and not schedule.has_several_stages_per_rank,
         joins_ends=all(pipe[0] == pipe[-1] for pipe in schedule.pipes),
         is_synchronous=schedule.is_synchronous,
-        num_copies=len(schedule.pipes),
+        num_copies=schedule.num_copies,
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from merak.core.errors import ScheduleError
-from merak.plan.constraints import refuse_compression
+from merak.plan.constraints import refuse_reductions
 from merak.plan.gradient_compression import (
     COMPRESSIONS,
     WITH_ERROR_FEEDBACK,
@@ -81,9 +81,9 @@ def test_the_price_falls_and_the_memory_counts_the_errors(kind: str) -> None:
 def test_experts_over_replicas_are_refused() -> None:
     mesh = Candidate(dp=2, ep=2).mesh(0, torch.device("cpu"))
     schedule = StepPlans("1f1b", 1, 2).base.schedule
-    refuse_compression("off", schedule, 0, mesh)
+    refuse_reductions(schedule, ParallelOptions(), mesh)
     with pytest.raises(ScheduleError, match="use ep=1, or gradient_compression='off'"):
-        refuse_compression("bf16", schedule, 0, mesh)
+        refuse_reductions(schedule, ParallelOptions(gradient_compression="bf16"), mesh)
 
 
 def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:

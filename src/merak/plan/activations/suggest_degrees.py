@@ -11,12 +11,8 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import (
-    refuse_compression,
-    refuse_local_steps,
-    refuse_optional_layers,
-    refuse_zero,
-)
+from merak.plan.constraints import reductions_of, refuse_optional_layers
+from merak.plan.exclusions import problem_of
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""
@@ -63,10 +59,9 @@ def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
     options, layout, mesh = forecast.options, forecast.layout, forecast.mesh
     low = any(is_low_precision(p) and p.requires_grad for p in forecast.model.parameters())
     for zero in range(options.zero + 1, 4 if mesh.replicas > 1 else 0):
+        if problem_of(reductions_of(layout.schedule, replace(options, zero=zero), mesh)):
+            return
         try:
-            refuse_zero(layout.schedule, zero)
-            refuse_compression(options.gradient_compression, layout.schedule, zero, mesh)
-            refuse_local_steps(layout.schedule, replace(options, zero=zero), mesh)
             refuse_optional_layers(layout, zero, mesh)
         except MerakError:
             return

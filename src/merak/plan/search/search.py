@@ -178,10 +178,9 @@ def job_of(
         problem=_problem(workload, base),
         cps=cps,
         experts=num_experts(workload.graph(base)),
+        common=workload.common,
         low_sums=workload.low_sums,
-        compresses=workload.common.gradient_compression != "off",
         drops_layers=workload.drops_layers(base),
-        steps_alone=workload.common.local_steps > 0,
         few_segments=few_segments(workload.graph(base)),
     )
 

@@ -8,8 +8,7 @@ The rules, each of which is printed where it leaves something out:
 - A pipeline has a stage per pp rank at least, each with a segment at least.
 - Schedules are synchronous: others train with weights of several versions. Pin one to have it.
 - Sequence parallelism and sub-pipelining need tp > 1, sub-pipelining also two samples or more.
-- ZeRO needs dp > 1; ZeRO 3 no split backward, and no layers that a step may leave out. Compressed
-  gradients and local steps have none.
+- ZeRO needs dp > 1; what excludes each other beside it is in `merak.plan.exclusions`.
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it, and where the best plan waits and
   is faster with it; it has no sequence parallelism where tp > 1, and no sub-pipelining.
@@ -28,7 +27,8 @@ from typing import Any
 from merak.core.elastic import GivenDegrees, divisors
 from merak.core.errors import ScheduleError
 from merak.core.units import counted
-from merak.plan.options import LAYOUT, searched_values
+from merak.plan.exclusions import Reductions, low_sums_problem, problem_of
+from merak.plan.options import LAYOUT, ParallelOptions, searched_values
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees
 from merak.plan.search.pinned import Pinned
@@ -54,10 +54,9 @@ class Job:
         cps: context parallel degrees that are searched.
         experts: of every layer, that ranks can have between them; 0 for none.
         most_microbatch: the largest that is searched.
-        compresses: whether gradients are compressed, which needs zero=0.
+        common: options that no layout changes.
         low_sums: whether gradients are reduced in another type than ZeRO 3 can.
         drops_layers: whether a step may leave parameters without a gradient, which ZeRO 3 cannot.
-        steps_alone: whether replicas take local steps, which needs zero=0.
     """
 
     num_devices: int
@@ -68,10 +67,9 @@ class Job:
     cps: tuple[int, ...] = (1,)
     experts: int = 0
     most_microbatch: int = MOST_MICROBATCH
+    common: ParallelOptions = field(default_factory=ParallelOptions)
     low_sums: bool = False
-    compresses: bool = False
     drops_layers: bool = False
-    steps_alone: bool = False
     few_segments: str = ""
 
     @property
@@ -240,27 +238,27 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             own = Candidate(**of_schedule | dict(zip(values, combination, strict=True)))
             if own.sub_pipelining == "on" and own.sequence_parallel:
                 space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
-            elif problem := _zero_problem(job, own, traits):
-                space.reject(*problem)
+            elif problem := _excluded(job, own, traits):
+                what = f"zero={own.zero}" if own.zero else "experts over replicas"
+                space.reject(what, problem.rstrip("."))
             else:
                 yield own
 
 
-def _zero_problem(job: Job, own: Candidate, traits: Traits) -> tuple[str, str] | None:
-    """What is left out of the ZeRO stages, and of experts over replicas, and why."""
-    whole, zero, sub = "zero, or experts over replicas", own.zero, own.sub_pipelining
-    if zero == 3 and (traits.splits_backwards or sub == "on"):
-        what = "sub-pipelining" if sub == "on" else "split backwards"
-        return f"zero=3 with {what}", "gathers one segment's parameters at a time"
-    if job.compresses and (zero or own.form.spreads_experts):
-        return whole, "gradient_compression reduces whole gradients"
-    if job.steps_alone and (zero or own.form.spreads_experts):
-        return whole, "local_steps has every replica step all parameters on its own"
-    if zero == 3 and job.drops_layers:
-        return "zero=3", "reduces every gradient, but a step may leave layers out"
-    if zero == 3 and job.low_sums:
-        return "zero=3", "needs float32 masters, and float32 sums of gradients"
-    return None
+def _excluded(job: Job, own: Candidate, traits: Traits) -> str | None:
+    """Why choices of a candidate exclude each other; None where they do not."""
+    choices = Reductions(
+        name=own.schedule,
+        schedule=traits,
+        zero=own.zero,
+        compression=job.common.gradient_compression,
+        local_steps=job.common.local_steps,
+        ep=own.ep if own.form.spreads_experts else 1,
+        sub_pipelined=own.sub_pipelining == "on",
+        drops_layers=job.drops_layers,
+    )
+    low = low_sums_problem(own.zero, "parameters are of a lower one") if job.low_sums else None
+    return problem_of(choices) or low
 
 
 def _schedules(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from merak.core.errors import PlanError
+from merak.plan.options import ParallelOptions
 from merak.plan.recompute_spec import RECOMPUTES
 from merak.plan.search.context import ContextClimb, try_context
 from merak.plan.search.neighbours import Neighbours
@@ -301,8 +302,8 @@ def test_every_searched_schedule_is_in_the_space():
     [
         ({"low_sums": True}, {0, 1, 2}, "zero=3"),
         ({"drops_layers": True}, {0, 1, 2}, "zero=3"),
-        ({"compresses": True}, {0}, "zero, or experts over replicas"),
-        ({"steps_alone": True}, {0}, "zero, or experts over replicas"),
+        ({"common": ParallelOptions(gradient_compression="bf16")}, {0}, "zero=2"),
+        ({"common": ParallelOptions(local_steps=4)}, {0}, "zero=1"),
     ],
 )
 def test_stages_of_zero_that_the_engine_refuses_are_left_out(changes, stages, what):
