@@ -216,9 +216,8 @@ class MemoryModel:
         # Buckets have become the gradients when the optimizer steps.
         ledger.set_category(Category.COMMUNICATION, 0)
         stepped_bytes = total_bytes(job.zero.optimizer_tensors(_trained(parameters)).values())
-        ledger.set_category(
-            Category.GRADIENTS, min(stepped_bytes, ledger.by_category[Category.GRADIENTS])
-        )
+        held_bytes = ledger.by_category[Category.GRADIENTS]
+        ledger.set_category(Category.GRADIENTS, min(stepped_bytes, held_bytes))
         ledger.record_peak("update", taken)
         sharded = ctx.sharded_parameters()
         whole = {name: meta for name, meta in parameters.items() if name not in sharded}

@@ -21,7 +21,6 @@ from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
-from merak.plan.search.context import MOST_CP, try_context
 from merak.plan.search.degrees import check_degrees
 from merak.plan.search.explain import merge
 from merak.plan.search.pinned import Pinned
@@ -29,7 +28,7 @@ from merak.plan.search.prune import memory_rejection
 from merak.plan.search.rank import MOST_PRICED, Ranked, rank
 from merak.plan.search.ranking import Cause, Ranking, Refusal, Rejected, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
-from merak.plan.search.variants import with_variants
+from merak.plan.search.variants import MOST_CP, try_context, with_variants
 
 _NEAREST = 8
 """Candidates that do not fit, and are priced where no candidate does."""

@@ -11,11 +11,11 @@ import pytest
 from merak.core.errors import PlanError
 from merak.plan.options import ParallelOptions
 from merak.plan.recompute_spec import RECOMPUTES
-from merak.plan.search.context import ContextClimb, try_context
 from merak.plan.search.neighbours import Neighbours
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.search import search_job
 from merak.plan.search.space import space_of
+from merak.plan.search.variants import ContextClimb, try_context
 from merak.schedule import registry
 from tests.tiers import one_in
 from tests.unit.plan.search.doubles import Double, job_of

@@ -14,12 +14,11 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
-from merak.plan.search.context import _doubled
 from merak.plan.search.fewer_devices import _smaller
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.ranking import Ranking
 from merak.plan.search.search import search, search_job
-from merak.plan.search.variants import with_variants
+from merak.plan.search.variants import _doubled, with_variants
 from merak.schedule import registry
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
