@@ -42,8 +42,8 @@ from merak.engine.zero.replica_groups import ReplicaGroups
 from merak.engine.zero.unshard_order import UnshardOrder
 from merak.graph.program.program import StageProgram
 from merak.plan.cluster.hierarchy import replica_lines
+from merak.plan.constraints import low_sums_problem
 from merak.plan.engine_options import EngineOptions
-from merak.plan.exclusions import low_sums_problem
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.tied_parameters import find_holders

@@ -39,9 +39,9 @@ from merak.plan.constraints import (
     refuse_optional_layers,
     refuse_reductions,
     refuse_tied_stages,
+    sub_pipelining_problem,
 )
 from merak.plan.engine_options import EngineOptions
-from merak.plan.exclusions import sub_pipelining_problem
 from merak.plan.expected.speed import known_profile
 from merak.plan.layout import (
     Layout,

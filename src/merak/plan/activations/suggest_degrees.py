@@ -11,8 +11,7 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import reductions_of, refuse_optional_layers
-from merak.plan.exclusions import problem_of
+from merak.plan.constraints import problem_of, reductions_of, refuse_optional_layers
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""

@@ -8,7 +8,7 @@ The rules, each of which is printed where it leaves something out:
 - A pipeline has a stage per pp rank at least, each with a segment at least.
 - Schedules are synchronous: others train with weights of several versions. Pin one to have it.
 - Sequence parallelism and sub-pipelining need tp > 1, sub-pipelining also two samples or more.
-- ZeRO needs dp > 1; what excludes each other beside it is in `merak.plan.exclusions`.
+- ZeRO needs dp > 1; what excludes each other beside it is in `merak.plan.constraints`.
 - Offloading is searched where it is pinned.
 - Context parallelism is searched where nothing fits without it, and where the best plan waits and
   is faster with it; it has no sequence parallelism where tp > 1, and no sub-pipelining.
@@ -27,7 +27,7 @@ from typing import Any
 from merak.core.elastic import GivenDegrees, divisors
 from merak.core.errors import ScheduleError
 from merak.core.units import counted
-from merak.plan.exclusions import Reductions, low_sums_problem, problem_of
+from merak.plan.constraints import Reductions, low_sums_problem, problem_of
 from merak.plan.options import LAYOUT, ParallelOptions, searched_values
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.degrees import check_degrees
