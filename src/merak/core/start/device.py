@@ -31,6 +31,12 @@ def check_backend(backend: str | None, device: torch.device) -> None:
         raise MeshError("backend='nccl' carries tensors of GPUs alone; use 'gloo' on the CPU.")
 
 
+def device_or_cpu(device: torch.device) -> torch.device:
+    """Where to try out what a device will run: on it, or on the CPU where it is not here."""
+    is_here = device.type == "cpu" or torch.get_device_module(device).is_available()
+    return device if is_here else torch.device("cpu")
+
+
 def pick_device(device: str | torch.device | None) -> torch.device:
     """Choose the device of this rank, and make it torch's current one.
 

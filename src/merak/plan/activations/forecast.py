@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from torch import nn
 
 from merak.core.mesh import Mesh
+from merak.core.start.device import device_or_cpu
 from merak.core.storages import num_bytes
 from merak.graph.expert_parallel.apply import LocalRewrite, spread_weights
 from merak.graph.program.program import Program
@@ -28,7 +29,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 from merak.plan.memory.context import TiedParameter
 from merak.plan.memory.local_model import LocalModel
-from merak.plan.memory.model import Job, MemoryModel, RankMemory, fake_device
+from merak.plan.memory.model import Job, MemoryModel, RankMemory
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.changes import recomputing
@@ -280,7 +281,7 @@ class Forecast:
     def local_model(self) -> LocalModel:
         """The model as a tensor parallel rank runs it: the shared one where it is of this job."""
         graph, shared, options = self.layout.graph, self.local, self.options
-        device = fake_device(self.mesh.device)
+        device = device_or_cpu(self.mesh.device)
         if (
             shared is not None
             and shared.whole is graph

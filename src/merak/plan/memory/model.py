@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from merak.core.mesh import Mesh, pretended
+from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.program import Program, with_offloading
 from merak.plan.activation_policy import ActivationPolicy
@@ -128,7 +127,7 @@ class MemoryModel:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._device = device = fake_device(job.mesh.device)
+        self._device = device = device_or_cpu(job.mesh.device)
         measured = job.measured or Measured(
             SegmentMemories(device, job.zero.float32_gradients, job.kernels),
             OptimizerMemories(job.optimizer, device),
@@ -277,13 +276,6 @@ def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:
         (versions[rank, stage] - 1) * sum(every[name].num_bytes for name in _names(program, stage))
         for stage in program.stages
     )
-
-
-def fake_device(device: torch.device) -> torch.device:
-    """Type of the device of fake tensors: the job's, if this machine has such a device."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    return device
 
 
 def _with_policy(program: Program, policy: ActivationPolicy) -> Program:

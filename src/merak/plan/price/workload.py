@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from merak.core.gradients import LOW_PRECISION
+from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import Signature
 from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
@@ -29,7 +30,6 @@ from merak.plan.cost.segment_memory import MeasuredGraphs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel
-from merak.plan.memory.model import fake_device
 from merak.plan.options import ParallelOptions
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
@@ -174,7 +174,7 @@ class Workload:
         """
 
         def made() -> LocalModel:
-            device = fake_device(self.device)
+            device = device_or_cpu(self.device)
             optimizers = self.once("optimizers", lambda: OptimizerMemories(self.optimizer, device))
             graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
             ranks = (form.tp, form.cp, form.ep)

@@ -29,6 +29,7 @@ from merak.graph.trace.opaque.probe import (
     ProbeResult,
     called,
     describe,
+    tried_on,
     undisturbed,
 )
 from merak.graph.trace.state.snapshot import Snapshot
@@ -51,6 +52,7 @@ def dry_run(
     Raises:
         CannotBeOpaque: it needs values, keeps a tensor, or writes into its inputs.
     """
+    call, device = tried_on(call, device)
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_dry_run, call, metas, device, length).result()

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from merak.core.errors import TraceError
+from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.autograd.calls import applying, plain_apply
 from merak.graph.trace.explain import causes
@@ -105,7 +106,7 @@ def probe(
         call: without its outputs, which are to be found.
         metas: metadata of its tensors, the module's own first.
         real: parameters and buffers that have values already, by name in the module.
-        device: device to run it on.
+        device: device that it will run on.
         modes: function modes to run it in, the outermost first.
         example: values of its inputs for an example batch, where these follow from it alone.
 
@@ -113,6 +114,7 @@ def probe(
         CannotBeOpaque: it fails on all values that were tried, or its outputs' sizes depend on
             them.
     """
+    call, device = tried_on(call, device)
     # A thread of its own: the modes that record a trace belong to the thread that traces.
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(_probe, _Probe(call, metas, real, device, modes, example))
@@ -121,6 +123,17 @@ def probe(
             traceback.clear_frames(error.__traceback__)
         gc.collect()
     return future.result()
+
+
+def tried_on(call: OpaqueCall, device: torch.device) -> tuple[OpaqueCall, torch.device]:
+    """A call and the device to try it on: the CPU, in its autocast, where its own is not here.
+
+    Autograd runs no backward on a device that is not here, of fake tensors either, and the autocast
+    of another device converts no tensors of the CPU.
+    """
+    own = device_or_cpu(device)
+    autocast = call.autocast and (own.type, call.autocast[1])
+    return replace(call, device=own.type, autocast=autocast), own
 
 
 @dataclass(frozen=True, slots=True)

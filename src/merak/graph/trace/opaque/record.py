@@ -315,7 +315,7 @@ class _Recorder:
         elif key not in self.known:
             real, modes = self.real.under(call.module), self.real.modes
             example = [self.example(tensor) for tensor in tensors[len(call.states) :]]
-            self.known[key] = probe(call, metas, real, _usable(self.device), modes, example)
+            self.known[key] = probe(call, metas, real, self.device, modes, example)
         return self.known[key]
 
     def _key(self, call: OpaqueCall, metas: Sequence[TensorMeta]) -> Any:
@@ -348,11 +348,6 @@ def likeness(module: nn.Module, real: Mapping[str, torch.Tensor]) -> Any:
         if place.kind is object and name != "forward"
     )
     return tuple((type(part), part.training) for part in module.modules()), held
-
-
-def _usable(device: torch.device) -> torch.device:
-    is_there = device.type == "cpu" or torch.get_device_module(device).is_available()
-    return device if is_there else torch.device("cpu")
 
 
 def _by_tensor(named: Iterator[tuple[str, torch.Tensor]]) -> dict[int, tuple[str, ...]]:

@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from merak.graph.trace.opaque.operator import (
     is_opaque,
     opaque_calls,
 )
+from merak.graph.trace.opaque.probe import ProbeResult, probe
 from merak.graph.trace.opaque.pytree import flatten
 from merak.graph.trace.opaque.report import opaque_lines, report_opaque
 from merak.plan.cost.segment_memory import SegmentMemories
@@ -51,6 +53,11 @@ def scan(x: torch.Tensor, decay: torch.Tensor, scale: float = 1.0) -> torch.Tens
         state = torch.tanh(decay * state + scale * x[:, t])
         states.append(state)
     return torch.stack(states, 1)
+
+
+def scan_and_product(x: torch.Tensor, decay: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same, and a product, which an autocast computes in its type."""
+    return scan(x, decay, scale) @ x
 
 
 def scan_written(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
@@ -338,14 +345,10 @@ def test_what_is_opaque_is_told_with_its_line() -> None:
     assert "a loop of many passes" in line
 
 
-def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"{__name__}:scan"
-    metas = [
-        TensorMeta((2, 170, 170), torch.float32, requires_grad=True),
-        TensorMeta((170,), torch.float32, requires_grad=True),
-    ]
+def call_of(name: str, autocast: tuple[str, torch.dtype] | None = None) -> OpaqueCall:
+    name = f"{__name__}:{name}"
     _, arguments = flatten(((torch.empty(0), torch.empty(1)), {"scale": 2.0}))
-    call = OpaqueCall(
+    return OpaqueCall(
         ref=ModuleRef(name, FunctionModule(name)),
         class_name="",
         why="",
@@ -357,13 +360,42 @@ def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -
         outputs=(),
         aliases=frozenset(),
         modes=(True,),
-        autocast=None,
+        autocast=autocast,
         grad=True,
-        device="cpu",
+        device=autocast[0] if autocast else "cpu",
         saved_bytes=0,
         flops=0,
     )
+
+
+def scan_metas(size: int) -> list[TensorMeta]:
+    return [
+        TensorMeta((2, size, size), torch.float32, requires_grad=True),
+        TensorMeta((size,), torch.float32, requires_grad=True),
+    ]
+
+
+def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, metas = call_of("scan"), scan_metas(170)
     found = dry_run(call, metas, torch.device("cpu"))
     monkeypatch.setattr(extrapolate, "LENGTHS", (1000, 2000))
     assert found == dry_run(call, metas, torch.device("cpu"))
     assert found.outputs == (TensorMeta((2, 170, 170), torch.float32),)
+
+
+@pytest.mark.parametrize("how", [dry_run, partial(probe, real={})])
+def test_what_runs_on_a_gpu_that_is_not_here_is_tried_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, how: Callable[..., ProbeResult]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    metas = scan_metas(5)
+    found, known = (
+        how(
+            call_of("scan_and_product", (device, torch.bfloat16)),
+            metas,
+            device=torch.device(device),
+        )
+        for device in ("cuda", "cpu")
+    )
+    assert found == known
+    assert found.outputs == (TensorMeta((2, 5, 5), torch.bfloat16),)
