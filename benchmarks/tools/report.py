@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +66,40 @@ def show(tables: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> No
 
 def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+_LAST_DIGIT = 0.02
+"""What numbers of a page, most of two decimals, may differ by from those that come out."""
+
+
+def check(tables: Mapping[str, Sequence[Mapping[str, Any]]], page: Path) -> None:
+    """Refuse a page that has not the rows of some tables, numbers but for their last digit.
+
+    Args:
+        tables: as of `show`.
+        page: of Markdown.
+
+    Raises:
+        SystemExit: a row is not there; it is named.
+    """
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    printed = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    for title, rows in tables.items():
+        for row in rows:
+            own = [_cell(value).strip() for value in row.values()]
+            if not any(_agree(own, other) for other in printed):
+                raise SystemExit(f"{page} has no row of {title} that agrees with {own}.")
+
+
+def _agree(own: Sequence[str], other: Sequence[str]) -> bool:
+    if len(own) != len(other):
+        return False
+    for one, two in zip(own, other, strict=True):
+        ours, theirs = (list(map(float, _NUMBER.findall(text))) for text in (one, two))
+        if _NUMBER.sub("#", one) != _NUMBER.sub("#", two):
+            return False
+        if any(abs(a - b) > _LAST_DIGIT for a, b in zip(ours, theirs, strict=True)):
+            return False
+    return True

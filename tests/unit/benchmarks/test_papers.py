@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.fixture
 def papers(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("papers")
+    return importlib.import_module("tools.paper_jobs")
 
 
 def num_parameters(workload):
@@ -52,3 +52,13 @@ def test_a_line_names_the_assumption_that_moves_it_most(papers):
     assert moved["what moves it most"] == "slow: 1.90 (0.95 of the paper's)"
     lost = papers.compared(2.0, {"": 1.0, "slow": 1.2})["what moves it most"]
     assert lost == "not explained; nearest, slow: 1.20 (0.60 of the paper's)"
+
+
+def test_a_page_must_have_the_rows_that_come_out(papers, tmp_path):
+    report = importlib.import_module("tools.report")
+    page = tmp_path / "page.md"
+    page.write_text("| schedule | ÷ paper |\n|---|---|\n| gems | slow: 2.15 (0.89) |\n")
+    report.check({"t": [{"schedule": "gems", "÷ paper": "slow: 2.14 (0.90)"}]}, page)
+    for wrong in ("slow: 2.25 (0.89)", "fast: 2.15 (0.89)", "2.15"):
+        with pytest.raises(SystemExit, match="no row of t"):
+            report.check({"t": [{"schedule": "gems", "÷ paper": wrong}]}, page)

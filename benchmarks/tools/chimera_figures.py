@@ -1,0 +1,300 @@
+"""Figures of Chimera's paper, beside our prices."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from merak.core.errors import MerakError
+from merak.plan.cluster.cluster import Cluster
+from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
+from merak.plan.price.step import price
+from merak.plan.price.workload import Workload
+from tools.paper_jobs import chimera_model, cluster, compared, equal_layers, read
+
+SCHEDULES = {"dapple": "1f1b"}
+"""Names in Merak of the paper's schedules."""
+
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+
+
+SUPPOSED: dict[str, tuple[str, bool]] = {
+    "": ("chimera_piz_daint.yaml", True),
+    "the others reduce after the backward": ("chimera_piz_daint.yaml", False),
+    "2.3 GB/s between nodes": ("chimera_slow_gloo.yaml", True),
+    "2.3 GB/s, and the others reduce after it": ("chimera_slow_gloo.yaml", False),
+}
+"""Assumptions of all figures but 16: the network, and whether the schedules that Chimera is
+compared with hide their reductions, as Merak does and torch's DDP over Gloo hardly did."""
+
+V100S = {
+    "": ("v100-32gb:8x4", True),
+    "the others reduce after the backward": ("v100-32gb:8x4", False),
+}
+"""Assumptions of figure 16."""
+
+NETWORKS = {
+    "TCP over Aries": "chimera_piz_daint.yaml",
+    "2.3 GB/s between nodes": "chimera_slow_gloo.yaml",
+}
+
+DEPTHS = (8, 16, 32)
+MICROBATCHES = (1, 2, 4, 8, 12, 16, 32)
+LARGE_BATCHES = (1024, 2048, 4096)
+"""Of figures 17 and 18, whose text averages over batches from 1,024 on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A line of a figure; depths and microbatches are all that are tried for the best.
+
+    Args:
+        model: as of `chimera_model`.
+        nodes: GPUs.
+        batch: samples of a step.
+        schedule: by the paper's name.
+        depths: pipeline degrees D.
+        microbatches: their samples B.
+        recompute: whether all activations are recomputed.
+        options: of the schedule.
+    """
+
+    model: str = "Bert-48"
+    nodes: int = 32
+    batch: int = 512
+    schedule: str = "chimera"
+    depths: tuple[int, ...] = DEPTHS
+    microbatches: tuple[int, ...] = MICROBATCHES
+    recompute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def printed(row: Mapping[str, str]) -> Job:
+    """Job of a row of the paper's numbers."""
+    return Job(
+        model=row["model"],
+        nodes=int(row["nodes"]),
+        batch=int(row["batch"]),
+        schedule=row["schedule"],
+        depths=(int(row["pp"]),) if row["pp"] else DEPTHS,
+        microbatches=(int(row["microbatch"]),) if row["microbatch"] else MICROBATCHES,
+        recompute=row["recompute"] == "yes",
+    )
+
+
+def chimera_figure(figure: str) -> list[dict[str, Any]]:
+    """Chimera's throughput ÷ that of each schedule, in the layout printed, and what moves it."""
+    rows = [row for row in read("chimera.csv") if row["figure"] == figure]
+    base = next(printed(row) for row in rows if row["schedule"] == "chimera")
+    return [
+        line(row["schedule"], float(row["chimera_over"]), [(base, printed(row))]) for row in rows
+    ]
+
+
+def figure_10() -> list[dict[str, Any]]:
+    """Bert-48 on 32 nodes, 512 samples: the best layouts of the baselines, by the paper and us.
+
+    Of 4 stages or more; with 2, all would be faster by our price.
+    """
+    best = {
+        "dapple": ((4, 4), False),
+        "gpipe": ((4, 4), True),
+        "gems": ((4, 32), False),
+        "pipedream_2bw": ((4, 16), True),
+    }
+    rows = []
+    for schedule, ((depth, microbatch), recompute) in best.items():
+        every = Job(schedule=schedule, depths=(4, 8, 16), recompute=recompute)
+        own = replace(every, depths=(depth,), microbatches=(microbatch,))
+        (ours, words), (theirs, paper) = (throughput(job, *SUPPOSED[""]) for job in (every, own))
+        rows.append(
+            {
+                "schedule": schedule,
+                "paper's best": paper,
+                "best by price": words,
+                "the paper's ÷ it": round(theirs / ours, 3),
+            }
+        )
+    return rows
+
+
+def figure_12() -> list[dict[str, Any]]:
+    """Reductions of the middle stages left to the end ÷ begun eagerly, on 64 nodes."""
+    own = Job(nodes=64, batch=1024, depths=(4,), microbatches=(8,))
+    eager = replace(own, options={"eager_middle": True})
+    return [line("middle stages eager", 1.09, [(own, eager)])]
+
+
+def figure_13() -> list[dict[str, Any]]:
+    """GPT-2 on 512 nodes with 512 samples: 8 stages with recomputation ÷ 32 stages without."""
+    own = Job(model="GPT-2", nodes=512, depths=(32,))
+    return [line("D=32", 1.017, [(replace(own, depths=(8,), recompute=True), own)])]
+
+
+def figure_16() -> list[dict[str, Any]]:
+    """Bert-48 of 512 tokens on 32 V100s; the text prints the ranges of two kinds of schedules.
+
+    Layouts are not printed; those of 4 stages or more are tried, as on the other cluster.
+    """
+    base = Job(model="Bert-48 of 512 tokens", batch=256, depths=(4, 8))
+    ends = (("dapple", 1.10), ("gems", 2.39), ("pipedream_2bw", 1.05), ("pipedream", 1.89))
+    rows = []
+    for schedule, paper in ends:
+        # The largest batch that PipeDream's one microbatch for an update fits.
+        batch = 32 if schedule == "pipedream" else base.batch
+        other = replace(base, schedule=schedule, batch=batch)
+        rows.append(line(schedule, paper, [(base, other)], V100S))
+    return rows
+
+
+def figure_17() -> list[dict[str, Any]]:
+    """Bert-48 on 32 nodes, averages over large batches."""
+    rows = []
+    for schedule, paper, recompute in (
+        ("gpipe", 1.13, True), ("gems", 2.07, False), ("dapple", 1.06, False)
+    ):  # fmt: skip
+        pairs = []
+        for batch in LARGE_BATCHES:
+            base = Job(batch=batch, depths=(4,), microbatches=(8,))
+            other = replace(base, schedule=schedule, recompute=recompute, microbatches=MICROBATCHES)
+            pairs.append((base, other))
+        rows.append(line(schedule, paper, pairs))
+    return rows
+
+
+def figure_18() -> list[dict[str, Any]]:
+    """GPT-2 on 512 nodes, averages over large batches: forward doubling in 8 stages."""
+    rows = []
+    for schedule, paper in (
+        ("pipedream_2bw", 1.13), ("gpipe", 1.18), ("gems", 2.60), ("dapple", 1.34)
+    ):  # fmt: skip
+        pairs = []
+        for batch in LARGE_BATCHES:
+            base = Job(model="GPT-2", nodes=512, batch=batch, depths=(8,), recompute=True)
+            other = replace(base, schedule=schedule, recompute=schedule != "gems")
+            pairs.append((replace(base, options={"method": "forward_doubling"}), other))
+        rows.append(line(schedule, paper, pairs))
+    return rows
+
+
+def figure_19() -> list[dict[str, Any]]:
+    """GPT-2 of 32 layers, 64 samples on 64 nodes: one, two and four pipelines."""
+    rows = []
+    for depth, network in itertools.product((32, 16), NETWORKS):
+        own = Job(model="GPT-2 of 32 layers", nodes=64, batch=64, depths=(depth,))
+        ways = {
+            "1 pipeline": replace(own, schedule="dapple"),
+            "2": own,
+            "4": replace(own, options={"pairs": 2}),
+        }
+        rates = {name: throughput(job, NETWORKS[network], True)[0] for name, job in ways.items()}
+        shares = {name: round(rate / rates["2"], 3) for name, rate in rates.items()}
+        paper = "four are best" if depth == 32 else "two are better than four"
+        rows.append({"D": depth, "network": network, "paper": paper, **shares})
+    return rows
+
+
+def efficiency() -> list[dict[str, Any]]:
+    """Section 4.2.3: GPT-2's throughput on 2,048 nodes ÷ four times that on 512, by Chimera."""
+    own = Job(model="GPT-2", nodes=2048, batch=2048, depths=(32,))
+    small = replace(own, nodes=512, batch=512)
+    found = {
+        supposed: throughput(own, *how)[0] / throughput(small, *how)[0] / 4
+        for supposed, how in SUPPOSED.items()
+        if how[1]  # Chimera hides its own
+    }
+    return [compared(0.914, found)]
+
+
+def line(
+    what: str,
+    paper: float,
+    pairs: Sequence[tuple[Job, Job]],
+    supposed: Mapping[str, tuple[str, bool]] = SUPPOSED,
+) -> dict[str, Any]:
+    """Line of a figure: the mean of the first jobs' throughput ÷ the others', and what moves it.
+
+    Args:
+        what: the schedule that is compared with.
+        paper: its number.
+        pairs: of jobs.
+        supposed: assumptions; of the first jobs, reductions are always hidden.
+    """
+    ratios, words = {}, ""
+    for name, (devices, hides) in supposed.items():
+        own = []
+        for base, other in pairs:
+            ours, _ = throughput(base, devices, True)
+            theirs, layout = throughput(other, devices, hides or other == base)
+            words = words or layout
+            own.append(ours / theirs if theirs else 0.0)
+        ratios[name] = statistics.mean(own) if all(own) else 0.0
+    return {"schedule": what, "layout": words, **compared(paper, ratios)}
+
+
+def throughput(job: Job, devices: str, hides: bool) -> tuple[float, str]:
+    """Samples per second by the best of its depths and microbatches, and that layout.
+
+    Args:
+        job: one.
+        devices: a cluster.
+        hides: whether reductions run beside the backward.
+    """
+    workload = chimera_model(job.model, job.batch)
+    workload.kernels = replace(workload.kernels, hides_reductions=hides)
+    best, words = 0.0, "does not fit"
+    for pp in job.depths:
+        for microbatch in job.microbatches:
+            dp = job.nodes // pp
+            count, rest = divmod(job.batch, dp * microbatch)
+            if rest or not count or (job.schedule == "pipedream" and count > 1):
+                continue
+            rate = _rate(workload, cluster(devices), job, (pp, dp, microbatch, count))
+            if rate > best:
+                best, words = rate, f"W={dp}, D={pp}, B={microbatch}"
+    return best, words
+
+
+def _rate(
+    workload: Workload, devices: Cluster, job: Job, sizes: tuple[int, int, int, int]
+) -> float:
+    """Samples per second; of an asynchronous schedule those of later updates, without the fill."""
+    pp, dp, microbatch, count = sizes
+    name = SCHEDULES.get(job.schedule, job.schedule)
+
+    def seconds(updates: int) -> Price:
+        own = {"microbatches_per_update": count} if name == "pipedream_2bw" else {}
+        candidate = Candidate(
+            dp=dp, pp=pp, microbatch=microbatch, num_microbatches=count * updates, schedule=name,
+            schedule_options={**own, **job.options},
+            recompute="full" if job.recompute else "off", partition=equal_layers(workload, pp),
+        )  # fmt: skip
+        return price(workload, devices, candidate)
+
+    try:
+        if name not in ASYNCHRONOUS:
+            own = seconds(1)
+            return job.batch / own.step_s if own.fits else 0.0
+        least = max(4, 4 * pp // count)
+        few, many = seconds(least), seconds(2 * least)
+    except MerakError:
+        return 0.0
+    return job.batch * least / (many.step_s - few.step_s) if many.fits else 0.0
+
+
+FIGURES: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
+    "10": ("Chimera, figure 10: the best layouts of Bert-48 on 32 nodes", figure_10),
+    "12": ("Chimera, figure 12: middle stages reduced eagerly", figure_12),
+    "13": ("Chimera, figure 13: 8 stages ÷ 32 of GPT-2 on 512 nodes", figure_13),
+    "14": ("Chimera, figure 14: Bert-48 on 64 nodes", lambda: chimera_figure("14")),
+    "15": ("Chimera, figure 15: GPT-2 on 2,048 nodes", lambda: chimera_figure("15")),
+    "16": ("Chimera, figure 16: Bert-48 on 32 V100s", figure_16),
+    "17": ("Chimera, figure 17: large batches of Bert-48 on 32 nodes", figure_17),
+    "18": ("Chimera, figure 18: large batches of GPT-2 on 512 nodes", figure_18),
+    "19": ("Chimera, figure 19: more than two pipelines", figure_19),
+    "efficiency": ("Chimera, section 4.2.3: weak scaling of GPT-2, 512 to 2,048 nodes", efficiency),
+}
