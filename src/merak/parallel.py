@@ -698,11 +698,20 @@ def split_batch(
     """Cut a batch's columns along their first dim into equal microbatches.
 
     Raises:
-        DataError: a column that is no tensor, or whose first dim is not a multiple of
-            `num_microbatches`.
+        DataError: no samples, or a column that is no tensor, has gradients to pass on, or whose
+            first dim is not a multiple of `num_microbatches`.
     """
     check_tensors(batch)
+    sizes = [column.shape[0] for column in batch.values() if column.ndim]
+    if sizes and not any(sizes):
+        raise DataError("the batch has no samples; leave it out, or give one with some.")
     for name, column in batch.items():
+        if column.grad_fn is not None:
+            raise DataError(
+                f"column {name!r} is computed from tensors with gradients ({column.grad_fn.name()})"
+                ", which would get theirs on some ranks alone; make what computes it a part of the "
+                "model, or give the column's detach()."
+            )
         if column.ndim and column.shape[0] % num_microbatches:
             raise DataError(
                 f"column {name!r} has {column.shape[0]} samples, which do not divide into "

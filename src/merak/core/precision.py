@@ -92,3 +92,16 @@ def refuse_autocast_around(autocast: torch.dtype | None, device: torch.device) -
         f"{own}; take that context away, and give merak.parallelize autocast={around}, or the "
         f"trainer's arguments the same{argument}{scaled}."
     )
+
+
+def refuse_inference_mode() -> None:
+    """Refuse to train within `torch.inference_mode`, which records no gradients and lets none in.
+
+    Raises:
+        ArgumentsError: it is around this call.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ArgumentsError(
+            "torch.inference_mode() is around this call, in which no tensor has a gradient, so "
+            "that nothing would be trained; take that context away (evaluate may run in it)."
+        )

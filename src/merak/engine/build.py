@@ -10,7 +10,7 @@ from merak.core.announce import announce, announced, is_announcing
 from merak.core.errors import MerakError, ScheduleError, TraceError
 from merak.core.health.status import phase
 from merak.core.mesh import Mesh
-from merak.core.precision import refuse_autocast_around
+from merak.core.precision import refuse_autocast_around, refuse_inference_mode
 from merak.core.tensor_meta import Signature
 from merak.engine.assemble import assemble
 from merak.engine.comm.sparse_gradients import find_sparse, warn_densified
@@ -92,6 +92,8 @@ def build_with_forecast(
     check_limit(options.hang_limit_s)
     check_max_shapes(options.max_shapes)
     refuse_autocast_around(source.autocast, mesh.device)
+    if options.trains:
+        refuse_inference_mode()
     set_limit(options.hang_limit_s)
     with phase("building the engine"):
         description = describe_model(source.model)  # before its forward runs

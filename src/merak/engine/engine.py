@@ -15,6 +15,7 @@ from torch import nn
 
 from merak.core.errors import TrainingError
 from merak.core.mesh import REPLICAS
+from merak.core.precision import refuse_inference_mode
 from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
@@ -263,8 +264,10 @@ class Engine:
                 before anything has run, so that they may save.
             DataError: a column with an index beyond the table that it is looked up in.
             TrainingError: another engine has been given the model.
+            ArgumentsError: `torch.inference_mode` is around this call.
         """
         self._refuse_retired()
+        refuse_inference_mode()
         state = self._state
         make_programs(state, signatures, True, of_all)
         self.last_weights.forget("it has been trained since weights were last saved")

@@ -126,6 +126,8 @@ class OptimizerConnections:
             tensor = self._found[id(parameter)][1]
             return tensor if whole is None or tensor is None else whole.stepped(tensor)
 
+        # Some that wrap another do not call torch's __init__: what it makes is made here.
+        torch.optim.Optimizer.__setstate__(optimizer, {})
         optimizer.register_load_state_dict_post_hook(lambda own: show_states(own, stepped))
         optimizer.register_step_pre_hook(lambda own, *_: hide_states(own))
         optimizer.register_step_pre_hook(lambda *_: self._note(True))

@@ -84,10 +84,12 @@ class GraphSource:
         """Remember every parameter's full shape, by all of its names.
 
         Raises:
-            TraceError: a part of the model is TorchScript, whose inside nothing can follow, or a
+            TraceError: the model is a wrapper that trains over ranks or devices itself, a part of
+                it is TorchScript, whose inside nothing can follow, or a
                 parameter or buffer is of a class of tensor with code of its own, or a tensor that
                 has to be saved is sparse.
         """
+        _refuse_wrapper(self.model)
         _refuse_sparse(self.model)
         for path, module in self.model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -99,6 +101,28 @@ class GraphSource:
         names, tied = parameter_names(self.model)
         whole = names | {other: names[first] for other, first in tied.items()}
         self.parameters = whole
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "the module inside it (its .module)",
+    "DataParallel": "the module inside it (its .module)",
+    "DeepSpeedEngine": "the module inside it (its .module)",
+    "FullyShardedDataParallel": "the model before it was wrapped",
+    "FSDPModule": "the model without fully_shard",
+}
+"""Classes that train a model over ranks or devices, and what to give Merak in their place."""
+
+
+def _refuse_wrapper(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for cls in type(module).__mro__:
+            instead = _WRAPPERS.get(cls.__name__)
+            # A part in DataParallel runs as it is on one device, as parts of torchvision's do.
+            if instead and not (path and cls is nn.DataParallel and len(module.device_ids) < 2):
+                raise TraceError(
+                    f"{path or 'the model'} is a {cls.__name__}, which shares out the work over "
+                    f"devices or ranks itself; give Merak {instead}, whose work it shares out."
+                )
 
 
 _OF_ANY_CLASS = frozenset(vars(type("", (), {}))) | {"__slots__"}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
+from merak.core.errors import TraceError
+from merak.core.source_lines import with_text
 from merak.core.storages import storage_of
 from merak.core.tensor_meta import TensorMeta, requires_grad
 from merak.graph.ir.custom_operators import custom_operator
@@ -88,6 +90,68 @@ def refuse_vmap(rewriting: Rewriting) -> None:
                 f"{where}: torch.vmap runs there on values that have gradients, or draws numbers",
                 modules_of(node),
             )
+
+
+_OF_ONE_TYPE = frozenset(
+    "linear matmul mm mv addmm addmv bmm baddbmm bilinear conv1d conv2d conv3d convolution "
+    "conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm batch_norm "
+    "native_batch_norm binary_cross_entropy grid_sampler cdist".split()
+)
+"""Operators that want operands of one type, which fake tensors do not check."""
+
+_SHORT = (torch.float16, torch.bfloat16)
+"""Types of which an operator may have statistics and weights in float32."""
+
+
+def refuse_mixed_types(rewriting: Rewriting) -> None:
+    """Refuse operands of different types where torch does: only its kernels tell.
+
+    Raises:
+        TraceError: the graph has such an operator, or class numbers of a type without a kernel.
+    """
+    for node in rewriting.graph.nodes:
+        family = aten_family(node.target)
+        own = [a for a in node.all_input_nodes if isinstance(a.meta.get("tensor"), TensorMeta)]
+        types = [a.meta["tensor"].dtype for a in own]
+        if family in _OF_ONE_TYPE and len(set(types)) > 1:
+            if "norm" in family and types[0] in _SHORT:
+                continue
+            wrong = next((a for a in own if _column_of(a)), own[0])
+            others = (t for t in types if t != wrong.meta["tensor"].dtype)
+            _refuse_type(node, wrong, next(others))
+        elif family in ("cross_entropy_loss", "nll_loss", "nll_loss_nd") and len(own) > 1:
+            numbers = own[1].meta["tensor"].dtype
+            if not numbers.is_floating_point and numbers not in (torch.int64, torch.uint8):
+                _refuse_type(node, own[1], torch.int64)
+
+
+def _column_of(node: fx.Node) -> str:
+    """A column of the batch that gives a tensor its type; "" for none."""
+    seen, found = {node}, [node]
+    for one in found:
+        if one.meta.get("kind") is Kind.COLUMN:
+            return str(one.meta["name"])
+        same = [a for a in one.all_input_nodes if _has_type_of(a, node) and a not in seen]
+        found += same
+        seen |= {*same}
+    return ""
+
+
+def _has_type_of(one: fx.Node, other: fx.Node) -> bool:
+    meta = one.meta.get("tensor")
+    return isinstance(meta, TensorMeta) and meta.dtype == other.meta["tensor"].dtype
+
+
+def _refuse_type(node: fx.Node, wrong: fx.Node, wanted: torch.dtype) -> NoReturn:
+    column, own = _column_of(wrong), wrong.meta["tensor"].dtype
+    what = f"the column {column!r} of the batch is" if column else "a tensor is"
+    fix = "convert the column" if column else "convert it"
+    place = node.meta.get("source")
+    where = with_text(place) if place else "an unknown line"
+    raise TraceError(
+        f"the model or its loss fails, traced or not, at {where}: {what} {own}, and "
+        f"{aten_family(node.target)} needs {wanted} there; {fix} with .to({wanted})."
+    )
 
 
 def erase_assertions(rewriting: Rewriting) -> None:

@@ -56,19 +56,63 @@ def _copied(
     tensors: Sequence[tuple[SmallTensor, nn.Parameter]],
     groups: list[dict[str, Any]],
 ) -> torch.optim.Optimizer:
-    """A copy in whose attributes, too, the new parameters take the places of the given ones."""
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
+    """A copy in whose attributes, too, the new parameters take the places of the given ones.
+
+    One that wraps another, such as Lookahead, wraps a copy of it over the same new parameters.
+    """
     first = {one.of.group: parameter for one, parameter in reversed(tensors)}
-    memo: dict[int, Any] = {id(optimizer): made}
+    memo: dict[int, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         memo |= {id(given): first.get(number) for given in group["params"]}
+    every = _with_wrapped(optimizer)
+    for one in every:
+        memo[id(one)] = object.__new__(type(one))
+        memo.setdefault(id(one.state), defaultdict(dict))
+        own = groups if one is optimizer else _groups_like(one, optimizer, tensors, groups)
+        memo.setdefault(id(one.param_groups), own)
     left = ("step", "state", "param_groups", "defaults")
-    attributes = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in left and not name.endswith("_hooks")
-    }
-    vars(made).update(copy.deepcopy(attributes, memo))
-    state = {"state": defaultdict(dict), "param_groups": groups, "defaults": optimizer.defaults}
-    torch.optim.Optimizer.__setstate__(made, state)
-    return made
+    for one in every:
+        attributes = {
+            name: value
+            for name, value in vars(one).items()
+            if name not in left and not name.endswith("_hooks")
+        }
+        made = memo[id(one)]
+        vars(made).update(copy.deepcopy(attributes, memo))
+        state = {"state": memo[id(one.state)], "param_groups": memo[id(one.param_groups)]}
+        torch.optim.Optimizer.__setstate__(made, state | {"defaults": one.defaults})
+    copied: torch.optim.Optimizer = memo[id(optimizer)]
+    return copied
+
+
+def _with_wrapped(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer and those in its attributes that step the same groups of parameters."""
+    found, expected = [optimizer], _members(optimizer)
+    for one in found:
+        inner = (v for v in vars(one).values() if isinstance(v, torch.optim.Optimizer))
+        found += [v for v in inner if all(v is not f for f in found) and _members(v) == expected]
+    return found
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _groups_like(
+    wrapped: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
+    tensors: Sequence[tuple[SmallTensor, nn.Parameter]],
+    groups: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Groups of the new parameters for a wrapped optimizer, with its own options."""
+    kinds = {id(parameter): one for one, parameter in tensors}
+    found = []
+    for group in groups:
+        small = kinds[id(group["params"][0])]
+        own = wrapped.param_groups[small.of.group]
+        if own is optimizer.param_groups[small.of.group]:
+            found.append(group)
+            continue
+        options = small.scaled({k: v for k, v in own.items() if k != "params"})
+        found.append({**options, "params": group["params"]})
+    return found

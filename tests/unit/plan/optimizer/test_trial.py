@@ -106,6 +106,26 @@ def test_what_a_class_prints_comes_once(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("decoupled") == 1
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer, in the way of Lookahead."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("tensors", [TP, ZERO])
+@pytest.mark.parametrize(("cls", "is_cut"), [(torch.optim.AdamW, False), (optimizers.Lamb, True)])
+def test_what_wraps_another_optimizer_is_judged_by_that_one(
+    cls: Any, is_cut: bool, tensors: Sequence[JobTensor]
+) -> None:
+    found = found_for(lambda parameters: Wrapper(cls(parameters)), tensors)
+    assert bool(found.cut) is is_cut and not found.across and not found.unknown
+
+
 def test_a_closure_is_found_out() -> None:
     assert found_for(optimizers.Sam).closure
     assert not found_for(torch.optim.SGD, lr=0.1).closure
