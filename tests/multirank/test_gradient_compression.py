@@ -76,9 +76,11 @@ def test_compressed_training_stays_near_the_plain_one(
     assert found[0] == pytest.approx(plain[0], rel=MEAN_LOSS[kind])
 
 
-def count(kind: str) -> tuple[list[tuple[str, int]], list[list[tuple[tuple[int, ...], int]]]]:
+def count(
+    kind: str, rank: int
+) -> tuple[list[tuple[str, int]], list[list[tuple[tuple[int, ...], int]]]]:
     """Bytes of the collectives of a step over two replicas, and the shapes in its buckets."""
-    mesh, parallel = build((2, 1, 1), kind)
+    mesh, parallel = build((2, 1, 1), kind, powersgd_rank=rank)
     calls: list[tuple[str, int]] = []
     reduce, gather = dist.all_reduce, sign_compression.all_gather
 
@@ -104,11 +106,19 @@ def count(kind: str) -> tuple[list[tuple[str, int]], list[list[tuple[tuple[int, 
 
 
 @pytest.mark.parametrize(
-    "kind", ["off", *(kind if kind == "powersgd" else slow(kind) for kind in KINDS)]
+    ("kind", "rank"),
+    [
+        ("off", 4),
+        ("powersgd", 2),
+        slow("powersgd", 4),
+        *(slow(k, 4) for k in KINDS[:2] + KINDS[3:]),
+    ],
 )
-def test_the_bytes_that_are_sent_are_those_of_the_formula(pool: RankPool, kind: str) -> None:
-    calls, buckets = pool.run(count, 2, kind)[0]
-    sizes = [sum(compressed_bytes(kind, *one) for one in own) for own in buckets]
+def test_the_bytes_that_are_sent_are_those_of_the_formula(
+    pool: RankPool, kind: str, rank: int
+) -> None:
+    calls, buckets = pool.run(count, 2, kind, rank)[0]
+    sizes = [sum(compressed_bytes(kind, *one, rank) for one in own) for own in buckets]
     assert len(buckets) > 1
     assert sum(size for _, size in calls) == sum(sizes)
     assert {name for name, _ in calls} == {"all_gather" if kind == "1bit" else "all_reduce"}
@@ -274,3 +284,24 @@ def test_replicas_that_share_tokens_compress_too(pool: RankPool, kind: str) -> N
     plain, found = (pool.run(two_tokens_each, 2, own) for own in ("off", kind))
     assert found[0] == found[1] and found[0] != plain[0]
     assert found[0] == pytest.approx(plain[0], rel=MEAN_LOSS[kind])
+
+
+def resumed_with_rank(folder: str, rank: int, first: int) -> list[float]:
+    mesh, parallel = build((2, 1, 1), "powersgd", powersgd_rank=rank)
+    if first:
+        parallel.load_checkpoint(folder)
+    losses = []
+    for step in range(first, 4):
+        losses.append(float(parallel.step(share(step, 2, mesh.dp_rank))))
+        if step == 1:
+            parallel.save_checkpoint(folder)
+    return losses
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_factors_of_another_rank(pool: RankPool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    whole = pool.run(resumed_with_rank, 2, folder, 4, 0)[0]
+    again = pool.run(resumed_with_rank, 2, folder, 2, 2)[0]
+    assert again != whole[2:]
+    assert again == pytest.approx(whole[2:], rel=0.1)

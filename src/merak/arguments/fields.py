@@ -351,6 +351,7 @@ class TrainingFields(TrainingArguments):
     outer_momentum: float = taken("outer_momentum")
     tied_gradients: str = taken("tied_gradients")
     gradient_compression: str = taken("gradient_compression")
+    powersgd_rank: int = taken("powersgd_rank")
     hierarchical_reductions: str = taken("hierarchical_reductions")
     layer_keep: float = taken("layer_keep")
     layer_keep_decay: float = taken("layer_keep_decay")

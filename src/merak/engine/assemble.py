@@ -308,7 +308,8 @@ def _compression(job: _Job, reduced: Mapping[int, StageGradients]) -> GradientCo
     names = {id(parameter): name for name, parameter in job.parameters.items()}
     dtype_of = _precision(job).reduce_dtype
     shard = f"{job.mesh.tp_rank} of {job.mesh.tp}"
-    return GradientCompression(kind, stages, dtype_of, names, shard)
+    rank = job.options.powersgd_rank
+    return GradientCompression(kind, stages, dtype_of, names, shard, rank)
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:

@@ -16,8 +16,8 @@ COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit")
 WITH_ERROR_FEEDBACK = frozenset({"powersgd", "1bit"})
 """Kinds that add to a gradient what compression has left out of the one before."""
 
-POWERSGD_RANK = 4
-"""Columns of the two factors that PowerSGD sends of a matrix."""
+USUAL_RANK = 4
+"""Columns of the two factors that PowerSGD sends of a matrix, unless it is told others."""
 
 LEAST_RATE = 2
 """A matrix whose factors are not smaller by more than this factor is sent whole."""
@@ -26,16 +26,17 @@ SCALE_BYTES = 4
 """Bytes of the float32 scale that goes with the signs of a row."""
 
 
-def powersgd_rank(shape: Sequence[int]) -> int:
+def powersgd_rank(shape: Sequence[int], most: int = USUAL_RANK) -> int:
     """Columns of the factors of a gradient; 0 for one that is sent whole.
 
     Args:
         shape: of the gradient; dimensions after the first count as columns of one matrix.
+        most: columns of the factors of large matrices, the option `powersgd_rank`.
     """
     if len(shape) < 2:
         return 0
     rows, columns = shape[0], math.prod(shape[1:])
-    rank = min(rows, columns, POWERSGD_RANK)
+    rank = min(rows, columns, most)
     return rank if (rows + columns) * rank * LEAST_RATE < rows * columns else 0
 
 
@@ -48,20 +49,23 @@ def num_scales(shape: Sequence[int]) -> int:
     return shape[0] if len(shape) > 1 else 1
 
 
-def compressed_bytes(kind: str, shape: Sequence[int], item_bytes: int) -> int:
+def compressed_bytes(
+    kind: str, shape: Sequence[int], item_bytes: int, most_rank: int = USUAL_RANK
+) -> int:
     """Bytes of one replica's compressed gradient of a parameter.
 
     Args:
         kind: one of `COMPRESSIONS`.
         shape: of the gradient.
         item_bytes: of one of its elements.
+        most_rank: as `most` of `powersgd_rank`.
     """
     count = math.prod(shape)
     if kind in ("fp16", "bf16"):
         return 2 * count
     if kind == "1bit":
         return math.ceil(count / 8) + num_scales(shape) * SCALE_BYTES if count else 0
-    if kind == "powersgd" and (rank := powersgd_rank(shape)):
+    if kind == "powersgd" and (rank := powersgd_rank(shape, most_rank)):
         return (shape[0] + count // shape[0]) * rank * item_bytes
     return count * item_bytes
 

@@ -125,3 +125,8 @@ def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:
 def test_a_plan_that_the_engine_refuses_has_no_price(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         price(workload("bf16"), cluster(), replace(REPLICAS, **changes))
+
+
+def test_a_higher_rank_sends_as_much_more_until_a_matrix_goes_whole() -> None:
+    sent = [compressed_bytes("powersgd", (64, 32), 4, rank) for rank in (1, 4, 8, 64)]
+    assert sent == [4 * (64 + 32), 16 * (64 + 32), 32 * (64 + 32), 4 * 64 * 32]

@@ -22,7 +22,7 @@ from merak.engine.comm.replica_levels import Waitable
 from merak.engine.comm.sign_compression import reduce_signs
 from merak.plan.gradient_compression import (
     LEAST_RATE,
-    POWERSGD_RANK,
+    USUAL_RANK,
     WITH_ERROR_FEEDBACK,
     powersgd_rank,
 )
@@ -122,12 +122,14 @@ class StageCompression:
         group: all ranks that hold the same part of the stage.
         buckets: of the stage, in the order of their reductions.
         dtype_of: the type that a parameter's gradient is reduced in.
+        rank: columns of PowerSGD's factors.
     """
 
     kind: str
     group: dist.ProcessGroup
     buckets: Sequence[Sequence[torch.nn.Parameter]]
     dtype_of: Callable[[torch.Tensor], torch.dtype]
+    rank: int = USUAL_RANK
     errors: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """By bucket, what compression has left out of the gradients of the step before."""
     _scale: float = field(init=False, default=1.0)
@@ -143,7 +145,7 @@ class StageCompression:
                 self.errors[number] = torch.cat([self._zeros(p) for p in bucket])
         if self.kind == "powersgd":
             self._power = power = powerSGD_hook.PowerSGDState(
-                self.group, POWERSGD_RANK, min_compression_rate=LEAST_RATE
+                self.group, self.rank, min_compression_rate=LEAST_RATE
             )
             power.iter = power.start_powerSGD_iter  # DDP alone rebuilds its buckets at first
             power.error_dict = self.errors
@@ -211,6 +213,8 @@ class StageCompression:
         """
         self._set_scale(1.0)
         self._before = None
+        # Factors of another rank are others; checkpoints from before it was an option have none.
+        of_rank = "" if self.rank == USUAL_RANK else f" rank {self.rank}"
         member = f"{KEY}error {dist.get_rank(self.group)} of {self.group.size()}/"
         found: dict[str, tuple[str | None, torch.Tensor]] = {}
         for number, bucket in enumerate(self.buckets):
@@ -221,7 +225,7 @@ class StageCompression:
                 found[member + name] = name, view
                 start += parameter.numel()
             for parameter, factor in self._factors(number):
-                found[f"{KEY}factor {shard}/{names[id(parameter)]}"] = None, factor
+                found[f"{KEY}factor{of_rank} {shard}/{names[id(parameter)]}"] = None, factor
         return found
 
     def reset(self, keys: Collection[str], names: Mapping[int, str], shard: str) -> None:
@@ -254,7 +258,7 @@ class StageCompression:
         on the parameter's own shape alone.
         """
         bucket, power = self.buckets[number], self._power
-        ranks = [(p, powersgd_rank(p.shape)) for p in bucket]
+        ranks = [(p, powersgd_rank(p.shape, self.rank)) for p in bucket]
         like = self.errors[number]
         rows = sum(p.shape[0] * rank for p, rank in ranks if rank)
         columns = sum(p.numel() // p.shape[0] * rank for p, rank in ranks if rank)
@@ -269,13 +273,13 @@ class StageCompression:
             return []
         by_shape: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         for parameter in self.buckets[number]:
-            if powersgd_rank(parameter.shape):
+            if powersgd_rank(parameter.shape, self.rank):
                 rows = parameter.shape[0]
                 by_shape.setdefault((rows, parameter.numel() // rows), []).append(parameter)
         found, start, flat = [], 0, self._power.q_memory_dict[number]
         for (_, columns), own in by_shape.items():
             for parameter in own:
-                rank = powersgd_rank(parameter.shape)
+                rank = powersgd_rank(parameter.shape, self.rank)
                 end = start + columns * rank
                 found.append((parameter, flat[start:end].view(columns, rank)))
                 start = end
@@ -291,6 +295,7 @@ class GradientCompression:
         dtype_of: the type that a parameter's gradient is reduced in.
         names: of parameters, by id.
         shard: names this rank's shard of the parameters, such as "0 of 2".
+        rank: columns of PowerSGD's factors.
     """
 
     def __init__(
@@ -300,11 +305,12 @@ class GradientCompression:
         dtype_of: Callable[[torch.Tensor], torch.dtype],
         names: Mapping[int, str],
         shard: str,
+        rank: int = USUAL_RANK,
     ) -> None:
         self._names = names
         self._shard = shard
         self._stages = {
-            stage: StageCompression(kind, group, buckets, dtype_of)
+            stage: StageCompression(kind, group, buckets, dtype_of, rank)
             for stage, (group, buckets) in stages.items()
             if group is not None
         }

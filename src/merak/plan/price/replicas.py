@@ -25,7 +25,7 @@ from merak.plan.cost.overlap import INTERFERENCE
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
-from merak.plan.options import BUCKET_BYTES
+from merak.plan.options import BUCKET_BYTES, ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
 from merak.plan.price.workload import Workload
@@ -97,7 +97,7 @@ def stage_exchange(
     copies = schedule.ranks_of(number)
     exchanges = _Exchanges(stage, copies, cluster, candidate, zero, workload)
     trained = exchanges.trained
-    kind, sent = _reduction(trained, candidate, zero, workload.common.gradient_compression)
+    kind, sent = _reduction(trained, candidate, zero, workload.common)
     reduced = _buckets(trained, sent)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
@@ -140,15 +140,18 @@ def _reduction(
     trained: Mapping[str, TensorMeta],
     candidate: Candidate,
     zero: ZeroSharding,
-    compression: str,
+    options: ParallelOptions,
 ) -> tuple[str, dict[str, int]]:
     """The collective that reduces gradients, and the bytes of each gradient."""
-    sizes = zero.gradient_bytes(trained)
+    sizes, compression = zero.gradient_bytes(trained), options.gradient_compression
     if compression == "off":
         return "reduce_scatter" if candidate.zero else "all_reduce", sizes
     sent = {
         name: compressed_bytes(
-            compression, meta.shape, sizes[name] // max(1, math.prod(meta.shape))
+            compression,
+            meta.shape,
+            sizes[name] // max(1, math.prod(meta.shape)),
+            options.powersgd_rank,
         )
         for name, meta in trained.items()
     }
