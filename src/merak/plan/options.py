@@ -152,6 +152,7 @@ class ParallelOptions:
         "unset, 25 MiB, or ddp_bucket_cap_mb.",
         within=_BUCKET,
         reads=read_bytes,
+        planned=_PRICED,
     )
     master_weights: bool = option(
         False,

@@ -27,7 +27,7 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.engine_options import EngineOptions
-from merak.plan.options import BUCKET_BYTES, LAYOUT, PARALLEL_OPTIONS, common_options
+from merak.plan.options import LAYOUT, PARALLEL_OPTIONS, common_options
 from merak.plan.price.candidate import option_values
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource, resolve_model
@@ -37,7 +37,6 @@ _UNPRICED = {
     "segment_times": "seconds that were measured elsewhere",
     "memory_budget": "a memory other than the devices'",
     "host_bytes_per_s": "a rate other than the devices'",
-    "bucket_bytes": "another size of buckets",
 }
 """Options of a recipe that no price of devices can take, and what they are."""
 
@@ -244,7 +243,7 @@ class JobDraft:
         """
         for name, what in _UNPRICED.items():
             value = getattr(self.args, name)
-            if value not in (None, BUCKET_BYTES):
+            if value is not None:
                 raise CommandError(
                     f"{command} cannot price {name}={value!r} of {self.job.name}, {what}; leave it "
                     f"out with --set arguments.{name}=null."

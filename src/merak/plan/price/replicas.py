@@ -98,7 +98,7 @@ def stage_exchange(
     exchanges = _Exchanges(stage, copies, cluster, candidate, zero, workload)
     trained = exchanges.trained
     kind, sent = _reduction(trained, candidate, zero, workload.common)
-    reduced = _buckets(trained, sent)
+    reduced = _buckets(trained, sent, workload.common.bucket_bytes)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
     num_buckets = max(1, len(reduced))
@@ -182,6 +182,7 @@ class _Exchanges:
         workload: Workload,
     ) -> None:
         self._hierarchy = workload.common.hierarchical_reductions
+        self._bucket_bytes = workload.common.bucket_bytes
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
         # Under Local SGD, context parallel ranks alone reduce gradients.
         axis = "cp" if workload.common.local_steps else REPLICAS
@@ -206,10 +207,11 @@ class _Exchanges:
         """
         shared = {n: meta for n, meta in metas.items() if n not in self._experts}
         levels = self._hierarchy
-        total = _one_by_one(kind, _buckets(shared, num_bytes), self.everyone, levels)
+        own = _buckets(shared, num_bytes, self._bucket_bytes)
+        total = _one_by_one(kind, own, self.everyone, levels)
         if self._same_experts is not None:
             experts = {n: meta for n, meta in metas.items() if n in self._experts}
-            own = _buckets(experts, num_bytes)
+            own = _buckets(experts, num_bytes, self._bucket_bytes)
             total += _one_by_one(kind, own, self._same_experts, levels)
         return total
 
@@ -329,18 +331,21 @@ def _send_s(cluster: Cluster, source: int, target: int, num_bytes: float) -> flo
     return link.latency_s + num_bytes / link.bytes_per_s
 
 
-def _buckets(metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int]) -> list[int]:
+def _buckets(
+    metas: Mapping[str, TensorMeta], num_bytes: Mapping[str, int], full_bytes: int = BUCKET_BYTES
+) -> list[int]:
     """Bytes of every bucket of some parameters, as the engine fills them.
 
     Args:
         metas: the parameters in the model's order; their gradients become final in the reverse one.
         num_bytes: of each that is sent.
+        full_bytes: a bucket is full as soon as it holds this much.
     """
     buckets: list[int] = []
-    size, dtype = BUCKET_BYTES, None
+    size, dtype = full_bytes, None
     for name in reversed(list(metas)):
         meta = metas[name]
-        if size >= BUCKET_BYTES or meta.dtype != dtype:
+        if size >= full_bytes or meta.dtype != dtype:
             buckets.append(0)
             size, dtype = 0, meta.dtype
         buckets[-1] += num_bytes[name]

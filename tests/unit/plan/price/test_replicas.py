@@ -39,3 +39,9 @@ def test_buckets_are_those_of_the_engine(seed: int) -> None:
 
 def test_nothing_is_sent_of_no_parameters() -> None:
     assert _buckets({}, {}) == []
+
+
+def test_buckets_are_as_large_as_the_job_has_them() -> None:
+    metas = {str(number): TensorMeta((8,), torch.float32, True) for number in range(6)}
+    sent = {name: meta.num_bytes for name, meta in metas.items()}
+    assert [len(_buckets(metas, sent, size)) for size in (1, 33, 64, 10_000)] == [6, 3, 3, 1]
