@@ -411,13 +411,11 @@ def parallelize(
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
 
     Args:
-        model: any traceable module; called as `model(**batch)`. It returns a loss, unless
-            `loss_fn` computes it.
+        model: any traceable module, called as `model(**batch)`; its loss, or what `loss_fn` takes.
         example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
             None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that forward does not name are its own.
-        optimizer: such as `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`; or one that
-            is made of the model's parameters.
+        optimizer: one, or a factory such as `lambda own: torch.optim.AdamW(own, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
         max_grad_norm: clip the global gradient norm to this.
         autocast: mixed precision: the model runs under torch.autocast with this type, over

@@ -121,7 +121,7 @@ def test_a_rank_that_leaves_ends_the_others(tmp_path: Path) -> None:
 
 def test_several_degrees_outside_torchrun(tmp_path: Path) -> None:
     ended = run("degrees", tmp_path, num_ranks=1)
-    assert ended.code == 1
+    assert ended.code == 2
     assert ended.said.startswith(
         "merak: dp=2 × tp=1 × pp=2 needs 4 ranks, but this is a single process; start it with "
         "`torchrun --nproc-per-node 4 script.py`."

@@ -258,8 +258,7 @@ class Engine:
             rank of the pipeline.
 
         Raises:
-            ScheduleError: an asynchronous schedule without `update`, or whose replicas have
-                different numbers of microbatches.
+            ScheduleError: an asynchronous schedule without `update`, or with unequal replicas.
             RefusedBatchError: the model cannot be traced for a replica's microbatch; on all ranks,
                 before anything has run, so that they may save.
             DataError: a column with an index beyond the table that it is looked up in.

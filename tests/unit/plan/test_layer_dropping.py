@@ -74,8 +74,8 @@ def test_a_plan_has_no_sharded_parameters() -> None:
     assert job.drops_layers(1) and not workload(False).drops_layers(1)
     found = search(job, cluster())
     assert {own.candidate.zero for own in found.plans} <= {0, 1, 2}
-    rules = {own.what: own.why for own in found.rejected}
-    assert rules["zero=3"] == "reduces every gradient, but a step may leave layers out"
+    rules = [own.why for own in found.rejected if own.what == "zero=3"]
+    assert any("the model drops layers at random" in why for why in rules)
     candidate = Candidate(dp=8, microbatch=1, num_microbatches=4)
     assert price(job, cluster(), candidate).step_s > 0
     with pytest.raises(ScheduleError, match="use zero=2, or switch the dropping off: layer_keep=1"):

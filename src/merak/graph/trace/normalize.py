@@ -19,10 +19,13 @@ from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import (
     ASSERTIONS,
+    CONVOLUTIONS,
+    DENSE_GEMMS,
     DROPOUTS,
     FILLS_LIKE,
     FILLS_NEW,
     RANDOM_LIKE,
+    TRANSPOSED_CONVOLUTIONS,
     aten_family,
 )
 from merak.graph.ir.state_read import StateRead
@@ -93,9 +96,11 @@ def refuse_vmap(rewriting: Rewriting) -> None:
 
 
 _OF_ONE_TYPE = frozenset(
-    "linear matmul mm mv addmm addmv bmm baddbmm bilinear conv1d conv2d conv3d convolution "
-    "conv_transpose1d conv_transpose2d conv_transpose3d layer_norm group_norm batch_norm "
-    "native_batch_norm binary_cross_entropy grid_sampler cdist".split()
+    DENSE_GEMMS
+    | CONVOLUTIONS
+    | TRANSPOSED_CONVOLUTIONS
+    | {"convolution", "bilinear", "mv", "addmv", "layer_norm", "group_norm", "batch_norm"}
+    | {"native_batch_norm", "binary_cross_entropy", "grid_sampler", "cdist"}
 )
 """Operators that want operands of one type, which fake tensors do not check."""
 
