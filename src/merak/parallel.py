@@ -411,7 +411,7 @@ def parallelize(
     """Lay a model out over the ranks of `merak.init`, to train it in a loop of one's own.
 
     Args:
-        model: any traceable module, called as `model(**batch)`; its loss, or what `loss_fn` takes.
+        model: any traceable module, called as `model(**batch)`; returns a loss without `loss_fn`.
         example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
             None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that forward does not name are its own.
