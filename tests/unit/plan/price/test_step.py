@@ -163,11 +163,9 @@ def test_which_sums_of_gradients_zero_3_refuses(masters: bool, float32: bool, lo
     assert workload.low_sums is low
 
 
-def test_reductions_that_nothing_hides_come_after_the_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("merak.plan.price.replicas.BUCKET_BYTES", 2**15)
-    workload = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam)
+def test_reductions_that_nothing_hides_come_after_the_backward() -> None:
+    common = ParallelOptions(bucket_bytes=2**15)
+    workload = example_workload(LLAMA, global_batch=32, sequence=16, optimizer=adam, common=common)
     candidate = Candidate(dp=2, microbatch=4, num_microbatches=4)
     hidden = price(workload, cluster(), candidate)
     workload.kernels = KernelChoice(hides_reductions=False)
