@@ -1,7 +1,8 @@
 """Compressed gradient reductions beside plain ones: loss curves, bytes and seconds of a step.
 
 A small GPT-2 learns the bytes of Python's own library on two replicas, once with each compression,
-with the same weights and batches. With `--rate` the replicas are on two hosts (network namespaces,
+with the same weights and batches; 1-bit Adam, whose first steps send whole gradients, beside them.
+With `--rate` the replicas are on two hosts (network namespaces,
 which take root) whose link is limited to it, and what they send is read from its counters. Seconds
 are medians of all steps after the first ten.
 """
@@ -29,10 +30,15 @@ from merak.plan.gradient_compression import COMPRESSIONS, compressed_bytes
 
 REPLICAS, SAMPLES = 2, 16
 WARMUP = 10
+ONE_BIT = {"1-bit Adam": merak.OneBitAdam}
+"""Optimizers whose momenta go as signs."""
+JOBS = {kind: kind for kind in COMPRESSIONS} | dict.fromkeys(ONE_BIT, "1bit")
+"""The compression of each training."""
 
 
-def train(kind: str, num_steps: int, text: torch.Tensor, mesh: Any) -> dict[str, Any]:
-    """Losses of every step with one compression, and what a step takes."""
+def train(job: str, num_steps: int, text: torch.Tensor, mesh: Any, warmup: int) -> dict[str, Any]:
+    """Losses of every step of one training, and what a step takes."""
+    kind = JOBS[job]
     draws = torch.Generator().manual_seed(2)
     starts = torch.randint(len(text) - LENGTH, (num_steps, SAMPLES), generator=draws)
     batches = [
@@ -41,24 +47,31 @@ def train(kind: str, num_steps: int, text: torch.Tensor, mesh: Any) -> dict[str,
     ]
     model = small_gpt2(torch.float32)
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if job in ONE_BIT:
+            return ONE_BIT[job](parameters, lr=2e-3, warmup_steps=warmup)
+        return torch.optim.AdamW(parameters, lr=2e-3)
+
     parallel = merak.parallelize(
         model,
         {"input_ids": batches[0], "labels": batches[0]},
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=optimizer,
         max_grad_norm=1.0,
         gradient_compression=kind,
     )
     losses, seconds, before = [], [], 0
+    first = min(WARMUP + (warmup if job in ONE_BIT else 0), num_steps - 2)
     for number, ids in enumerate(batches):
-        if number == WARMUP:
+        if number == first:
             before = sent_bytes()
         start = time.perf_counter()
         losses.append(float(parallel.step({"input_ids": ids, "labels": ids})))
         seconds.append(time.perf_counter() - start)
     return {
         "losses": losses,
-        "seconds": statistics.median(seconds[WARMUP:]),
-        "sent": (sent_bytes() - before) / (num_steps - WARMUP),
+        "seconds": statistics.median(seconds[first:]),
+        "sent": (sent_bytes() - before) / (num_steps - first),
         "gradients": sum(compressed_bytes(kind, shape, 4) for shape in shapes),
     }
 
@@ -69,7 +82,7 @@ def rank_job(options: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()
     mesh = merak.init(dp=REPLICAS, device="cpu")
     text = library_bytes()
-    found = {kind: train(kind, options.steps, text, mesh) for kind in COMPRESSIONS}
+    found = {job: train(job, options.steps, text, mesh, options.warmup) for job in JOBS}
     if mesh.rank == 0:
         Path(options.folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -77,7 +90,7 @@ def rank_job(options: argparse.Namespace) -> None:
 def run_ranks(options: argparse.Namespace) -> dict[str, Any]:
     """Run both ranks with torchrun, on this host or on two."""
     script = [str(Path(__file__).resolve()), "--rank", "--folder", options.folder]
-    script += ["--steps", str(options.steps)]
+    script += ["--steps", str(options.steps), "--warmup", str(options.warmup or options.steps // 3)]
     log = Path(options.folder, "log")
     with slow_link(options.rate) as network:
         if network is not None:
@@ -123,6 +136,9 @@ def main() -> None:
     """Train with every compression and compare."""
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
+    parser.add_argument(
+        "--warmup", type=int, default=0, help="steps until 1-bit Adam sends signs; 0: a third"
+    )
     parser.add_argument("--stretch", type=int, default=50, help="steps whose mean loss is printed")
     parser.add_argument("--rate", help="of the link between two hosts, such as 50mbit; one host")
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)

@@ -41,6 +41,17 @@ class Lamb(Each):
         return direction * (p.norm() / (direction.norm() + 1e-12))
 
 
+class Lars(Each):
+    """arXiv:1708.03888: momentum of gradients in the length of the parameter."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        rate = 0.02 * p.norm() / (g.norm() + 1e-3 * p.norm() + 1e-12)
+        rate = torch.where((p.norm() > 0) & (g.norm() > 0), rate, 1.0)
+        state["momentum"] = 0.9 * state.get("momentum", torch.zeros_like(p)) + rate * (g + 1e-3 * p)
+        found: torch.Tensor = state["momentum"]
+        return found
+
+
 class NovoGrad(Each):
     """arXiv:1905.11286: the gradient by a moving norm of it."""
 

@@ -180,6 +180,16 @@ def muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return optimizers.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
 
 
+def torchs_muon(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+
+
+def transformers_adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9)
+
+
 def train_whole(
     make: Make, layouts: list[tuple[dict[str, int], int]], folder: str, bits: int = 64
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -242,6 +252,10 @@ def num_ranks(degrees: dict[str, int]) -> int:
         slow(optimizers.Shampoo, "zero3"),
         *(slow(muon, layout) for layout in ("zero3", "pp", "tp_zero1", "tp_pp")),
         *(slow(torch.optim.Adafactor, layout) for layout in ("tp", "zero2", "tp_zero3")),
+        *(slow(optimizers.Lars, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
+        *(slow(optimizers.Lamb, layout) for layout in ("tp", "zero3", "tp_pp")),
+        *(slow(torchs_muon, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
+        *(slow(transformers_adafactor, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
         *(slow(one, "tp_zero1") for one in (optimizers.Lamb, optimizers.NovoGrad, optimizers.Came)),
     ],
 )

@@ -38,11 +38,13 @@ BUILT = [row for row in ROWS if not row[1].startswith(LEFT_OUT)]
 
 
 def is_option(text: str) -> bool:
-    """Whether a text is an argument of Merak, of `merak.init`, a command, or a file."""
+    """Whether a text is an argument of Merak, of `merak.init`, a class, a command, or a file."""
     fields = {field.name for field in dataclasses.fields(merak.MerakArguments)}
     if text.startswith("merak.init("):
         names = re.findall(r"(\w+)=", text)
         return bool(names) and set(names) <= inspect.signature(merak.init).parameters.keys()
+    if text.startswith("merak."):
+        return text.removeprefix("merak.") in merak.__all__
     if text.startswith("merak "):
         return is_command(text.removeprefix("merak "))
     name, _, value = text.partition("=")
@@ -59,6 +61,7 @@ def test_what_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert is_option("zero") and is_option("merak.init(dp=…, tp=…)") and is_option("merak plan")
     assert is_option('schedule="gems"') and not is_option('schedule="nowhere"')
     assert not is_option("nowhere") and not is_option("merak.init(nowhere=…)")
+    assert is_option("merak.OneBitAdam") and not is_option("merak.Nowhere")
     assert not is_option("merak nowhere") and not is_option("examples/nowhere.py")
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
 from merak.core.mesh import EXPERT_REPLICAS, REPLICAS, Mesh, mark_used
+from merak.engine.comm.compression.stages import GradientCompression
 from merak.engine.comm.gradient_buckets import GradientReducer, StageGradients, fill_buckets
-from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
 from merak.engine.comm.p2p import Route, Transfers

@@ -20,8 +20,8 @@ from merak.core.random import own_random_state
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import sync_buffers
+from merak.engine.comm.compression.stages import GradientCompression
 from merak.engine.comm.eval_parameters import fetch_remote
-from merak.engine.comm.gradient_compression import GradientCompression
 from merak.engine.comm.gradient_norm import clip_gradients
 from merak.engine.comm.local_steps import LocalSteps
 from merak.engine.health.oom import StepAborted, explain_oom, raise_if_aborted

@@ -8,12 +8,22 @@ feedback.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit")
 """Values of the option `gradient_compression`."""
 
-WITH_ERROR_FEEDBACK = frozenset({"powersgd", "1bit"})
+KEPT: Mapping[str, tuple[str, ...]] = {
+    "off": (),
+    "fp16": (),
+    "bf16": (),
+    "powersgd": ("error",),
+    "1bit": ("error", "served"),
+}
+"""What a replica keeps from step to step: what is left out of its own gradients, and of the sums of
+the rows that it serves."""
+
+WITH_ERROR_FEEDBACK = frozenset(kind for kind, kept in KEPT.items() if kept)
 """Kinds that add to a gradient what compression has left out of the one before."""
 
 USUAL_RANK = 4
@@ -70,7 +80,7 @@ def compressed_bytes(
     return count * item_bytes
 
 
-def feedback_bytes(kind: str, gradient_bytes: int) -> int:
+def feedback_bytes(kind: str, gradient_bytes: int, replicas: int) -> int:
     """Bytes of the error feedback of some gradients, of this step and of the one before.
 
     The one before stays until the step is known not to be skipped.
@@ -78,5 +88,7 @@ def feedback_bytes(kind: str, gradient_bytes: int) -> int:
     Args:
         kind: one of `COMPRESSIONS`.
         gradient_bytes: of the uncompressed gradients.
+        replicas: that reduce them.
     """
-    return 2 * gradient_bytes if kind in WITH_ERROR_FEEDBACK else 0
+    each = {"error": gradient_bytes, "served": math.ceil(gradient_bytes / replicas)}
+    return 2 * sum(each[what] for what in KEPT[kind])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.gradients import add_gradient, dense, no_gradient
-from merak.engine.comm.gradient_compression import BucketGradients, GradientCompression
+from merak.engine.comm.compression.stages import BucketGradients, GradientCompression
 from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
 from merak.engine.comm.row_shards import pack_all
 from merak.engine.health.oom import OomGuard

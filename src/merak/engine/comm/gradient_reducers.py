@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from merak.engine.comm.compression.stages import GradientCompression
 from merak.engine.comm.gradient_buckets import GradientReducer
-from merak.engine.comm.gradient_compression import GradientCompression
 
 
 class GradientReducers:

@@ -132,6 +132,9 @@ class OptimizerConnections:
         optimizer.register_step_pre_hook(lambda own, *_: hide_states(own))
         optimizer.register_step_pre_hook(lambda *_: self._note(True))
         optimizer.register_step_pre_hook(lambda *_: self._state.optimizer_params.take_written())
+        if (compression := self._state.reducer.compression) is not None:
+            items = self._state.optimizer_params.items.values()
+            compression.momenta.follow(optimizer, {id(i.parameter): i.tensor for i in items})
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())

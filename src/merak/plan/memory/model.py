@@ -262,10 +262,11 @@ def _feedback_bytes(
     rank: int, schedule: Schedule, job: Job, parameters: Mapping[str, TensorMeta]
 ) -> int:
     """Bytes of the error feedback of compressed reductions."""
+    copies = min(len(schedule.ranks_of(stage)) for stage in schedule.stages_of(rank))
     if not _is_replicated(rank, schedule, job):
         return 0
     gradients = job.zero.gradient_bytes(_trained(parameters))
-    return feedback_bytes(job.compression, sum(gradients.values()))
+    return feedback_bytes(job.compression, sum(gradients.values()), job.mesh.replicas * copies)
 
 
 def _version_bytes(rank: int, schedule: Schedule, program: Program) -> int:

@@ -155,9 +155,7 @@ def _reduction(
         )
         for name, meta in trained.items()
     }
-    if compression != "1bit":
-        return "all_reduce", sent
-    return "all_gather", {name: max(2, candidate.replicas) * size for name, size in sent.items()}
+    return "all_reduce", sent
 
 
 class _Exchanges:

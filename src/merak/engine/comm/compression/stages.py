@@ -18,12 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from merak.core.random import seed_for
 from merak.core.rank0 import warn_on_rank0
+from merak.engine.comm.compression.momenta import Momenta
+from merak.engine.comm.compression.signs import reduce_signs, served_pieces, served_rows
 from merak.engine.comm.replica_levels import Waitable
-from merak.engine.comm.sign_compression import reduce_signs
 from merak.plan.gradient_compression import (
+    KEPT,
     LEAST_RATE,
     USUAL_RANK,
-    WITH_ERROR_FEEDBACK,
     powersgd_rank,
 )
 
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 KEY = "compression/"
 """Keys of the error feedback in checkpoints begin with it."""
+
+HOOKS: Mapping[str, Callable[..., torch.futures.Future[torch.Tensor]]] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+"""torch's hooks of one collective by kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,15 @@ class _Deferred:
         self.compression.run(self.bucket)
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What a stage has kept before a step, and its unit."""
+
+    kept: Mapping[str, Mapping[int, torch.Tensor]]
+    factors: Mapping[int, torch.Tensor]
+    scale: float
+
+
 @dataclass(slots=True)
 class StageCompression:
     """Compressed reductions of one stage's buckets.
@@ -122,6 +138,7 @@ class StageCompression:
         group: all ranks that hold the same part of the stage.
         buckets: of the stage, in the order of their reductions.
         dtype_of: the type that a parameter's gradient is reduced in.
+        momenta: of optimizers that want them reduced, which signs do.
         rank: columns of PowerSGD's factors.
     """
 
@@ -129,39 +146,41 @@ class StageCompression:
     group: dist.ProcessGroup
     buckets: Sequence[Sequence[torch.nn.Parameter]]
     dtype_of: Callable[[torch.Tensor], torch.dtype]
+    momenta: Momenta = field(default_factory=Momenta)
     rank: int = USUAL_RANK
-    errors: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """By bucket, what compression has left out of the gradients of the step before."""
+    kept: dict[str, dict[int, torch.Tensor]] = field(init=False, default_factory=dict)
+    """Flat tensors by bucket: what compression has left out before, and further ones of a kind."""
     _scale: float = field(init=False, default=1.0)
     _power: Any = field(init=False, default=None)
-    _before: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], float] | None = field(
-        init=False, default=None
-    )
+    _before: _Before | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Begin without errors, and with PowerSGD's first factors."""
-        if self.kind in WITH_ERROR_FEEDBACK:
-            for number, bucket in enumerate(self.buckets):
-                self.errors[number] = torch.cat([self._zeros(p) for p in bucket])
+        for what in KEPT[self.kind]:
+            sizes = [self._kept_sizes(what, bucket) for bucket in self.buckets]
+            self.kept[what] = {
+                number: torch.cat([self._zeros(*one) for one in own])
+                for number, own in enumerate(sizes)
+            }
         if self.kind == "powersgd":
             self._power = power = powerSGD_hook.PowerSGDState(
                 self.group, self.rank, min_compression_rate=LEAST_RATE
             )
             power.iter = power.start_powerSGD_iter  # DDP alone rebuilds its buckets at first
-            power.error_dict = self.errors
+            power.error_dict = self.kept["error"]
             for number in range(len(self.buckets)):
                 self._first_factors(number)
 
     def start(self, bucket: BucketGradients) -> Waitable:
         """Begin the reduction of a bucket, which `wait` leaves in its buffer as a sum."""
-        if self.kind in WITH_ERROR_FEEDBACK:
-            return _Deferred(self, bucket)
-        hooks = {
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-        }
-        future = hooks[self.kind](self.group, bucket)
-        return _Summed(future, bucket.flat, self.group.size())
+        if self.kind in HOOKS:
+            future = HOOKS[self.kind](self.group, bucket)
+            return _Summed(future, bucket.flat, self.group.size())
+        wanting = [p for p in bucket.own if p.numel() and self.momenta.wants(p)]
+        if self.kind == "1bit" and any(self.momenta.of(p) is None for p in wanting):
+            work: Waitable = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            return work
+        return _Deferred(self, bucket)
 
     def run(self, bucket: BucketGradients) -> None:
         """Reduce a bucket whose reduction takes several collectives, and wait for it."""
@@ -170,10 +189,24 @@ class StageCompression:
             _Summed(future, bucket.flat, self.group.size()).wait()
             return
         number = bucket.number
-        error = self.errors[number].clone()  # the one before stays for steps that are skipped
-        own = BucketGradients(error, bucket.own, number, bucket.is_final)
-        reduce_signs(bucket.gradients(), own.gradients(), self.group)
-        self.errors[number] = error
+        # Those before stay for steps that are skipped.
+        kept = {what: own[number].clone() for what, own in self.kept.items()}
+        with torch._C.DisableTorchFunctionSubclass():  # which follows scripts
+            self._add_momenta(bucket)
+        errors = BucketGradients(kept["error"], bucket.own, number, bucket.is_final).gradients()
+        reduce_signs(bucket.gradients(), errors, kept["served"], self.group)
+        for what, own in kept.items():
+            self.kept[what][number] = own
+
+    def _add_momenta(self, bucket: BucketGradients) -> None:
+        """Make gradients this replica's part of the momenta that are wanted in their place."""
+        own = [parameter for parameter in bucket.own if parameter.numel()]
+        for parameter, gradient in zip(own, bucket.gradients(), strict=True):
+            if not self.momenta.wants(parameter):
+                continue
+            momentum, decay = self.momenta.reduce(parameter)
+            before = momentum.view_as(gradient) * (decay * self._scale / self.group.size())
+            gradient.mul_(1.0 - decay).add_(before)
 
     def start_step(self, loss_scale: float) -> None:
         """Remember the state before a step, in the unit of the step's gradients.
@@ -181,10 +214,11 @@ class StageCompression:
         Args:
             loss_scale: the factor of the step's gradients.
         """
+        self.momenta.start_step()
         self._set_scale(loss_scale)
         factors = {} if self._power is None else self._power.q_memory_dict
-        self._before = (
-            dict(self.errors),
+        self._before = _Before(
+            {what: dict(own) for what, own in self.kept.items()},
             {number: own.clone() for number, own in factors.items()},
             loss_scale,
         )
@@ -193,11 +227,12 @@ class StageCompression:
         """Go back to the state before the last step."""
         if self._before is None:
             return
-        errors, factors, self._scale = self._before
-        self.errors.update(errors)
-        for number, own in factors.items():
+        self._scale = self._before.scale
+        for what, own in self._before.kept.items():
+            self.kept[what].update(own)
+        for number, factor in self._before.factors.items():
             # torch replaces the tensor by the collective's result, which may be another.
-            self._power.q_memory_dict[number] = own.clone()
+            self._power.q_memory_dict[number] = factor.clone()
 
     def tensors(
         self, names: Mapping[int, str], shard: str
@@ -215,15 +250,17 @@ class StageCompression:
         self._before = None
         # Factors of another rank are others; checkpoints from before it was an option have none.
         of_rank = "" if self.rank == USUAL_RANK else f" rank {self.rank}"
-        member = f"{KEY}error {dist.get_rank(self.group)} of {self.group.size()}/"
+        member = f"{self.group.rank()} of {self.group.size()}"
         found: dict[str, tuple[str | None, torch.Tensor]] = {}
         for number, bucket in enumerate(self.buckets):
-            start = 0
-            for parameter in bucket if self.errors else ():
-                name, own = names[id(parameter)], self.errors[number]
-                view = own[start : start + parameter.numel()].view(parameter.shape)
-                found[member + name] = name, view
-                start += parameter.numel()
+            for what, kept in self.kept.items():
+                sizes = [size for _, size in self._kept_sizes(what, bucket)]
+                for parameter, own in zip(bucket, kept[number].split(sizes), strict=True):
+                    name = names[id(parameter)]
+                    if what == "served" and own.numel():  # of this layout's rows
+                        found[f"{KEY}{what} {member} {shard}/{name}"] = None, own
+                    elif what != "served":
+                        found[f"{KEY}{what} {member}/{name}"] = name, own.view(parameter.shape)
             for parameter, factor in self._factors(number):
                 found[f"{KEY}factor{of_rank} {shard}/{names[id(parameter)]}"] = None, factor
         return found
@@ -236,18 +273,31 @@ class StageCompression:
             names: as of `tensors`.
             shard: as of `tensors`.
         """
-        for key, (name, tensor) in self.tensors(names, shard).items():
+        for key, (_, tensor) in self.tensors(names, shard).items():
             if key in keys:
-                tensor.copy_(torch.zeros_like(tensor) if name is not None else _factor(tensor))
+                is_factor = key.startswith(f"{KEY}factor")
+                tensor.copy_(_factor(tensor) if is_factor else torch.zeros_like(tensor))
 
-    def _zeros(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        dtype = self.dtype_of(parameter)
-        return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
+    def _kept_sizes(
+        self, what: str, bucket: Sequence[torch.nn.Parameter]
+    ) -> list[tuple[torch.nn.Parameter, int]]:
+        """The parameters of a bucket, and how many elements of each are kept."""
+        if what != "served":
+            return [(parameter, parameter.numel()) for parameter in bucket]
+        own = [parameter for parameter in bucket if parameter.numel()]
+        rows = served_rows([p.shape for p in own], self.group.rank(), self.group.size())
+        pieces = served_pieces([p.detach() for p in own], rows)
+        sizes = {id(p): piece.numel() for p, piece in zip(own, pieces, strict=True)}
+        return [(parameter, sizes.get(id(parameter), 0)) for parameter in bucket]
+
+    def _zeros(self, parameter: torch.nn.Parameter, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=self.dtype_of(parameter), device=parameter.device)
 
     def _set_scale(self, scale: float) -> None:
         if scale != self._scale:
             factor = scale / self._scale
-            self.errors.update({number: own * factor for number, own in self.errors.items()})
+            for own in self.kept.values():
+                own.update({number: flat * factor for number, flat in own.items()})
             self._scale = scale
 
     def _first_factors(self, number: int) -> None:
@@ -259,7 +309,7 @@ class StageCompression:
         """
         bucket, power = self.buckets[number], self._power
         ranks = [(p, powersgd_rank(p.shape, self.rank)) for p in bucket]
-        like = self.errors[number]
+        like = self.kept["error"][number]
         rows = sum(p.shape[0] * rank for p, rank in ranks if rank)
         columns = sum(p.numel() // p.shape[0] * rank for p, rank in ranks if rank)
         power.p_memory_dict[number] = like.new_zeros(rows)
@@ -309,8 +359,10 @@ class GradientCompression:
     ) -> None:
         self._names = names
         self._shard = shard
+        self.momenta = Momenta()
+        """Of the rank's optimizers."""
         self._stages = {
-            stage: StageCompression(kind, group, buckets, dtype_of, rank)
+            stage: StageCompression(kind, group, buckets, dtype_of, self.momenta, rank)
             for stage, (group, buckets) in stages.items()
             if group is not None
         }

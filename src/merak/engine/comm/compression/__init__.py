@@ -1,0 +1,1 @@
+"""Compressed gradient reductions: what replicas send of a bucket, and what they owe."""
