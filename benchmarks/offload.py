@@ -85,6 +85,10 @@ class Link:
         """Wait for all of them."""
         self.copy([]).wait()
 
+    def finish(self, mark: threading.Event | None = None) -> None:
+        """Wait for copies; without a mark, for all."""
+        (self.copy([]) if mark is None else mark).wait()
+
 
 def put_between(engine: Engine, bytes_per_s: float, is_beside: bool) -> None:
     """Let this rank's copies go over a link of some rate."""

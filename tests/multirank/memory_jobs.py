@@ -158,6 +158,8 @@ def measure(degrees: tuple[int, int, int], jobs: list[MemoryJob], cache: Path) -
         optimizer = adam(trained.named.values())
         constants = forecast.layout.graph.constants
         known = [*model.buffers(), *constants.values(), *trained.named.values()]
+        known += [item.leaf for item in trained.items.values()]
+        known += [] if trained.host is None else trained.host.held()
         for step in range(2):
             trained.clear_gradients()
             state = [t for s in optimizer.state.values() for t in s.values()]

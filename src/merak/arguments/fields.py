@@ -361,6 +361,7 @@ class TrainingFields(TrainingArguments):
     sequence_parallel: bool = taken("sequence_parallel")
     recompute: str | None = taken("recompute")
     offload_activations: str | None = taken("offload_activations")
+    offload_optimizer: str | None = taken("offload_optimizer")
     host_bytes_per_s: BytesPerSecond | None = taken("host_bytes_per_s")
     memory_budget: NumBytes | None = taken("memory_budget")
 

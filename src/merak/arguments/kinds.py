@@ -31,6 +31,7 @@ PATHS = frozenset(
         "trace_cache",
         "plan",
         "cluster",
+        "offload_optimizer",
     )
 )
 """Fields of text that name a file or folder, which Python also has path objects for."""

@@ -265,7 +265,7 @@ def _fill(state: RankState, tensors: Mapping[str, torch.Tensor], saved: SavedChe
     """Give masters and the optimizer what was loaded for them."""
     view = state.view()
     for name, found in view.optimizer_tensors.items():
-        if found.is_master:  # until its own value is loaded, if it was saved
+        if found.is_master or found.is_copy:  # until its own value is loaded, if it was saved
             data = view.tensors[name].detach()
             if found.rows is not None:
                 data = (data if data.dim() else data.view(1))[found.rows.start : found.rows.stop]

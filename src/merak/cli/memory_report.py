@@ -57,7 +57,8 @@ class RankReport:
         at: the action that runs then; "update" for the optimizer's step.
         at_seconds: when it begins in the simulated iteration.
         parts: bytes at that moment, by what they are for.
-        host: the most bytes of activations in host memory.
+        host: the most bytes in host memory, of activations and the optimizer.
+        disk: bytes of the optimizer in files.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankReport:
     at_seconds: float
     parts: dict[str, int]
     host: int
+    disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,13 @@ def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
         at_seconds = found.starts_s[rank.rank][labels.index(rank.peak.at)]
     parts = {part.value: held for part, held in rank.peak.by_category.items() if held}
     return RankReport(
-        rank.rank, rank.peak.total_bytes, rank.peak.at, at_seconds, parts, rank.host_bytes
+        rank.rank,
+        rank.peak.total_bytes,
+        rank.peak.at,
+        at_seconds,
+        parts,
+        rank.host_bytes,
+        rank.disk_bytes,
     )
 
 
@@ -226,6 +234,7 @@ def page(report: MemoryReport) -> str:
             f"  pp rank {rank.rank}: at most {size(rank.peak)}, at {rank.at} "
             f"({fraction:.0%} into the iteration)"
             + (f", and {size(rank.host)} in host memory" if rank.host else "")
+            + (f", {size(rank.disk)} in files" if rank.disk else "")
         )
     return "\n".join(lines + _fit(report))
 

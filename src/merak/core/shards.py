@@ -153,12 +153,14 @@ class OptimizerTensor:
     Args:
         tensor: the parameter itself, a copy of it in another precision, or rows of either.
         rows: which rows of the parameter; None for all.
-        is_master: whether its numbers are not the parameter's own memory.
+        is_master: whether it is more precise than the parameter, and so saved beside it.
+        is_copy: whether its numbers are not the parameter's own memory.
     """
 
     tensor: torch.Tensor
     rows: RowShard | None = None
     is_master: bool = False
+    is_copy: bool = False
 
 
 def row_shard(shape: tuple[int, ...], degree: int, index: int) -> RowShard:

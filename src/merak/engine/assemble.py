@@ -36,6 +36,7 @@ from merak.engine.stage import Stage
 from merak.engine.state import EngineState, SaveFewer
 from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
 from merak.engine.zero.fsdp import FsdpParameters, replace_parameters
+from merak.engine.zero.host_tensors import HostTensors
 from merak.engine.zero.optimizer_params import OptimizerParams, Precision
 from merak.engine.zero.param_all_gather import ParamAllGather, wait_on_access
 from merak.engine.zero.replica_groups import ReplicaGroups
@@ -46,6 +47,7 @@ from merak.plan.constraints import low_sums_problem
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
+from merak.plan.optimizer.home import folder_of, is_away
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.steps import links_of, links_of_pipe
 
@@ -203,7 +205,10 @@ def _optimizer_params(
     job: _Job, fsdp: FsdpParameters | None, all_gather: ParamAllGather | None
 ) -> OptimizerParams:
     groups = job.groups if job.options.zero else None
-    return OptimizerParams(job.parameters, groups, _precision(job), all_gather, fsdp)
+    home = job.options.offload_optimizer
+    away = job.options.trains and is_away(home)
+    host = HostTensors(job.mesh.device, folder_of(home)) if away else None
+    return OptimizerParams(job.parameters, groups, _precision(job), all_gather, fsdp, host)
 
 
 def _precision(job: _Job) -> Precision:
@@ -416,7 +421,7 @@ def _tied_gradients(
     }
     parameters = final = optimizer_params.parameters  # masters take their gradients from there
     if optimizer_params.is_sharded:
-        final = {name: item.tensor for name, item in optimizer_params.items.items()}
+        final = {name: item.leaf for name, item in optimizer_params.items.items()}
     if fsdp is not None:  # shards are collected
         leaves |= {name: [fsdp.leaves[name]] for name in job.tied if name in fsdp.leaves}
         parameters = {**parameters, **fsdp.optimizer_tensors}

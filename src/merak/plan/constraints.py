@@ -19,6 +19,7 @@ from merak.graph.trace.branches.flags import is_condition, optional_parameters
 from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
+from merak.plan.optimizer.home import is_away
 from merak.plan.options import ParallelOptions
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Schedule
@@ -53,6 +54,7 @@ class Reductions:
         ep: replicas that have the experts of a layer between them; 1 where each has all.
         sub_pipelined: whether microbatches run as sub-microbatches.
         drops_layers: whether a step may leave parameters without a gradient.
+        home: of the optimizer's states, as of `plan.optimizer.home`.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Reductions:
     ep: int = 1
     sub_pipelined: bool = False
     drops_layers: bool = False
+    home: str | None = None
 
 
 def problem_of(own: Reductions) -> str | None:
@@ -155,6 +158,11 @@ def _local_steps(own: Reductions) -> str | None:
             f"{named} has every replica step on its own, but with ep={own.ep} they "
             "have the experts of a layer between them; use ep=1, or experts over tp."
         )
+    if is_away(own.home):
+        return (
+            f"{named} averages what optimizers step on the devices, but offload_optimizer="
+            f"{own.home!r} has it in host memory; use one of the two."
+        )
     return None
 
 
@@ -233,6 +241,7 @@ def reductions_of(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> R
         compression=options.gradient_compression,
         local_steps=options.local_steps,
         ep=mesh.ep if mesh.spreads_experts else 1,
+        home=options.offload_optimizer,
     )
 
 

@@ -18,6 +18,7 @@ from merak.core.errors import ArgumentsError
 from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
 from merak.plan.gradient_compression import COMPRESSIONS, USUAL_RANK
+from merak.plan.optimizer.home import read_home
 from merak.plan.recompute_spec import RECOMPUTES, Recompute
 from merak.schedule.ir import USUAL
 
@@ -310,6 +311,15 @@ class ParallelOptions:
         "decides. If unset, none. Not together with sub_pipelining='on'.",
         planned=_GIVEN,
         flag="--offload",
+    )
+    offload_optimizer: str | None = option(
+        None,
+        "WHERE",
+        "Where the optimizer's states, float32 masters and reduced gradients are, and where it "
+        "steps: 'cpu' for host memory and the processor, a folder such as /local/states for files "
+        "in it, or 'off' for the device. Not with local_steps.",
+        reads=read_home,
+        planned=_GIVEN,
     )
     host_bytes_per_s: float | None = option(
         None,

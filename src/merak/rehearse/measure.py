@@ -162,10 +162,15 @@ def _first(model: ParallelModel, batch: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _static(model: ParallelModel) -> list[torch.Tensor]:
-    """The tensors that a rank holds between steps."""
+    """The tensors that a rank's device holds between steps."""
+    params = model.engine.optimizer_params
     state = [] if model.optimizer is None else list(model.optimizer.state.values())
-    named = model.engine.optimizer_params.named.values()
-    held = [*model.engine.parameters.values(), *model.model.buffers(), *named]
+    held = [*model.engine.parameters.values(), *model.model.buffers()]
+    if params.host is not None:
+        state, named = [], [item.leaf for item in params.items.values()]
+    else:
+        named = list(params.named.values())
+    held += named
     held += [v for own in state for v in own.values() if isinstance(v, torch.Tensor)]
     return [_local(tensor) for tensor in held if not tensor.is_meta]
 
@@ -179,7 +184,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _host_memory_left_out(engine: Engine, storages: Storages) -> Iterator[None]:
-    """Leave buffers of offloaded activations out, which the CPU has in the same memory."""
+    """Leave out what is offloaded, which the CPU has in the same memory."""
+    params = engine.optimizer_params
+    if params.host is not None:
+        for tensor in (*params.named.values(), *params.host.held()):
+            storages.leave_out(tensor)
 
     def left_out(make_buffer: Callable[[int], torch.Tensor]) -> Callable[[int], torch.Tensor]:
         def made(num_bytes: int) -> torch.Tensor:

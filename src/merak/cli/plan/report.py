@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from merak.core import units
 from merak.core.units import counted, size, table_lines
 from merak.plan.memory.non_tensor import NonTensorMemory
+from merak.plan.optimizer.home import folder_of, is_away
 from merak.plan.price.candidate import Candidate
 from merak.plan.search.explain import degrees
 
@@ -296,13 +297,16 @@ def _layouts(plans: Sequence[PlanRow]) -> list[tuple[str, ...]]:
         recompute = recompute if recompute.isalpha() else "some"
         if row.offload_activations not in (None, "off"):
             recompute += " +offload"
+        zero = str(row.zero) + " +" * is_away(row.offload_optimizer)
+        if is_away(row.offload_optimizer):
+            zero += "cpu" if folder_of(row.offload_optimizer) is None else "files"
         rows.append(
             (
                 str(number),
                 *map(str, (row.dp, row.tp, row.pp)),
                 *(str(getattr(row, axis)) for axis in more),
                 f"{row.num_microbatches} of {row.microbatch}",
-                str(row.zero),
+                zero,
                 f"{row.schedule}{options}{extras}",
                 recompute,
             )

@@ -9,7 +9,7 @@ of them has had.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,6 +85,10 @@ class _Reduction:
     bucket: Bucket
     holders: tuple[torch.Tensor, dist.Work] | None = None
 
+    def is_completed(self) -> bool:
+        """Whether it is known to be done, without waiting."""
+        return isinstance(self.work, dist.Work) and self.work.is_completed()
+
     def absent(self) -> frozenset[int]:
         """Ids of the parameters that have no gradient anywhere; waits until that is known."""
         if self.holders is None:
@@ -126,6 +130,8 @@ class GradientReducer:
         # shard between them. All replicas then have equally many, and start buckets in the same
         # order.
         self.every_microbatch = False
+        # Is called with parameters whose reduced gradients have arrived before `wait`, if anything.
+        self.arrived: Callable[[Sequence[torch.nn.Parameter]], None] | None = None
         self._optimizer_tensors = optimizer_tensors
         self._stages = stages
         self._progress = progress
@@ -134,6 +140,10 @@ class GradientReducer:
         self._left: dict[int, deque[Bucket]] = {}
         self._final: dict[int, set[int]] = {}
         self._open: deque[_Reduction] = deque()
+
+    def reduces(self, stage: int) -> bool:
+        """Whether other ranks have gradients of a stage to sum with."""
+        return self._stages[stage].group is not None
 
     def start_step(self, order: Iterable[int]) -> None:
         """Set the order of a step's reductions.
@@ -213,6 +223,10 @@ class GradientReducer:
     def _begin(self, stage: int, bucket: Bucket) -> None:
         while self.every_microbatch and len(self._open) >= MAX_OPEN_BUCKETS:
             self._take(self._open.popleft())
+        while self.arrived is not None and self._open and self._open[0].is_completed():
+            found = self._open.popleft()
+            self._take(found)
+            self.arrived(found.bucket)
         # A replica without a microbatch, or a parameter that took no part, gives zeros.
         holders = self._count(stage, bucket)
         gradients = [dense(p.grad) if p.grad is not None else no_gradient(p) for p in bucket]

@@ -38,8 +38,9 @@ def pipeline_norm(
     values = [_values(gradients[name]) for name in known]
     own = dict(zip(known, _norms(values)))
     # Nothing is indexed, for which the host would send places and wait.
-    nothing = torch.zeros((), device=device, dtype=torch.float64)
-    norms = torch.stack([*(own.get(name, nothing) for name in order), nothing]).double()
+    here = values[0].device if values else device  # the optimizer's, which may be in host memory
+    nothing = torch.zeros((), device=here, dtype=torch.float64)
+    norms = torch.stack([*(own.get(name, nothing) for name in order), nothing]).double().to(device)
     if group is not None:
         dist.all_reduce(norms, group=group)  # of each norm and zeros: it stays as it is
     total: torch.Tensor = torch.linalg.vector_norm(norms if is_exact else norms.float())
@@ -126,5 +127,5 @@ def clip_gradients(
     """Scale gradients so that their global norm is at most `max_norm`, as torch does."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(gradients[0].device)
         torch._foreach_mul_(gradients, factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -34,6 +34,15 @@ class GradientReducers:
     def every_microbatch(self, value: bool) -> None:
         for reducer in self._reducers:
             reducer.every_microbatch = value
+
+    def tell_arrivals(self, arrived: Callable[[Sequence[torch.nn.Parameter]], None] | None) -> None:
+        """Have a function called with parameters whose reduced gradients have arrived early."""
+        for reducer in self._reducers:
+            reducer.arrived = None if reducer.every_microbatch else arrived
+
+    def reduces(self, stage: int) -> bool:
+        """Whether other ranks have gradients of a stage to sum with."""
+        return any(reducer.reduces(stage) for reducer in self._reducers)
 
     def start_step(self, order: Iterable[int]) -> None:
         """Set the order of a step's reductions, as of `GradientReducer`."""

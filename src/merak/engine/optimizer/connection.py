@@ -34,6 +34,8 @@ from merak.engine.optimizer.states import hide_states, show_states
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
 from merak.engine.step.optimizer_step import runs_behind
+from merak.engine.zero.host_tensors import StepInParts, steps_in_parts
+from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.weights.sharded import ShardWatch
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class OptimizerConnections:
         refuse_sparse_optimizer(optimizer, state.densified)
         if optimizer is not None:
             refuse_closure(optimizer)
+            _refuse_whole_steps(optimizer, state.optimizer_params)
             use_optimizer_tensors(optimizer, self._found, takes_others=is_met)
         if runs_behind(state.mesh.device):
             ranks = state.gather(
@@ -101,6 +104,7 @@ class OptimizerConnections:
             known = [masks for masks in ranks if masks is not None]
             was_able = self.can_mask or not self._connected
             self.can_mask = was_able and bool(known) and all(known)
+            self.can_mask &= state.optimizer_params.host is None  # the host reads gradients
         judgement, whole = judge(state, optimizer), None
         if judgement is not None:
             if sentence := judgement.refusal():
@@ -138,8 +142,10 @@ class OptimizerConnections:
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
-        sync = self._state.optimizer_params.sync_model_params
-        connect_optimizer(optimizer, sync, self._state.local_steps)
+        params = self._state.optimizer_params
+        if params.host is not None and steps_in_parts(optimizer):
+            StepInParts(optimizer, params.send, params.host.file_states())
+        connect_optimizer(optimizer, params.sync_model_params, self._state.local_steps)
         optimizer.register_step_post_hook(lambda own, *_: show_states(own, stepped))
         optimizer.register_step_post_hook(lambda *_: self._note(False))
         optimizer.register_step_post_hook(_unmask)
@@ -178,6 +184,20 @@ class OptimizerConnections:
         """Note a step of a connected optimizer, inside which one of its own parts may step."""
         self._is_stepping = is_stepping
         (self._watch.pause if is_stepping else self._watch.resume)()
+
+
+def _refuse_whole_steps(optimizer: torch.optim.Optimizer, params: OptimizerParams) -> None:
+    """Refuse states in files of an optimizer that has to step all tensors at once.
+
+    Raises:
+        ArgumentsError: it has.
+    """
+    if params.host is not None and params.host.file is not None and not steps_in_parts(optimizer):
+        raise ArgumentsError(
+            f"offload_optimizer with a folder reads and writes the states of some tensors at a "
+            f"time, as torch's own optimizers step them, and {type(optimizer).__name__} is none of "
+            "them; use one, such as AdamW, or offload_optimizer='cpu'."
+        )
 
 
 def _masks(optimizer: torch.optim.Optimizer | None) -> bool | None:

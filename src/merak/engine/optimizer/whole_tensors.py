@@ -208,7 +208,8 @@ class _Exchange:
     ) -> None:
         self.names, self._group, self._progress = names, group, state.progress
         self._layouts, self._device = shards, state.mesh.device
-        self._dtype = state.optimizer_params.items[names[0]].tensor.dtype
+        first = state.optimizer_params.items[names[0]].tensor
+        self._dtype, self._home = first.dtype, first.device
         members = [everyone[rank] for rank in dist.get_process_group_ranks(group)]
         self._index = dist.get_rank(group)
         self._shapes = {
@@ -265,6 +266,7 @@ class _Exchange:
         """Send flat tensors to each rank; returns those of each, of the given sizes."""
         flat = [tensor.reshape(-1) for own in sent for tensor in own]
         given = torch.cat(flat) if flat else torch.empty(0, dtype=self._dtype, device=self._device)
+        given = given.to(self._device)
         each = given.element_size()
         total = sum(map(sum, sizes))
         received = torch.empty(total, dtype=self._dtype, device=self._device)
@@ -276,7 +278,7 @@ class _Exchange:
                 [each * sum(tensor.numel() for tensor in own) for own in sent],
                 group=self._group,
             )
-        parts = received.split([sum(own) for own in sizes])
+        parts = received.to(self._home).split([sum(own) for own in sizes])
         return [part.split(list(own)) for part, own in zip(parts, sizes, strict=True)]
 
 

@@ -102,11 +102,11 @@ def _write(state: EngineState, name: str, held: Held, value: torch.Tensor, write
     if mesh.pp_rank not in held.pp_ranks:
         return
     part = value if held.shard is None else take(value, held.shard, mesh.shard_rank)
+    item = state.optimizer_params.items.get(name)
     if state.fsdp is not None and name in state.fsdp.meta_parameters:
         rows = state.fsdp.rows(name)
         state.fsdp.shard(name).copy_(rows_of(part, rows.start, rows.stop))
-        return
-    state.parameters[name].detach().copy_(part)
-    item = state.optimizer_params.items.get(name)
-    if item is not None and item.is_master:
+    else:
+        state.parameters[name].detach().copy_(part)
+    if item is not None and item.is_copy:
         item.tensor.detach().copy_(item.own_rows())

@@ -31,6 +31,9 @@ class CopyQueue(Protocol):
     def drain(self) -> None:
         """Make later computation wait for all copies that have begun."""
 
+    def finish(self, mark: Any = None) -> None:
+        """Make the host wait for the copies of a mark; without one, for all."""
+
 
 class SyncCopies:
     """A queue for devices without streams, whose copies are complete when they have begun."""
@@ -44,6 +47,9 @@ class SyncCopies:
         """Nothing to wait for."""
 
     def drain(self) -> None:
+        """Nothing to wait for."""
+
+    def finish(self, mark: Any = None) -> None:
         """Nothing to wait for."""
 
 
@@ -75,3 +81,7 @@ class StreamCopies:
     def drain(self) -> None:
         """Make the computing stream wait for all copies."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self, mark: Any = None) -> None:
+        """Make the host wait for the copies of a mark; without one, for all."""
+        (self._stream if mark is None else mark).synchronize()

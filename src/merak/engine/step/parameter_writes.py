@@ -78,6 +78,8 @@ def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) 
         own = state.fsdp.shard(name)
         low = own.to(state.parameters[name].dtype)
         update_master(own, low, _run(write, low.clone(), values))
+        if item is not None and item.is_in_host:
+            item.take_written()
         return
     data = state.parameters[name].detach()
     shard = state.base.shards.get(name)
@@ -89,7 +91,7 @@ def _apply(state: EngineState, write: ParameterWrites, values: Sequence[Batch]) 
         data.copy_(
             take(_run(write, _unsharded(state, data, shard), values), shard, state.mesh.shard_rank)
         )
-    if item is not None and item.is_master:
+    if item is not None and item.is_copy:
         item.take_written()
 
 

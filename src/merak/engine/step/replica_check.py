@@ -75,7 +75,7 @@ def digests(state: EngineState) -> dict[Slot, int]:
     for name, item in params.items.items():
         if item.is_master and not params.is_sharded:
             tensors[f"{name} (its float32 master)"] = item.tensor.detach()
-    sums = [_sum_of_bits(tensor) for tensor in tensors.values()]
+    sums = [_sum_of_bits(tensor).to(state.mesh.device) for tensor in tensors.values()]
     if not sums:
         return {}
     values = torch.stack(sums).tolist()  # the only wait for the device

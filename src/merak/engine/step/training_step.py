@@ -44,6 +44,11 @@ class TrainingStep(ScheduleRun):
         self._drain_step: DrainStep | None = None
         # Segments whose gradients have been collected in the action that runs.
         self._collected: set[int] = set()
+        # Whether gradients go to host memory beside the backward; those with a scale wait for it.
+        self._leaves_early = state.optimizer_params.host is not None and not any(
+            isinstance(own.loss_scale, torch.Tensor) or own.loss_scale != 1.0
+            for own in microbatches
+        )
 
     def run(self, update: Update | None) -> None:
         """Perform the plan; the gradients of a synchronous one are final afterwards.
@@ -72,6 +77,8 @@ class TrainingStep(ScheduleRun):
     def _start(self) -> None:
         plan = self._plan
         self._state.reducer.start_step(self._reductions())
+        early = self._state.optimizer_params.leave_early if self._leaves_early else None
+        self._state.reducer.tell_arrivals(early)
         self._state.tied.start_step(
             lambda pipe, stage: plan.order(stage, pipe, GRADIENT_KINDS), plan.open_sends
         )
@@ -176,6 +183,8 @@ class TrainingStep(ScheduleRun):
         is_final = self._is_last(action) or reducer.every_microbatch
         if action.kind is Kind.BACKWARD and is_final:
             reducer.ready(action.stage, self._untied(segment))
+            if self._leaves_early and not reducer.reduces(action.stage):
+                self._state.optimizer_params.leave_early(self._untied(segment))
         self._collected.add(segment.segment.index)
 
     def forward(self, action: Action) -> None:

@@ -6,14 +6,15 @@ The optimizer is any of torch's or the user's own, over the tensors of `Optimize
 - with master_weights, float32 copies of parameters of a lower precision, which are rounded into the
   parameters after every step;
 - with ZeRO, some rows of every parameter (or of its master) on each replica. Every rank has an
-  optimizer state for its rows alone, and after a step the replicas all-gather them.
+  optimizer state for its rows alone, and after a step the replicas all-gather them;
+- with offload_optimizer, copies of any of these in host memory.
 
 Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO), sections 5.1, 5.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from merak.core.gradients import is_low_precision
 from merak.core.shards import OptimizerTensor, RowShard
 from merak.engine.comm.row_shards import rows_of, shard_rows
 from merak.engine.zero.fsdp import FsdpParameters
+from merak.engine.zero.host_tensors import HostTensors
 from merak.engine.zero.param_all_gather import ParamAllGather
 from merak.engine.zero.replica_groups import ReplicaGroups
 from merak.graph.weights.sharded import may_be_written
@@ -56,19 +58,33 @@ class OptimizerParam:
         parameter: the one that the stages compute with.
         tensor: the parameter itself, its master, or the rows of either that are this rank's.
         rows: which rows; None for the whole parameter.
+        leaf: has the reduced gradient, on the device.
+        is_in_host: whether the optimizer tensor is in host memory.
     """
 
     parameter: nn.Parameter
     tensor: nn.Parameter
     rows: RowShard | None
+    leaf: nn.Parameter
+    is_in_host: bool = False
 
     @property
     def is_master(self) -> bool:
-        """Whether the optimizer tensor is a float32 copy, in memory of its own."""
+        """Whether the optimizer tensor is more precise than the parameter."""
         return self.tensor.dtype != self.parameter.dtype
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether its numbers are not those that the stages compute with, and so are copied."""
+        return self.is_in_host or (self.is_master and not self.parameter.is_meta)
+
     def own_rows(self) -> torch.Tensor:
-        """The rows of the parameter that the optimizer tensor stands for, a view."""
+        """What the stages compute with of the optimizer tensor: rows of the parameter, a view.
+
+        With ZeRO 3 it is the shard that replicas gather, which is as precise as the optimizer's.
+        """
+        if self.parameter.is_meta:
+            return self.leaf.detach()
         data = self.parameter.detach()
         if self.rows is None:
             return data
@@ -80,7 +96,8 @@ class OptimizerParam:
 
         The master is more precise in all others, which are its own, rounded.
         """
-        own, master = self.own_rows(), self.tensor.detach()
+        master = self.tensor.detach()
+        own = self.own_rows().to(master.device)
         update_master(master, master.to(own.dtype), own)
 
 
@@ -98,23 +115,30 @@ class OptimizerParams:
         precision: in which gradients are reduced, and the optimizer steps.
         param_all_gather: gathers the rows that other replicas have updated.
         fsdp: the parameters that are sharded as well (ZeRO-3); None for none.
+        host: has the optimizer tensors in host memory; None for those on the device.
     """
 
-    def __init__(
+    def __init__(  # one argument for each thing that the build puts in
         self,
         parameters: Mapping[str, nn.Parameter],
         groups: ReplicaGroups | None = None,
         precision: Precision | None = None,
         param_all_gather: ParamAllGather | None = None,
         fsdp: FsdpParameters | None = None,
+        host: HostTensors | None = None,
     ) -> None:
         self._fsdp = fsdp
+        self.host = host
         self._groups = groups or ReplicaGroups()
         self._precision = precision or Precision()
         self._param_all_gather = param_all_gather
         self.parameters = parameters
         optimizer_params = {name: p for name, p in parameters.items() if p.requires_grad}
         self.items = {name: self._make(name, p) for name, p in optimizer_params.items()}
+        self._by_parameter = {id(item.parameter): item for item in self.items.values()}
+        self._early: list[nn.Parameter] = []
+        self._by_tensor = {id(item.tensor): item for item in self.items.values()}
+        self._sent: set[int] = set()
         # Whole parameters that an optimizer steps here in place of all ranks' pieces, by name.
         self.whole_tensors: dict[str, nn.Parameter] = {}
         self.start_step()
@@ -130,32 +154,30 @@ class OptimizerParams:
         return {name: item.tensor for name, item in self.items.items() if item.tensor.numel()}
 
     def by_id(self) -> dict[int, nn.Parameter] | None:
-        """Optimizer tensors by id of their parameter; None where they are the parameters."""
+        """What receives a parameter's reduced gradient, by its id; None for the parameters."""
         if not self.is_sharded:
             return None
-        return {id(item.parameter): item.tensor for item in self.items.values()}
+        return {id(item.parameter): item.leaf for item in self.items.values()}
 
     def optimizer_tensors(self) -> dict[str, OptimizerTensor]:
         """Optimizer tensors with their rows, for checkpoints."""
         return {
-            name: OptimizerTensor(item.tensor, item.rows, item.is_master)
+            name: OptimizerTensor(item.tensor, item.rows, item.is_master, item.is_in_host)
             for name, item in self.items.items()
         }
 
     def _make(self, name: str, parameter: nn.Parameter) -> OptimizerParam:
+        rows, leaf = self._rows(name, parameter), parameter
         if self._fsdp is not None and name in self._fsdp.optimizer_tensors:
-            return OptimizerParam(
-                parameter, self._fsdp.optimizer_tensors[name], self._fsdp.rows(name)
-            )
-        masters = self._precision.masters
-        rows = self._rows(name, parameter)
-        low = is_low_precision(parameter)
-        if rows is None and not (low and masters):
-            return OptimizerParam(parameter, parameter, None)
-        own = OptimizerParam(parameter, parameter, rows).own_rows()
-        if low and masters:
-            own = own.float()
-        return OptimizerParam(parameter, nn.Parameter(own), rows)
+            rows, leaf = self._fsdp.rows(name), self._fsdp.optimizer_tensors[name]
+        elif rows is not None:
+            leaf = nn.Parameter(OptimizerParam(parameter, parameter, rows, parameter).own_rows())
+        low = is_low_precision(leaf) and self._precision.masters
+        dtype = torch.float32 if low else leaf.dtype
+        if self.host is not None:
+            return OptimizerParam(parameter, self.host.copy_of(leaf, dtype), rows, leaf, True)
+        tensor = leaf if dtype == leaf.dtype else nn.Parameter(leaf.detach().to(dtype))
+        return OptimizerParam(parameter, tensor, rows, leaf if rows is None else tensor)
 
     def _rows(self, name: str, parameter: nn.Parameter) -> RowShard | None:
         """The rows of a parameter that this replica steps; None for all."""
@@ -170,12 +192,33 @@ class OptimizerParams:
 
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""
+        for tensor in self._early:  # of this step, if it has been aborted before
+            tensor.grad = None
+        self._early.clear()
         with torch._C.DisableTorchFunctionSubclass():  # which follows scripts, and takes its time
             for item in self.items.values():
                 dtype = self._precision.reduce_dtype(item.parameter)
-                for leaf in (item.parameter, item.tensor):
+                for leaf in (item.parameter, item.leaf, item.tensor):
                     if leaf.grad is None:
                         leaf.grad_dtype = dtype
+
+    def leave_early(self, final: Iterable[nn.Parameter]) -> None:
+        """Begin to copy gradients to host memory that are final before the step's others.
+
+        Args:
+            final: parameters whose gradients are reduced, and need no scale.
+        """
+        assert self.host is not None
+        leaving: list[tuple[nn.Parameter, torch.Tensor]] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in final:
+                item = self._by_parameter.get(id(parameter))
+                if item is None or item.leaf.grad is None or not parameter.requires_grad:
+                    continue
+                leaving.append((item.tensor, item.leaf.grad.to(item.tensor.dtype)))
+                item.leaf.grad = None
+            self.host.take_gradients(leaving)
+        self._early += [tensor for tensor, _ in leaving]
 
     def take_gradients(self, loss_scale: float | torch.Tensor = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
@@ -188,7 +231,7 @@ class OptimizerParams:
         """
         if self._fsdp is not None:
             self._fsdp.take_gradients()
-        sources = [i.parameter if i.rows is None else i.tensor for i in self.items.values()]
+        sources = [item.leaf for item in self.items.values()]
         gradients = [source.grad for source in sources if source.grad is not None]
         if isinstance(loss_scale, torch.Tensor):
             factor = loss_scale.double().reciprocal().float()
@@ -199,13 +242,22 @@ class OptimizerParams:
         elif gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         gradients.clear()  # so that each goes as soon as it has been converted
+        leaving: list[tuple[nn.Parameter, torch.Tensor]] = []
         with torch._C.DisableTorchFunctionSubclass():
             for source, item in zip(sources, self.items.values(), strict=True):
                 gradient, source.grad = source.grad, None
                 if gradient is None or not item.tensor.numel() or not item.parameter.requires_grad:
                     continue
+                gradient = gradient.to(item.tensor.dtype)
+                if item.is_in_host:
+                    leaving.append((item.tensor, gradient))
+                    continue
                 item.tensor.grad_dtype = item.tensor.dtype
-                item.tensor.grad = gradient.to(item.tensor.dtype)
+                item.tensor.grad = gradient
+            if self.host is not None:
+                self.host.take_gradients(leaving)
+                self.host.wait()
+                self._early.clear()
 
     def clear_gradients(self) -> None:
         """Clear all gradients; an optimizer's step then changes nothing."""
@@ -214,13 +266,17 @@ class OptimizerParams:
         with torch._C.DisableTorchFunctionSubclass():
             for item in self.items.values():
                 item.parameter.grad = None
+                item.leaf.grad = None
                 item.tensor.grad = None
         self.start_step()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients that the optimizer would step with, by the parameters' names."""
-        found = ((name, item.tensor.grad) for name, item in self.items.items())
-        return {name: gradient for name, gradient in found if gradient is not None}
+        found = {name: item.tensor.grad for name, item in self.items.items()}
+        present = {name: gradient for name, gradient in found.items() if gradient is not None}
+        if self.host is None:
+            return present
+        return {name: own.clone() for name, own in present.items()}  # the next step's arrive there
 
     def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients of earlier microbatches, as `gradients` gave them, to those of a step."""
@@ -237,18 +293,32 @@ class OptimizerParams:
     def take_written(self) -> None:
         """Take over what a script has written into parameters that have masters."""
         for item in self.items.values():
-            is_here = item.is_master and not item.parameter.is_meta
-            if is_here and may_be_written(item.parameter):
+            if item.is_copy and may_be_written(item.parameter):
                 item.take_written()
 
     @torch.no_grad()
     def sync_model_params(self) -> None:
         """Copy the optimizer tensors into the parameters; all replicas call it together."""
+        if self.host is not None:
+            self.send([i.tensor for i in self.items.values() if id(i.tensor) not in self._sent])
+            self._sent.clear()
+            self.host.arrive()
         for item in self.items.values():
-            if item.is_master and not item.parameter.is_meta:
+            if item.is_copy and not item.is_in_host:
                 item.own_rows().copy_(item.tensor)
         if self._param_all_gather is not None:
             self._param_all_gather.start()
+
+    def send(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Begin to copy some stepped tensors in host memory into the parameters.
+
+        Args:
+            stepped: of them, a part of what `sync_model_params` copies.
+        """
+        assert self.host is not None
+        items = [self._by_tensor[id(tensor)] for tensor in stepped if id(tensor) in self._by_tensor]
+        self.host.send([(item.own_rows(), item.tensor) for item in items])
+        self._sent.update(id(item.tensor) for item in items)
 
     @contextmanager
     def unsharded(self, model: nn.Module) -> Iterator[None]:
@@ -256,6 +326,11 @@ class OptimizerParams:
         self.wait()
         with self._fsdp.unsharded(model) if self._fsdp is not None else nullcontext():
             yield
+        for item in self.items.values():
+            if item.is_in_host and item.parameter.is_meta:  # a checkpoint may have been loaded
+                shard, own = item.own_rows(), item.tensor.detach()
+                pair = (shard, own) if item.is_master else (own, shard)
+                pair[0].copy_(pair[1])
 
     def wait(self) -> None:
         """Wait until the parameters are up to date with the other replicas' steps."""

@@ -272,6 +272,7 @@ class Forecast:
                 experts=spread_weights(graph) if mesh.spreads_experts else frozenset(),
                 expert_replicas=mesh.expert_replicas,
             ),
+            home=self.options.offload_optimizer,
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),
             split=local.split if mesh.tp > 1 and self.options.sub_pipelining == "on" else None,

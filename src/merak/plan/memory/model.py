@@ -26,6 +26,7 @@ from merak.plan.memory.sub_pipelined import SplitSegments
 from merak.plan.memory.timeline import MemoryTimeline
 from merak.plan.memory.whole_tensors import exchanged, stepped_shape, stepped_whole
 from merak.plan.memory.zero import ZeroSharding, total_bytes
+from merak.plan.optimizer.home import is_away, shared_out
 from merak.plan.optimizer.small_tensors import job_tensor
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
@@ -46,6 +47,8 @@ class StageMemory:
         optimizer: of their optimizer state, masters included.
         activations: peak of its microbatches: saved activations, saved inputs of segments that
             recompute, open transfers, and temporaries of operators.
+        host: of its optimizer in host memory or files: state, what is stepped, and its gradients; 0
+            where they are on the device.
     """
 
     stage: int
@@ -53,10 +56,11 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of the stage in all."""
+        """Bytes of the stage on its device."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
@@ -68,8 +72,9 @@ class RankMemory:
         rank: the pp rank.
         stages: its stages.
         peak: the moment at which it holds the most.
-        host_bytes: peak of its offloaded activations in host memory.
-        host_blocks: number of blocks of pinned memory for them, by their bytes.
+        host_bytes: in host memory: peak of its offloaded activations, and its optimizer.
+        host_blocks: number of blocks of pinned memory for these activations, by their bytes.
+        disk_bytes: of its optimizer in files.
     """
 
     rank: int
@@ -77,6 +82,7 @@ class RankMemory:
     peak: Peak
     host_bytes: int = 0
     host_blocks: Mapping[int, int] = field(default_factory=dict)
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ class Job:
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
         compression: of gradient reductions, as the option `gradient_compression`.
         has_levels: whether replicas reduce by hierarchy.
+        home: of what the optimizer holds and steps, as of `plan.optimizer.home`.
         split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
@@ -116,6 +123,12 @@ class Job:
     split: SplitSegments | None = None
     compression: str = "off"
     has_levels: bool = False
+    home: str | None = None
+
+    @property
+    def is_away(self) -> bool:
+        """Whether what the optimizer holds and steps is not on the device."""
+        return is_away(self.home)
 
 
 class MemoryModel:
@@ -186,6 +199,9 @@ class MemoryModel:
         job = self.job
         program = _with_policy(job.programs[rank], policy)
         state, taken = self._optimizers[rank]
+        away: Mapping[str, int] = {}
+        if job.is_away:
+            away, state, taken = _in_host(job, program, state), {}, 0
         fixed_bytes, varying_bytes = self._derived[rank]
         ledger = Ledger(schedule.label)
         parameters = parameters_of(program)
@@ -209,13 +225,13 @@ class MemoryModel:
             has_levels=job.has_levels and _is_replicated(rank, schedule, job),
             every_microbatch=job.every_microbatch,
         )
-        _hold_parameters(ctx, ledger)
+        _hold_parameters(ctx, ledger, job.is_away)
         timeline = MemoryTimeline(ctx, ledger)
         timeline.run(steps[rank])
         # Buckets have become the gradients when the optimizer steps.
         ledger.set_category(Category.COMMUNICATION, 0)
         stepped_bytes = total_bytes(job.zero.optimizer_tensors(_trained(parameters)).values())
-        held_bytes = ledger.by_category[Category.GRADIENTS]
+        held_bytes = 0 if job.is_away else ledger.by_category[Category.GRADIENTS]
         ledger.set_category(Category.GRADIENTS, min(stepped_bytes, held_bytes))
         ledger.record_peak("update", taken)
         sharded = ctx.sharded_parameters()
@@ -223,18 +239,32 @@ class MemoryModel:
         ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
         assert ledger.peak is not None
         stages = tuple(
-            _stage(stage, program, state, job.zero, ledger.stage_peaks[stage])
+            _stage(stage, program, state, away, job.zero, ledger.stage_peaks[stage])
             for stage in program.stages
         )
         host = timeline.host
-        return RankMemory(rank, stages, ledger.peak, host.peak_bytes, host.blocks)
+        in_memory, in_files = shared_out(job.home, away.values())
+        host_bytes = host.peak_bytes + in_memory
+        return RankMemory(rank, stages, ledger.peak, host_bytes, host.blocks, in_files)
 
 
-def _hold_parameters(ctx: MemoryContext, ledger: Ledger) -> None:
-    """Hold the parameters, and those that the largest segment gathers under ZeRO-3."""
+def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, int]:
+    """Bytes in host memory by parameter: the state, masters included, copies, and gradients."""
+    metas = _trained(parameters_of(program))
+    stepped = job.zero.optimizer_tensors(metas)
+    copies = {n: 0 if job.zero.master_bytes(metas[n], t) else 1 for n, t in stepped.items()}
+    return {n: state[n] + (copies[n] + 1) * t.num_bytes for n, t in stepped.items()}
+
+
+def _hold_parameters(ctx: MemoryContext, ledger: Ledger, is_away: bool) -> None:
+    """Hold the parameters, and those that the largest segment gathers under ZeRO-3.
+
+    Shards that are masters count as state of the optimizer, unless that is in host memory.
+    """
     sharded, every = ctx.sharded_parameters(), parameters_of(ctx.program)
     stepped = ctx.zero.optimizer_tensors(_trained(sharded))
     masters = {n for n in stepped if ctx.zero.master_bytes(sharded[n], stepped[n])}
+    masters = set() if is_away else masters
     frozen = {n: meta for n, meta in sharded.items() if not meta.requires_grad}
     shards = {**stepped, **replace(ctx.zero, master_weights=False).optimizer_tensors(frozen)}
     held = {n: shards.get(n, meta) for n, meta in every.items() if n not in masters}
@@ -383,7 +413,12 @@ def _columns(program: Program) -> list[TensorMeta]:
 
 
 def _stage(
-    stage: int, program: Program, state: Mapping[str, int], zero: ZeroSharding, activations: int
+    stage: int,
+    program: Program,
+    state: Mapping[str, int],
+    away: Mapping[str, int],
+    zero: ZeroSharding,
+    activations: int,
 ) -> StageMemory:
     """Memory of a stage; a parameter of several stages of one rank counts in the first."""
     earlier = {n for s in program.stages if s < stage for n in _names(program, s)}
@@ -397,6 +432,7 @@ def _stage(
         gradients=sum(sizes(trained).values()),
         optimizer=sum(state.get(name, 0) for name in trained),
         activations=activations,
+        host=sum(away.get(name, 0) for name in trained),
     )
 
 

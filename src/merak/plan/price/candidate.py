@@ -67,6 +67,7 @@ class Candidate:
     schedule_options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     recompute: str | None = taken("recompute", "off")
     offload_activations: str | None = taken("offload_activations")
+    offload_optimizer: str | None = taken("offload_optimizer")
     zero: int = taken("zero")
     sequence_parallel: bool = taken("sequence_parallel")
     sub_pipelining: str = taken("sub_pipelining", "off")

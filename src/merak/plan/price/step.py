@@ -49,7 +49,7 @@ from merak.plan.price.stages import (
     stage_links,
 )
 from merak.plan.price.uncertainty import MEMORY_UNCERTAINTY, Shares, uncertainty
-from merak.plan.price.update import norm_seconds, update_seconds
+from merak.plan.price.update import home_of, norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
@@ -292,7 +292,7 @@ def _step(
     zero = zero_sharding(candidate, workload, forecast.options.float32_gradients)
     local = forecast.options.local_steps
     exchanges = _exchanges(workload, cluster, candidate, laid, zero)
-    updates_s = _updates_s(workload, laid, zero)
+    updates_s = _updates_s(workload, cluster, laid, zero)
     costs = _costs(workload, cluster, candidate, laid, exchanges, updates_s)
     simulation = simulate(schedule, costs)
     busy = _busy(simulation, durations(schedule, simulation.table, costs))
@@ -361,13 +361,21 @@ def _costs(
     return costs_of(whole, links, sizes, waits_s)
 
 
-def _updates_s(workload: Workload, laid: _Laid, zero: ZeroSharding) -> dict[int, float]:
+def _updates_s(
+    workload: Workload, cluster: Cluster, laid: _Laid, zero: ZeroSharding
+) -> dict[int, float]:
     """Seconds of every update of a stage that a schedule makes amid its actions, without a clip."""
     if laid.schedule.is_synchronous:
         return {}
+    home = home_of(cluster, laid.forecast.options.offload_optimizer)
     return {
         own.stage: update_seconds(
-            [(laid.stages[own.stage], own)], device, zero, workload.is_optimizer_fused, clips=False
+            [(laid.stages[own.stage], own)],
+            device,
+            zero,
+            workload.is_optimizer_fused,
+            home,
+            clips=False,
         )
         for memory, device in zip(laid.memory, laid.devices, strict=True)
         for own in memory.stages
@@ -380,7 +388,8 @@ def _update_s(
     """Seconds of the one update behind a step, and of its norm, on the slowest rank."""
     ranks = zip(laid.memory, laid.devices, strict=True)
     held = [([(laid.stages[own.stage], own) for own in m.stages], device) for m, device in ranks]
-    slowest_s = max(update_seconds(*own, zero, workload.is_optimizer_fused) for own in held)
+    home, is_fused = home_of(cluster, candidate.offload_optimizer), workload.is_optimizer_fused
+    slowest_s = max(update_seconds(*own, zero, is_fused, home) for own in held)
     return slowest_s + norm_seconds(cluster, candidate)
 
 
@@ -460,6 +469,6 @@ def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidat
     laid = _lay_out(workload, cluster, candidate)
     zero = zero_sharding(candidate, workload, laid.forecast.options.float32_gradients)
     exchanges = _exchanges(workload, cluster, candidate, laid, zero)
-    updates_s = _updates_s(workload, laid, zero)
+    updates_s = _updates_s(workload, cluster, laid, zero)
     costs = _costs(workload, cluster, candidate, laid, exchanges, updates_s)
     return simulate(laid.schedule, costs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
@@ -10,8 +12,21 @@ from merak.plan.cluster.groups import group_of
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.memory.model import StageMemory
 from merak.plan.memory.zero import ZeroSharding
+from merak.plan.optimizer.home import PART_BYTES, folder_of
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
+
+HOST_MEMORY_BYTES_PER_S = 100e9
+"""Bytes per second that the processors of a node read and write for an optimizer.
+
+An assumption: half of the peak of one processor with eight channels of DDR4-3200.
+"""
+
+FILE_BYTES_PER_S = 3e9
+"""Bytes per second that a node reads from its disks, and as many that it writes meanwhile.
+
+An assumption: one NVMe disk on four lanes of PCIe 3.
+"""
 
 FOREACH_PASSES = 80 / 28
 """Bytes that torch's default optimizers move, as a multiple of those of a fused one.
@@ -21,11 +36,38 @@ operator (torch/optim/adamw.py); a fused one 28.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Rates of a rank's part of what has its optimizer's states, if that is not its device.
+
+    Args:
+        memory_bytes_per_s: in which the host's processors read and write.
+        file_bytes_per_s: of reads, and of as many writes; infinite for states in memory.
+    """
+
+    memory_bytes_per_s: float
+    file_bytes_per_s: float = math.inf
+
+
+def home_of(cluster: Cluster, home: str | None) -> Home:
+    """The rates of a rank's part of its host, which all ranks of a node use at once.
+
+    Args:
+        cluster: the devices.
+        home: the option `offload_optimizer`.
+    """
+    ranks = max(own.devices_per_node for own in cluster.nodes)
+    in_files = folder_of(home) is not None
+    files = FILE_BYTES_PER_S / ranks if in_files else math.inf
+    return Home(HOST_MEMORY_BYTES_PER_S / ranks, files)
+
+
 def update_seconds(
     stages: Sequence[tuple[Stage, StageMemory]],
     device: DeviceProfile,
     zero: ZeroSharding,
     is_fused: bool,
+    home: Home,
     *,
     clips: bool = True,
 ) -> float:
@@ -36,6 +78,7 @@ def update_seconds(
         device: what computes.
         zero: what replicas shard.
         is_fused: whether the optimizer is fused.
+        home: what has the state of stages whose memory says that the device has not.
         clips: whether gradients are clipped before.
     """
     trained = {
@@ -50,9 +93,15 @@ def update_seconds(
     state = sum(memory.optimizer for _, memory in stages)
     gradients = sum(zero.gradient_bytes(trained).values()) / zero.degree
     parameters = sum(meta.num_bytes for meta in trained.values()) / zero.degree
-    stepped = 2 * state + gradients + 2 * parameters
     passes = 1.0 if is_fused else FOREACH_PASSES
     clipping = 3 * gradients if clips else 0.0
+    if away := sum(memory.host for _, memory in stages):
+        # Gradients arrive whole before their norm is known; parameters leave beside the next part.
+        step_s = (passes * (2 * away - gradients) + clipping) / home.memory_bytes_per_s
+        files_s, up_s = away / home.file_bytes_per_s, parameters / device.host_bytes_per_s
+        last_s = (up_s + files_s) * min(1.0, PART_BYTES / away)
+        return gradients / device.host_bytes_per_s + max(step_s, up_s, files_s) + last_s
+    stepped = 2 * state + gradients + 2 * parameters
     if device.calibration is not None:
         passes *= device.calibration.update(parameters)
     return (passes * stepped + clipping) / device.memory_bytes_per_s

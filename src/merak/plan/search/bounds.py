@@ -25,6 +25,7 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.fit import usable_on
 from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.optimizer_memory import optimizer_memory
+from merak.plan.optimizer.home import is_away
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.segments import Pass, SegmentPrice, price_segments
@@ -129,8 +130,13 @@ class _State:
             optimizer=float(optimizer + master_bytes * sum(math.prod(m.shape) for m in mastered)),
         )
 
-    def held(self, dp: int, zero: int) -> float:
-        """Bytes that a replica holds of it under a ZeRO stage."""
+    def held(self, dp: int, zero: int, is_away: bool) -> float:
+        """Bytes that a replica's device holds of it under a ZeRO stage."""
+        if is_away:
+            masters = 2 * (self.parameters - self.without_master)  # float32 of 16 bits
+            shards = (self.without_master + masters) / dp
+            parameters = shards if zero == 3 else self.parameters
+            return parameters + self.gradients / (dp if zero >= 2 else 1)
         held = self.without_master / dp if zero == 3 else self.parameters
         held += self.gradients / (dp if zero >= 2 else 1)
         return held + self.optimizer / (dp if zero else 1)
@@ -157,7 +163,8 @@ class _Shares:
         """Bytes that a replica of a candidate holds of it."""
         replicas, zero = candidate.replicas, candidate.zero
         same = replicas // candidate.ep if candidate.form.spreads_experts else replicas
-        return self.shared.held(replicas, zero) + self.experts.held(same, zero)
+        away = is_away(candidate.offload_optimizer)
+        return self.shared.held(replicas, zero, away) + self.experts.held(same, zero, away)
 
 
 @dataclass(frozen=True, slots=True)

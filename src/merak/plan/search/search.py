@@ -16,6 +16,7 @@ from merak.graph.tensor_parallel.report import (
 from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.layout import few_segments
+from merak.plan.optimizer.home import HOST
 from merak.plan.price.advice import slow_choices
 from merak.plan.price.candidate import Form
 from merak.plan.price.price import Misfit, Price
@@ -75,10 +76,14 @@ def search(
     if pinned.leaves_context and found.plans:
         found = _with_context(found, job, pricing, pinned, top, most_priced, refusal)
     elif pinned.leaves_context and found.refusal is None:
-        job = replace(job, cps=context_degrees(job))
-        with_context = search_job(job, pricing, pinned, top, most_priced, refusal)
+        of_context = replace(job, cps=context_degrees(job))
+        with_context = search_job(of_context, pricing, pinned, top, most_priced, refusal)
         if with_context.plans:
             found = with_context
+    if not found.plans and found.refusal is None and pinned.offload_optimizer is None:
+        away = Pinned(**pinned.choices, offload_optimizer=HOST)
+        with_host = search_job(job, pricing, away, top, most_priced, refusal)
+        found = with_host if with_host.plans else found
     found = with_variants(found, pricing, pinned, top, refusal)
     notes = list(_undivided(workload, job, pinned))
     if found.plans:

@@ -256,6 +256,7 @@ def _excluded(job: Job, own: Candidate, traits: Traits) -> str | None:
         ep=own.ep if own.form.spreads_experts else 1,
         sub_pipelined=own.sub_pipelining == "on",
         drops_layers=job.drops_layers,
+        home=own.offload_optimizer,
     )
     low = low_sums_problem(own.zero, "parameters are of a lower one") if job.low_sums else None
     return problem_of(choices) or low

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from merak.core.errors import MerakError, ScheduleError
 from merak.core.units import seconds
+from merak.plan.optimizer.home import HOST
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.search.bounds import Pricing
@@ -53,8 +54,8 @@ def with_variants(
 
     These are larger microbatches, where it has the largest that is searched; the schedules that are
     not tried in every layout, with the microbatch, its half and twice of it; and `recompute="auto"`
-    with the fastest schedules, and with offloaded activations, of which a plan that recomputes
-    nothing has nothing to gain.
+    with the fastest schedules, and with offloaded activations or an offloaded optimizer, of which a
+    plan that recomputes nothing has nothing to gain.
 
     Args:
         found: the ranking, maybe without a plan.
@@ -146,6 +147,9 @@ class _Variants:
         if self.pinned.offload_activations is None:
             filled = replace(self._filled(own.candidate), offload_activations="auto")
             self.add(filled, own, "offload_activations")
+        if self.pinned.offload_optimizer is None:
+            filled = replace(self._filled(own.candidate), offload_optimizer=HOST)
+            self.add(filled, own, "offload_optimizer")
 
     def _filled(self, own: Candidate) -> Candidate:
         return replace(own, recompute="auto", partition=self.pinned.partition)

@@ -68,6 +68,7 @@ CANDIDATES = [
               recompute="selective"),
     Candidate(pp=2, microbatch=4, num_microbatches=8, recompute="auto"),
     Candidate(pp=2, microbatch=4, num_microbatches=8, offload_activations="full"),
+    Candidate(dp=2, microbatch=4, num_microbatches=4, zero=2, offload_optimizer="cpu"),
 ]  # fmt: skip
 
 
@@ -225,3 +226,17 @@ def test_copies_of_a_model_hold_sums_of_tied_gradients_apart(name: str) -> None:
     own = Candidate(pp=2, num_microbatches=4, schedule=name)
     (peak, _) = (one.peak for one in memory_of(tied, cluster(), own))
     assert peak.by_category[Category.COMMUNICATION] >= 2 * 512 * 16 * 4  # of each direction's
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_optimizers_in_host_memory_take_time_for_memory(llama: Workload, zero: int) -> None:
+    own = Candidate(dp=2, microbatch=4, num_microbatches=4, zero=zero)
+    homes = ("off", "cpu", "/local/states")
+    device, host, disk = (
+        price(llama, cluster(), replace(own, offload_optimizer=home)) for home in homes
+    )
+    assert device.peak_memory_bytes > host.peak_memory_bytes == disk.peak_memory_bytes
+    assert device.optimizer_s < host.optimizer_s < disk.optimizer_s
+    assert device.compute_s == host.compute_s
+    (held,) = memory_of(llama, cluster(), replace(own, offload_optimizer="/local/states"))
+    assert 0 < held.host_bytes <= held.disk_bytes

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from merak.core.errors import PlanError
@@ -58,7 +59,9 @@ def ranking(double, pinned, refusal=None):
     found = search_job(job_of(), double, only, 3)
     plan = replace(found.plans[0], candidate=replace(found.plans[0].candidate, recompute="full"))
     found = replace(found, plans=(plan, *found.plans[1:]))
-    kept = Pinned(**only.choices, schedule="1f1b", offload_activations="off")
+    kept = Pinned(
+        **only.choices, schedule="1f1b", offload_activations="off", offload_optimizer="off"
+    )
     return found, with_variants(found, double, kept, 3, refusal)
 
 
@@ -114,16 +117,21 @@ def devices(memory_bytes: int) -> Cluster:
     return replace(cluster, nodes=(replace(nodes, device=device),))
 
 
-def test_the_memory_between_two_plans_is_filled() -> None:
-    config = LlamaConfig(
+LLAMA = ModelSource(
+    LlamaForCausalLM,
+    LlamaConfig(
         vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=1024,
-    )  # fmt: skip
-    source = ModelSource(LlamaForCausalLM, config, None)
-    workload = example_workload(source, global_batch=8, sequence=1024)
+    ),
+    None,
+)  # fmt: skip
+
+
+def test_the_memory_between_two_plans_is_filled() -> None:
+    workload = example_workload(LLAMA, global_batch=8, sequence=1024)
     pinned = Pinned(
         pp=2, tp=1, microbatch=1, zero=0, schedule="1f1b", sub_pipelining="off",
-        offload_activations="off",
+        offload_activations="off", offload_optimizer="off",
     )  # fmt: skip
     base = Candidate(pp=2, num_microbatches=8)
     least, most = (
@@ -215,3 +223,17 @@ def test_one_that_is_too_large_there_is_priced_with_full_recomputation():
 
 def test_a_pinned_schedule_is_the_only_kind():
     assert set(tried(BySchedule(), schedule="1f1b").kinds) == {"1f1b"}
+
+
+def test_an_optimizer_leaves_the_device_where_nothing_fits_else() -> None:
+    workload = example_workload(LLAMA, global_batch=8, sequence=16, optimizer=torch.optim.AdamW)
+    base = Candidate(pp=2, num_microbatches=8, recompute="full")
+    here, away = (
+        max(price(workload, devices(2**40), replace(base, offload_optimizer=o)).peak_memory_bytes)
+        for o in ("off", "cpu")
+    )
+    pinned = Pinned(pp=2, tp=1, schedule="1f1b", ep=1)
+    found = search(workload, devices(here + away), pinned)  # of this, half is usable
+    assert {own.candidate.offload_optimizer for own in found.plans} == {"cpu"}
+    kept = Pinned(**pinned.choices, offload_optimizer="off")
+    assert not search(workload, devices(here + away), kept).plans

@@ -1,0 +1,119 @@
+"""Step time where the optimizer's states are on the device, in host memory, or in a file.
+
+One rank trains a GPT-2 whose segments are made to last by sleeping, as on a device that computes by
+itself; the optimizer is torch's fused AdamW on the processor. Copies to and from host memory are
+real ones behind a limit of their rate, each direction in a thread of its own. Rates are said as a
+share of the one at which all gradients leave while a backward runs. "in turn" makes the same copies
+with nothing beside them: what "cpu" is shorter was hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from offload import Link
+from recompute_engine import lasting
+from tools import report
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import merak
+from merak.engine import Engine
+
+SEQUENCE, WORDS = 8, 512
+
+
+def model_of(hidden: int, layers: int) -> GPT2LMHeadModel:
+    """The model that is trained, whose parameters take more time than its tokens."""
+    torch.manual_seed(0)
+    heads = max(1, hidden // 64)
+    config = GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=heads, n_positions=64, vocab_size=WORDS
+    )
+    return GPT2LMHeadModel(config)
+
+
+def slow_down(engine: Engine, forward_s: float) -> int:
+    """Let every segment compute for a known time; returns how many there are."""
+    stages = engine._state.base.stages
+    count = 0
+    for number, stage in stages.items():
+        runs = tuple(lasting(own, forward_s, 0.0) for own in stage.segments)
+        stages[number] = dataclasses.replace(stage, segments=runs, runs=runs)
+        count += len(runs)
+    return count
+
+
+def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -> dict[str, Any]:
+    """A row: seconds of a step and of its optimizer, and the losses."""
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (1, SEQUENCE), generator=draws)
+    batch = {"input_ids": ids, "labels": ids}
+    parallel = merak.parallelize(
+        model_of(options.hidden, options.layers),
+        batch,
+        optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3, fused=True),
+        max_grad_norm=1.0,
+        offload_optimizer=home,
+    )
+    params, forward_s = parallel.engine.optimizer_params, options.forward_ms / 1e3
+    num_segments = slow_down(parallel.engine, forward_s)
+    if params.host is not None and share:
+        num_bytes = sum(tensor.nbytes for tensor in params.named.values())
+        rate = share * num_bytes / (2 * num_segments * forward_s)
+        params.host._to_host, params.host._to_device = (Link(rate, is_beside) for _ in range(2))
+    assert parallel.optimizer is not None
+    step, updates = parallel.optimizer.step, list[float]()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        found = step(*args, **kwargs)
+        updates.append(time.perf_counter() - start)
+        return found
+
+    parallel.optimizer.step = timed  # type: ignore[method-assign]
+    steps, losses = [], []
+    for _ in range(options.steps + 1):
+        start = time.perf_counter()
+        losses.append(float(parallel.step(batch)))
+        steps.append(time.perf_counter() - start)
+    return {
+        "states": name,
+        "rate": share or "",
+        "step, ms": 1e3 * median(steps[1:]),
+        "optimizer, ms": 1e3 * median(updates[1:]),
+        "losses": losses,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the model")
+    parser.add_argument("--layers", type=int, default=6, help="its layers")
+    parser.add_argument("--forward-ms", type=float, default=50.0, help="of a segment")
+    parser.add_argument("--steps", type=int, default=5, help="steps of which medians are taken")
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 1.0, 0.5])
+    options = parser.parse_args()
+    merak.init(dp=1, tp=1, pp=1, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [measure("device", options, 0.0, True, "off")]
+        for share in options.rates:
+            rows.append(measure("host memory", options, share, True, "cpu"))
+            rows.append(measure("… in turn", options, share, False, "cpu"))
+        rows.append(measure("host memory", options, 0.0, True, "cpu"))
+        rows.append(measure("files", options, 0.0, True, folder))
+    first = rows[0]
+    same = all(row.pop("losses") == losses for losses in [rows[0]["losses"]] for row in rows)
+    for row in rows:
+        row["over device"] = row["step, ms"] / first["step, ms"]
+    assert same, "an offloaded optimizer has trained otherwise"
+    report.show({"A step, and the optimizer's part of it; equal losses": rows}, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Where an optimizer's states are: on the device, in host memory, or in files of a folder.
+
+What leaves the device are the states, float32 masters, and gradients once they are reduced. The
+processor steps, and sends updated parameters back.
+
+Sources: arXiv 2101.06840 (ZeRO-Offload), section 4; arXiv 2104.07857 (ZeRO-Infinity), section 5.2.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from merak.core.errors import ArgumentsError
+
+HOST = "cpu"
+"""The value of `offload_optimizer` for host memory."""
+
+PART_BYTES = 64 * 2**20
+"""Bytes of optimizer tensors that are stepped at a time, and then sent while the next are."""
+
+_PARTS_IN_MEMORY = 4
+"""Parts of the states in files that are in memory: read ahead, stepped, and two being written."""
+
+_STATES_OF_TENSOR = 3
+"""Tensors that are read of one that is stepped: itself, and the two moments of Adam."""
+
+_DEVICE = (None, "off")
+
+
+def read_home(given: object) -> str | None:
+    """The option `offload_optimizer` as one of its values: None or "off", "cpu", or a folder.
+
+    Args:
+        given: as a user writes it.
+
+    Raises:
+        ArgumentsError: it is none of them.
+    """
+    if given is None:
+        return None
+    named = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
+    if named not in (HOST, *_DEVICE) and os.sep not in str(named):
+        raise ArgumentsError(
+            f"offload_optimizer={given!r} is no place for an optimizer's states; use 'cpu' for "
+            "host memory, the path of a folder, such as './states', or 'off'."
+        )
+    return str(named)
+
+
+def is_away(home: str | None) -> bool:
+    """Whether the states are not on the device.
+
+    Args:
+        home: as of `read_home`.
+    """
+    return home not in _DEVICE
+
+
+def folder_of(home: str | None) -> str | None:
+    """The folder that holds the states; None where they are in memory.
+
+    Args:
+        home: as of `read_home`.
+    """
+    return home if is_away(home) and home != HOST else None
+
+
+def shared_out(home: str | None, sizes: Collection[int]) -> tuple[int, int]:
+    """Bytes of what is away, in host memory at most and in files.
+
+    Args:
+        home: as of `read_home`.
+        sizes: bytes of each tensor with its states and gradient.
+    """
+    total = sum(sizes)
+    if folder_of(home) is None:
+        return total, 0
+    part = PART_BYTES * _STATES_OF_TENSOR + max(sizes, default=0)
+    return min(total, _PARTS_IN_MEMORY * part), total
