@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from merak.core.errors import CommandError
+from merak.core.errors import ArgumentsError, CommandError
 from merak.core.files.json_file import parse_value
 from merak.plan import options
 from merak.schedule.registry import names as schedules
@@ -118,7 +118,8 @@ def _typer_option(name: str, is_open: bool = False) -> Any:
         help = f"{help.partition(' If unset')[0]} Pinned; else it is searched."
     settings = words(schedules() if name == "schedule" else own.metadata["choices"])
     if name in options.READS:
-        settings = {"parser": partial(_read, flag, options.READS[name])}
+        is_number = name in options.RANGES
+        settings = {"parser": partial(_read, flag, options.READS[name], is_number)}
     if isinstance(own.default, bool):
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
     return typer.Option(flag, help=help, metavar=placeholder or None, **settings)
@@ -170,9 +171,14 @@ def read_pair(flag: str, typed: str) -> tuple[str, Any]:
     return key, parse_value(value)
 
 
-def _read(flag: str, read: Callable[[object], object], text: str) -> Any:
-    value = read(text)
-    if isinstance(value, str):
+def _read(flag: str, read: Callable[[object], object], is_number: bool, text: str) -> Any:
+    try:
+        value = read(text)
+    except ArgumentsError as error:
+        raise CommandError(
+            str(error).replace(f"{flag[2:].replace('-', '_')}=", f"{flag} ")
+        ) from error
+    if is_number and isinstance(value, str):
         raise CommandError(f"{flag} {text} is no number of bytes; use such as 80GB or 80GiB.")
     return value
 
