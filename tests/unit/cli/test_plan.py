@@ -267,6 +267,7 @@ def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(
     wide = '{"n_layer": 4, "n_embd": 2048, "n_head": 16, "vocab_size": 100, "n_positions": 16}'
     job = ["plan", "--model", "GPT2LMHeadModel", "--config", wide, "--seq", "8"]
     pinned = ["--tp", "2", "--microbatch", "2", "--recompute", "full"]
+    pinned += ["--offload-optimizer", "off"]
     assert main([*job, "--cluster", str(cluster), "--global-batch", "4", *pinned, *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -199,9 +199,9 @@ class MemoryModel:
         job = self.job
         program = _with_policy(job.programs[rank], policy)
         state, taken = self._optimizers[rank]
-        away: Mapping[str, int] = {}
+        away = _in_host(job, program, state)
         if job.is_away:
-            away, state, taken = _in_host(job, program, state), {}, 0
+            state, taken = {}, 0
         fixed_bytes, varying_bytes = self._derived[rank]
         ledger = Ledger(schedule.label)
         parameters = parameters_of(program)
@@ -228,15 +228,7 @@ class MemoryModel:
         _hold_parameters(ctx, ledger, job.is_away)
         timeline = MemoryTimeline(ctx, ledger)
         timeline.run(steps[rank])
-        # Buckets have become the gradients when the optimizer steps.
-        ledger.set_category(Category.COMMUNICATION, 0)
-        stepped_bytes = total_bytes(job.zero.optimizer_tensors(_trained(parameters)).values())
-        held_bytes = 0 if job.is_away else ledger.by_category[Category.GRADIENTS]
-        ledger.set_category(Category.GRADIENTS, min(stepped_bytes, held_bytes))
-        ledger.record_peak("update", taken)
-        sharded = ctx.sharded_parameters()
-        whole = {name: meta for name, meta in parameters.items() if name not in sharded}
-        ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
+        _hold_update(ctx, ledger, job, taken)
         assert ledger.peak is not None
         stages = tuple(
             _stage(stage, program, state, away, job.zero, ledger.stage_peaks[stage])
@@ -248,8 +240,24 @@ class MemoryModel:
         return RankMemory(rank, stages, ledger.peak, host_bytes, host.blocks, in_files)
 
 
+def _hold_update(ctx: MemoryContext, ledger: Ledger, job: Job, taken_bytes: int) -> None:
+    """Record the step of the optimizer, and the gathers of what replicas have stepped."""
+    parameters = parameters_of(ctx.program)
+    # Buckets have become the gradients when the optimizer steps.
+    ledger.set_category(Category.COMMUNICATION, 0)
+    stepped_bytes = total_bytes(job.zero.optimizer_tensors(_trained(parameters)).values())
+    held_bytes = 0 if job.is_away else ledger.by_category[Category.GRADIENTS]
+    ledger.set_category(Category.GRADIENTS, min(stepped_bytes, held_bytes))
+    ledger.record_peak("update", taken_bytes)
+    sharded = ctx.sharded_parameters()
+    whole = {name: meta for name, meta in parameters.items() if name not in sharded}
+    ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
+
+
 def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, int]:
     """Bytes in host memory by parameter: the state, masters included, copies, and gradients."""
+    if not job.is_away:
+        return {}
     metas = _trained(parameters_of(program))
     stepped = job.zero.optimizer_tensors(metas)
     copies = {n: 0 if job.zero.master_bytes(metas[n], t) else 1 for n, t in stepped.items()}
