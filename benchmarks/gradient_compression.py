@@ -1,10 +1,10 @@
 """Compressed gradient reductions beside plain ones: loss curves, bytes and seconds of a step.
 
 A small GPT-2 learns the bytes of Python's own library on two replicas, once with each compression,
-with the same weights and batches; 1-bit Adam, whose first steps send whole gradients, beside them.
-With `--rate` the replicas are on two hosts (network namespaces,
-which take root) whose link is limited to it, and what they send is read from its counters. Seconds
-are medians of all steps after the first ten.
+with the same weights and batches; beside them 1-bit Adam and LAMB, whose first steps send whole
+gradients, and DGC with SGD. With `--rate` the replicas are on two hosts (network namespaces, which
+take root) whose link is limited to it, and what they send is read from its counters. Seconds are
+medians of all steps after the first ten, and after those that send whole gradients.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,27 @@ from merak.plan.gradient_compression import COMPRESSIONS, compressed_bytes
 
 REPLICAS, SAMPLES = 2, 16
 WARMUP = 10
-ONE_BIT = {"1-bit Adam": merak.OneBitAdam}
-"""Optimizers whose momenta go as signs."""
-JOBS = {kind: kind for kind in COMPRESSIONS} | dict.fromkeys(ONE_BIT, "1bit")
-"""The compression of each training."""
+JOBS = {
+    **{kind: kind for kind in COMPRESSIONS if kind != "dgc"},
+    "1-bit Adam": "1bit",
+    "LAMB": "off",
+    "1-bit LAMB": "1bit",
+    "SGD": "off",
+    "SGD dgc": "dgc",
+}
+"""The compression of each training; of AdamW where it has no other name."""
+
+
+def optimizer_of(job: str, num_steps: int, warmup: int) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes the optimizer of a training, by the parameters."""
+    if "SGD" in job:
+        return partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    if "LAMB" in job:  # which never freezes without signs
+        frozen = warmup if JOBS[job] == "1bit" else num_steps
+        return partial(merak.OneBitLamb, lr=0.02, warmup_steps=frozen)
+    if "Adam" in job:
+        return partial(merak.OneBitAdam, lr=2e-3, warmup_steps=warmup)
+    return partial(torch.optim.AdamW, lr=2e-3)
 
 
 def train(job: str, num_steps: int, text: torch.Tensor, mesh: Any, warmup: int) -> dict[str, Any]:
@@ -47,21 +66,15 @@ def train(job: str, num_steps: int, text: torch.Tensor, mesh: Any, warmup: int) 
     ]
     model = small_gpt2(torch.float32)
     shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        if job in ONE_BIT:
-            return ONE_BIT[job](parameters, lr=2e-3, warmup_steps=warmup)
-        return torch.optim.AdamW(parameters, lr=2e-3)
-
     parallel = merak.parallelize(
         model,
         {"input_ids": batches[0], "labels": batches[0]},
-        optimizer=optimizer,
+        optimizer=optimizer_of(job, num_steps, warmup),
         max_grad_norm=1.0,
         gradient_compression=kind,
     )
     losses, seconds, before = [], [], 0
-    first = min(WARMUP + (warmup if job in ONE_BIT else 0), num_steps - 2)
+    first = min(WARMUP + (warmup if "1-bit" in job else 0), num_steps - 2)
     for number, ids in enumerate(batches):
         if number == first:
             before = sent_bytes()
@@ -137,7 +150,10 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps")
     parser.add_argument(
-        "--warmup", type=int, default=0, help="steps until 1-bit Adam sends signs; 0: a third"
+        "--warmup",
+        type=int,
+        default=0,
+        help="steps until 1-bit Adam and LAMB send signs; 0: a third",
     )
     parser.add_argument("--stretch", type=int, default=50, help="steps whose mean loss is printed")
     parser.add_argument("--rate", help="of the link between two hosts, such as 50mbit; one host")

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
-    from merak.engine.optimizer.one_bit import OneBitAdam
+    from merak.engine.optimizer.one_bit import OneBitAdam, OneBitLamb
     from merak.engine.parameters.gathered import gathered_parameters
     from merak.engine.parameters.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
@@ -27,6 +27,7 @@ _HOMES = {
     "MerakSeq2SeqTrainer": "merak.trainer",
     "MerakTrainer": "merak.trainer",
     "OneBitAdam": "merak.engine.optimizer.one_bit",
+    "OneBitLamb": "merak.engine.optimizer.one_bit",
     "ParallelModel": "merak.parallel",
     "Replicate": "merak.graph.tensor_parallel.features",
     "Row": "merak.graph.tensor_parallel.features",
@@ -48,6 +49,7 @@ __all__ = [
     "MerakSeq2SeqTrainer",
     "MerakTrainer",
     "OneBitAdam",
+    "OneBitLamb",
     "ParallelModel",
     "Replicate",
     "Row",

@@ -25,14 +25,18 @@ def share(step: int, dp: int, number: int) -> dict[str, torch.Tensor]:
     return {name: own.chunk(dp)[number] for name, own in batch_of(step).items()}
 
 
+def one_bit_lamb(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return merak.OneBitLamb(parameters, lr=1e-2, warmup_steps=WARMUP, weight_decay=0.1)
+
+
 def train(
-    degrees: dict[str, int], options: dict[str, Any], steps: int = STEPS
+    degrees: dict[str, int], options: dict[str, Any], make: Any = one_bit_adam
 ) -> dict[str, torch.Tensor]:
     mesh = merak.init(**degrees, device="cpu")
     parallel = merak.parallelize(
-        make_model(), share(0, mesh.dp, mesh.dp_rank), optimizer=one_bit_adam, **options
+        make_model(), share(0, mesh.dp, mesh.dp_rank), optimizer=make, **options
     )
-    for step in range(steps):
+    for step in range(STEPS):
         parallel.step(share(step, mesh.dp, mesh.dp_rank))
     return parallel.gather_state_dict()
 
@@ -44,8 +48,33 @@ def signs(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(rows >= 0, means, -means).view_as(tensor)
 
 
-def published(num_replicas: int) -> dict[str, torch.Tensor]:
-    """1-bit Adam of the paper's algorithm 1 in one process, with AdamW's corrections of bias."""
+class Lamb:
+    """What 1-bit LAMB's algorithm 1 keeps of a parameter."""
+
+    def __init__(self) -> None:
+        self.coefficient, self.factor = 0.0, 1.0
+        self.fresh = torch.zeros(())
+
+    def ratio(self, p: torch.Tensor, update: torch.Tensor, whole: torch.Tensor, step: int) -> float:
+        own = float(p.norm() / whole.norm()) if p.norm() > 0 else 1.0
+        own = min(max(own, 0.01), 10.0)
+        self.coefficient = own if step == 0 else 0.9 * self.coefficient + 0.1 * own
+        return own
+
+    def frozen(self, gradient: torch.Tensor, square: torch.Tensor, part: float, step: int) -> float:
+        self.fresh = 0.999 * self.fresh + 0.001 * gradient**2
+        roots = [
+            (own / (1 - 0.999**number)).sqrt() + 1e-8
+            for own, number in ((square, WARMUP), (self.fresh, step + 1))
+        ]
+        factor = min(1.0, part) * float((roots[0] / roots[1]).max()) + 1 - min(1.0, part)
+        factor = min(max(factor, 0.5), 4.0)
+        self.factor = min(max(factor, 0.9 * self.factor), 1.1 * self.factor)
+        return self.coefficient * self.factor
+
+
+def published(num_replicas: int, is_lamb: bool = False) -> dict[str, torch.Tensor]:
+    """1-bit Adam and LAMB of the papers' algorithms in one process, with moments without bias."""
     model = make_model()
     own = dict(model.named_parameters())
 
@@ -54,6 +83,7 @@ def published(num_replicas: int) -> dict[str, torch.Tensor]:
 
     momentum, square, served = zeros(), zeros(), zeros()
     errors = [zeros() for _ in range(num_replicas)]
+    lambs = {name: Lamb() for name in own}
     for step in range(STEPS):
         gradients = []
         for number in range(num_replicas):
@@ -61,6 +91,7 @@ def published(num_replicas: int) -> dict[str, torch.Tensor]:
             model(**share(step, num_replicas, number)).backward()
             gradients.append({name: p.grad for name, p in own.items()})
         for name, p in own.items():
+            before = momentum[name]
             if step < WARMUP:
                 mean = sum(each[name] for each in gradients) / num_replicas
                 momentum[name] = 0.9 * momentum[name] + 0.1 * mean
@@ -74,18 +105,35 @@ def published(num_replicas: int) -> dict[str, torch.Tensor]:
                 momentum[name] = signs(total)
                 served[name] = total - signs(total)
             root = (square[name] / (1 - 0.999 ** min(step + 1, WARMUP))).sqrt() + 1e-8
+            update = momentum[name] / (1 - 0.9 ** (step + 1)) / root
             with torch.no_grad():
-                p.mul_(1 - 1e-2 * 0.1)
-                p.sub_(1e-2 / (1 - 0.9 ** (step + 1)) * momentum[name] / root)
+                whole, rate = update + 0.1 * p, 1e-2
+                if is_lamb and step < WARMUP:
+                    rate *= lambs[name].ratio(p, update, whole, step)
+                    lambs[name].fresh = square[name]
+                elif is_lamb:
+                    gradient = (momentum[name] - 0.9 * before) / 0.1
+                    part = float(update.norm() / whole.norm())
+                    rate *= lambs[name].frozen(gradient, square[name], part, step)
+                p.sub_(rate * whole)
     return {name: p.detach() for name, p in own.items()}
 
 
-@pytest.mark.parametrize("degrees", [{"dp": 2}, slow({"dp": 3}), slow({"dp": 2, "pp": 2})])
-def test_1_bit_adam_is_the_published_one(pool: RankPool, degrees: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("make", "degrees"),
+    [
+        (one_bit_adam, {"dp": 2}),
+        slow(one_bit_adam, {"dp": 3}),
+        slow(one_bit_adam, {"dp": 2, "pp": 2}),
+        slow(one_bit_lamb, {"dp": 2, "pp": 2}),
+    ],
+)
+def test_they_are_the_published_ones(pool: RankPool, make: Any, degrees: dict[str, int]) -> None:
     ranks = degrees["dp"] * degrees.get("pp", 1)
-    found = pool.run(train, ranks, degrees, {"gradient_compression": "1bit", "bucket_bytes": 3000})
+    options = {"gradient_compression": "1bit", "bucket_bytes": 3000}
+    found = pool.run(train, ranks, degrees, options, make)
     assert all(torch.equal(found[0][name], one[name]) for one in found for name in one)
-    expected = published(degrees["dp"])
+    expected = published(degrees["dp"], make is one_bit_lamb)
     for name, value in expected.items():
         # Scales are sent in float32.
         torch.testing.assert_close(found[0][name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -109,13 +157,13 @@ def test_its_warm_up_is_adamw_and_its_variance_stays() -> None:
     assert not torch.equal(ours.blocks[0].up.weight, theirs.blocks[0].up.weight)
 
 
-def resumed(folder: str, first: int) -> dict[str, torch.Tensor]:
+def resumed(folder: str, first: int, make: Any) -> dict[str, torch.Tensor]:
     """Train to the last step from `first`, saving after the fourth: signs have been sent twice."""
     mesh = merak.init(dp=2, device="cpu")
     parallel = merak.parallelize(
         make_model(),
         share(0, 2, mesh.dp_rank),
-        optimizer=one_bit_adam,
+        optimizer=make,
         gradient_compression="1bit",
         bucket_bytes=3000,
     )
@@ -128,12 +176,28 @@ def resumed(folder: str, first: int) -> dict[str, torch.Tensor]:
     return parallel.gather_state_dict()
 
 
-def test_it_goes_on_to_the_bit(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [one_bit_adam, slow(one_bit_lamb)])
+def test_they_go_on_to_the_bit(pool: RankPool, make: Any, tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
-    whole, again = (pool.run(resumed, 2, folder, first)[0] for first in (0, 4))
+    whole, again = (pool.run(resumed, 2, folder, first, make)[0] for first in (0, 4))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 def test_a_warm_up_of_nothing_is_refused() -> None:
     with pytest.raises(merak.MerakError, match="leaves no second moment to freeze"):
         merak.OneBitAdam(make_model().parameters(), warmup_steps=0)
+
+
+def refused_shards() -> str:
+    merak.init(dp=2, tp=2, device="cpu")
+    with pytest.raises(merak.MerakError) as caught:
+        merak.parallelize(
+            make_model(), share(0, 2, 0), optimizer=one_bit_lamb, gradient_compression="1bit"
+        )
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_momenta_of_whole_parameters_are_refused_under_tp(pool: RankPool) -> None:
+    for sentence in pool.run(refused_shards, 4):
+        assert "use tp=1, merak.OneBitAdam, or gradient_compression='off'" in sentence

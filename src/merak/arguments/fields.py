@@ -352,6 +352,7 @@ class TrainingFields(TrainingArguments):
     tied_gradients: str = taken("tied_gradients")
     gradient_compression: str = taken("gradient_compression")
     powersgd_rank: int = taken("powersgd_rank")
+    topk_fraction: float = taken("topk_fraction")
     hierarchical_reductions: str = taken("hierarchical_reductions")
     layer_keep: float = taken("layer_keep")
     layer_keep_decay: float = taken("layer_keep_decay")

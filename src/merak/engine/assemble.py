@@ -313,8 +313,8 @@ def _compression(job: _Job, reduced: Mapping[int, StageGradients]) -> GradientCo
     names = {id(parameter): name for name, parameter in job.parameters.items()}
     dtype_of = _precision(job).reduce_dtype
     shard = f"{job.mesh.tp_rank} of {job.mesh.tp}"
-    rank = job.options.powersgd_rank
-    return GradientCompression(kind, stages, dtype_of, names, shard, rank)
+    rank, fraction = job.options.powersgd_rank, job.options.topk_fraction
+    return GradientCompression(kind, stages, dtype_of, names, shard, rank, fraction)
 
 
 def _tied_names(layout: Layout) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 Sources: arXiv 1905.13727 (PowerSGD), algorithm 1; Seide et al., "1-bit stochastic gradient descent"
 (Interspeech 2014), section 2, and arXiv 2102.02888 (1-bit Adam), section 3, for signs with error
-feedback.
+feedback; arXiv 1704.05021 (TopK); arXiv 1712.01887 (Deep Gradient Compression), section 3.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit")
+COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit", "topk", "dgc")
 """Values of the option `gradient_compression`."""
 
 KEPT: Mapping[str, tuple[str, ...]] = {
@@ -19,9 +19,11 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "bf16": (),
     "powersgd": ("error",),
     "1bit": ("error", "served"),
+    "topk": ("error",),
+    "dgc": ("error", "velocity"),
 }
 """What a replica keeps from step to step: what is left out of its own gradients, and of the sums of
-the rows that it serves."""
+the rows that it serves; the momentum of its own gradients."""
 
 WITH_ERROR_FEEDBACK = frozenset(kind for kind, kept in KEPT.items() if kept)
 """Kinds that add to a gradient what compression has left out of the one before."""
@@ -31,6 +33,15 @@ USUAL_RANK = 4
 
 LEAST_RATE = 2
 """A matrix whose factors are not smaller by more than this factor is sent whole."""
+
+LARGEST = frozenset({"topk", "dgc"})
+"""Kinds that send the largest elements, which replicas gather."""
+
+USUAL_FRACTION = 0.01
+"""Of the elements of a gradient that these send, unless they are told another."""
+
+PLACE_BYTES = 4
+"""Bytes of the place of an element."""
 
 SCALE_BYTES = 4
 """Bytes of the float32 scale that goes with the signs of a row."""
@@ -59,8 +70,22 @@ def num_scales(shape: Sequence[int]) -> int:
     return shape[0] if len(shape) > 1 else 1
 
 
+def num_largest(count: int, fraction: float = USUAL_FRACTION) -> int:
+    """Elements of a gradient that are sent, at least one.
+
+    Args:
+        count: of its elements.
+        fraction: the option `topk_fraction`.
+    """
+    return min(count, max(1, math.ceil(count * fraction)))
+
+
 def compressed_bytes(
-    kind: str, shape: Sequence[int], item_bytes: int, most_rank: int = USUAL_RANK
+    kind: str,
+    shape: Sequence[int],
+    item_bytes: int,
+    most_rank: int = USUAL_RANK,
+    fraction: float = USUAL_FRACTION,
 ) -> int:
     """Bytes of one replica's compressed gradient of a parameter.
 
@@ -69,12 +94,15 @@ def compressed_bytes(
         shape: of the gradient.
         item_bytes: of one of its elements.
         most_rank: as `most` of `powersgd_rank`.
+        fraction: as of `num_largest`.
     """
     count = math.prod(shape)
     if kind in ("fp16", "bf16"):
         return 2 * count
     if kind == "1bit":
         return math.ceil(count / 8) + num_scales(shape) * SCALE_BYTES if count else 0
+    if kind in LARGEST:
+        return num_largest(count, fraction) * (item_bytes + PLACE_BYTES)
     if kind == "powersgd" and (rank := powersgd_rank(shape, most_rank)):
         return (shape[0] + count // shape[0]) * rank * item_bytes
     return count * item_bytes
@@ -90,5 +118,5 @@ def feedback_bytes(kind: str, gradient_bytes: int, replicas: int) -> int:
         gradient_bytes: of the uncompressed gradients.
         replicas: that reduce them.
     """
-    each = {"error": gradient_bytes, "served": math.ceil(gradient_bytes / replicas)}
-    return 2 * sum(each[what] for what in KEPT[kind])
+    each = {"served": math.ceil(gradient_bytes / replicas)}
+    return 2 * sum(each.get(what, gradient_bytes) for what in KEPT[kind])

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 from merak.core.errors import ArgumentsError
 from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
-from merak.plan.gradient_compression import COMPRESSIONS, USUAL_RANK
+from merak.plan.gradient_compression import COMPRESSIONS, USUAL_FRACTION, USUAL_RANK
 from merak.plan.optimizer.home import read_home
 from merak.plan.recompute_spec import RECOMPUTES, Recompute
 from merak.schedule.ir import USUAL
@@ -60,6 +60,7 @@ _SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
 _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
+_FRACTION = Range(SMALLEST, 1.0, "use a fraction such as 0.01", "is no fraction")
 _RANK = Range(1, LARGEST, "use 1 or more", "is no rank")
 _KEEP = Range(SMALLEST, 1, "use a number above 0 and at most 1", "is no probability to keep blocks")
 _DECAY = Range(0, LARGEST, "use a number of 0 or more, such as 0.001", "is no rate")
@@ -220,8 +221,9 @@ class ParallelOptions:
         "off",
         "KIND",
         "How replicas compress the gradients that they reduce, for slow links: 'fp16' and 'bf16' "
-        "send 16-bit numbers, 'powersgd' two factors of every matrix, '1bit' signs, the last two "
-        "with error feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
+        "send 16-bit numbers, 'powersgd' two factors of every matrix, '1bit' signs, 'topk' the "
+        "largest elements, 'dgc' those of momenta of SGD, all but the first two with error "
+        "feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
         choices=COMPRESSIONS,
         planned=_PRICED,
     )
@@ -231,6 +233,14 @@ class ParallelOptions:
         "Columns of the two factors that gradient_compression='powersgd' sends of a matrix: more "
         "send more, and leave less out.",
         within=_RANK,
+        planned=_PRICED,
+    )
+    topk_fraction: float = option(
+        USUAL_FRACTION,
+        "FRACTION",
+        "Fraction of the elements of each gradient that gradient_compression='topk' and 'dgc' "
+        "send.",
+        within=_FRACTION,
         planned=_PRICED,
     )
     hierarchical_reductions: str = option(

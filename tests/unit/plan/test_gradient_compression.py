@@ -46,6 +46,9 @@ def workload(kind: str) -> Workload:
         ("powersgd", (100, 10, 5), (100 + 50) * 4 * 4),
         ("powersgd", (8, 8), 256),  # factors of rank 4 would be as large
         ("powersgd", (1000,), 4000),
+        ("topk", (100, 10), 10 * (4 + 4)),
+        ("dgc", (), 4 + 4),
+        ("topk", (0, 5), 0),
     ],
 )
 def test_bytes_are_those_of_the_formula(kind: str, shape: tuple[int, ...], expected: int) -> None:
@@ -72,8 +75,8 @@ def test_the_price_falls_and_the_memory_counts_the_errors(kind: str) -> None:
     extra = after.peak.by_category[Category.OPTIMIZER] - before.peak.by_category.get(
         Category.OPTIMIZER, 0
     )
-    served = gradients // 8 if kind == "1bit" else 0
-    assert extra == (2 * (gradients + served) if kind in WITH_ERROR_FEEDBACK else 0)
+    further = {"1bit": gradients // 8, "dgc": gradients}.get(kind, 0)
+    assert extra == (2 * (gradients + further) if kind in WITH_ERROR_FEEDBACK else 0)
     alone = Candidate(microbatch=4, num_microbatches=8)
     one, two = (memory_of(each, slow, alone)[0].peak.total_bytes for each in (plain, own))
     assert one == two  # a single replica reduces nothing
@@ -112,6 +115,8 @@ def test_a_rehearsal_charges_the_bytes_that_are_sent() -> None:
     for kind in ("fp16", "powersgd"):
         own = sum(compressed_bytes(kind, shape, 4) for shape in shapes)
         assert own <= sent(kind) < own + 0.01 * whole
+    largest = 8 * sum(compressed_bytes("topk", shape, 4) for shape in shapes)
+    assert largest <= sent("topk") < largest + 0.01 * whole
     # Its exchange has the signs of 8 replicas, and its gather those of the sum.
     signs = 9 * sum(compressed_bytes("1bit", shape, 4) for shape in shapes)
     assert 0.95 * signs <= sent("1bit") < signs + 0.02 * whole

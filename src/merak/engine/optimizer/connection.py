@@ -110,6 +110,13 @@ class OptimizerConnections:
             if sentence := judgement.refusal():
                 raise ArgumentsError(sentence)
             if judgement.needs_whole:
+                compression = state.reducer.compression
+                if compression is not None and compression.momenta.reduces(optimizer):
+                    raise ArgumentsError(
+                        f"{judgement.name} steps whole parameters, of which tensor parallel ranks "
+                        "have shards, and so no momenta that replicas could reduce; use tp=1, "
+                        "merak.OneBitAdam, or gradient_compression='off'."
+                    )
                 whole = WholeTensors(state, optimizer)
                 self._wholes.append(whole)
                 state.optimizer_params.whole_tensors |= whole.tensors

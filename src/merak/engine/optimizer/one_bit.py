@@ -2,7 +2,7 @@
 
 Without `gradient_compression="1bit"` they are the same optimizers, of plain gradients.
 
-Source: arXiv 2102.02888 (1-bit Adam), algorithm 1.
+Sources: arXiv 2102.02888 (1-bit Adam), algorithm 1; arXiv 2104.06069 (1-bit LAMB), algorithm 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,18 @@ from typing import Any
 import torch
 
 from merak.core.errors import ArgumentsError
+
+COEFFICIENTS = (0.01, 10.0)
+"""Least and largest ratio of the norms of a parameter and its update, as published."""
+
+COEFFICIENT_DECAY = 0.9
+"""Decay of its moving average in the warm-up."""
+
+FACTORS = (0.5, 4.0)
+"""Least and largest factor of that average afterwards."""
+
+FACTOR_CHANGE = 0.1
+"""Largest relative change of the factor in a step."""
 
 
 class OneBitAdam(torch.optim.Optimizer):
@@ -82,7 +94,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Any) -> None:
-        state, lr = self.state[parameter], group["lr"]
+        state = self.state[parameter]
         (beta1, beta2), warmup = group["betas"], group["warmup_steps"]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -95,5 +107,76 @@ class OneBitAdam(torch.optim.Optimizer):
         if number <= warmup:
             square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
         root = (square / (1.0 - beta2 ** min(number, warmup))).sqrt_().add_(group["eps"])
-        parameter.mul_(1.0 - lr * group["weight_decay"])
-        parameter.addcdiv_(momentum, root, value=-float(lr) / (1.0 - beta1**number))
+        self._move(parameter, momentum / (1.0 - beta1**number) / root, root, gradient, group)
+
+    def _move(
+        self,
+        parameter: torch.Tensor,
+        update: torch.Tensor,
+        root: torch.Tensor,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Move a parameter by the ratio of its moments, of which the second has a root."""
+        parameter.mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * update)
+
+
+class OneBitLamb(OneBitAdam):
+    """LAMB whose second moment stays as it is after a warm-up, as 1-bit LAMB's.
+
+    In the warm-up each parameter moves by as much as its norm tells. Afterwards it is the moving
+    average of that ratio, times how much smaller the root of a second moment has become that goes
+    on: of the gradients that lead to the reduced momenta.
+
+    Args:
+        params: as of `OneBitAdam`, like all others.
+
+    Source: arXiv 2104.06069, algorithm 1. Its common scale of all momenta is left out: here each
+    row has one.
+    """
+
+    def _move(
+        self,
+        parameter: torch.Tensor,
+        update: torch.Tensor,
+        root: torch.Tensor,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> None:
+        state, warmup = self.state[parameter], group["warmup_steps"]
+        whole = update + group["weight_decay"] * parameter
+        if int(state["step"]) <= warmup:
+            norm, length = parameter.norm(), whole.norm()
+            ratio = (norm / length).clamp(*COEFFICIENTS)
+            ratio = torch.where((norm > 0) & (length > 0), ratio, 1.0)
+            before = state.get("coefficient", ratio)
+            state["coefficient"] = before.lerp(ratio, 1.0 - COEFFICIENT_DECAY)
+            state["factor"] = torch.ones_like(ratio)
+            if int(state["step"]) == warmup:
+                state["fresh_exp_avg_sq"] = state["exp_avg_sq"].clone()
+        else:
+            ratio = state["coefficient"] * self._factor(state, update, whole, root, gradient, group)
+        parameter.sub_(group["lr"] * ratio * whole)
+
+    def _factor(
+        self,
+        state: dict[str, Any],
+        update: torch.Tensor,
+        whole: torch.Tensor,
+        root: torch.Tensor,
+        gradient: torch.Tensor,
+        group: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """How much larger the frozen root is than that of the second moment that goes on."""
+        beta2, fresh = group["betas"][1], state["fresh_exp_avg_sq"]
+        fresh.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+        now = (fresh / (1.0 - beta2 ** int(state["step"]))).sqrt_().add_(group["eps"])
+        factor: torch.Tensor = (root / now).max()
+        if group["weight_decay"]:  # of which the second moments know nothing
+            part = (update.norm() / whole.norm()).clamp(max=1.0)
+            factor = torch.lerp(torch.ones_like(factor), factor, part)
+        before = state["factor"]
+        factor = factor.clamp(*FACTORS)
+        factor = factor.clamp(before * (1.0 - FACTOR_CHANGE), before * (1.0 + FACTOR_CHANGE))
+        state["factor"] = factor
+        return factor

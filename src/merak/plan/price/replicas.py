@@ -22,7 +22,7 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import Group, group_of, send_link
 from merak.plan.cluster.hierarchy import reduction_seconds, replicas_of_stage
 from merak.plan.cost.overlap import INTERFERENCE
-from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
+from merak.plan.gradient_compression import LARGEST, WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES, ParallelOptions
@@ -152,10 +152,13 @@ def _reduction(
             meta.shape,
             sizes[name] // max(1, math.prod(meta.shape)),
             options.powersgd_rank,
+            options.topk_fraction,
         )
         for name, meta in trained.items()
     }
-    return "all_reduce", sent
+    if compression not in LARGEST:
+        return "all_reduce", sent
+    return "all_gather", {name: max(2, candidate.replicas) * size for name, size in sent.items()}
 
 
 class _Exchanges:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from merak.core.random import seed_for
 from merak.core.rank0 import warn_on_rank0
 from merak.engine.comm.compression.momenta import Momenta
 from merak.engine.comm.compression.signs import reduce_signs, served_pieces, served_rows
+from merak.engine.comm.compression.top import reduce_largest
 from merak.engine.comm.replica_levels import Waitable
 from merak.plan.gradient_compression import (
     KEPT,
     LEAST_RATE,
+    USUAL_FRACTION,
     USUAL_RANK,
     powersgd_rank,
 )
@@ -138,16 +140,18 @@ class StageCompression:
         group: all ranks that hold the same part of the stage.
         buckets: of the stage, in the order of their reductions.
         dtype_of: the type that a parameter's gradient is reduced in.
-        momenta: of optimizers that want them reduced, which signs do.
+        momenta: of optimizers that want them reduced.
         rank: columns of PowerSGD's factors.
+        fraction: of the elements that TopK and DGC send.
     """
 
     kind: str
     group: dist.ProcessGroup
     buckets: Sequence[Sequence[torch.nn.Parameter]]
     dtype_of: Callable[[torch.Tensor], torch.dtype]
-    momenta: Momenta = field(default_factory=Momenta)
+    momenta: Momenta
     rank: int = USUAL_RANK
+    fraction: float = USUAL_FRACTION
     kept: dict[str, dict[int, torch.Tensor]] = field(init=False, default_factory=dict)
     """Flat tensors by bucket: what compression has left out before, and further ones of a kind."""
     _scale: float = field(init=False, default=1.0)
@@ -192,21 +196,31 @@ class StageCompression:
         # Those before stay for steps that are skipped.
         kept = {what: own[number].clone() for what, own in self.kept.items()}
         with torch._C.DisableTorchFunctionSubclass():  # which follows scripts
-            self._add_momenta(bucket)
-        errors = BucketGradients(kept["error"], bucket.own, number, bucket.is_final).gradients()
-        reduce_signs(bucket.gradients(), errors, kept["served"], self.group)
+            self._run(bucket, kept)
         for what, own in kept.items():
             self.kept[what][number] = own
 
-    def _add_momenta(self, bucket: BucketGradients) -> None:
-        """Make gradients this replica's part of the momenta that are wanted in their place."""
-        own = [parameter for parameter in bucket.own if parameter.numel()]
-        for parameter, gradient in zip(own, bucket.gradients(), strict=True):
+    def _run(self, bucket: BucketGradients, kept: Mapping[str, torch.Tensor]) -> None:
+        """Reduce signs or the largest elements, and note what they leave out."""
+        like = {what: replace(bucket, flat=own) for what, own in kept.items()}
+        if not (own := [parameter for parameter in bucket.own if parameter.numel()]):
+            return
+        for place, (parameter, gradient) in enumerate(zip(own, bucket.gradients(), strict=True)):
             if not self.momenta.wants(parameter):
                 continue
             momentum, decay = self.momenta.reduce(parameter)
-            before = momentum.view_as(gradient) * (decay * self._scale / self.group.size())
-            gradient.mul_(1.0 - decay).add_(before)
+            if self.kind == "dgc":
+                gradient.copy_(like["velocity"].gradients()[place].mul_(decay).add_(gradient))
+            elif momentum is not None:  # this replica's part of the sum
+                before = momentum.view_as(gradient) * (decay * self._scale / self.group.size())
+                gradient.mul_(1.0 - decay).add_(before)
+        if self.kind == "1bit":
+            errors = like["error"].gradients()
+            reduce_signs(bucket.gradients(), errors, kept["served"], self.group)
+            return
+        kept["error"].add_(bucket.flat)
+        counts = [parameter.numel() for parameter in own]
+        reduce_largest(bucket.flat, counts, list(kept.values()), self.fraction, self.group)
 
     def start_step(self, loss_scale: float) -> None:
         """Remember the state before a step, in the unit of the step's gradients.
@@ -346,6 +360,7 @@ class GradientCompression:
         names: of parameters, by id.
         shard: names this rank's shard of the parameters, such as "0 of 2".
         rank: columns of PowerSGD's factors.
+        fraction: of the elements that TopK and DGC send.
     """
 
     def __init__(
@@ -356,13 +371,14 @@ class GradientCompression:
         names: Mapping[int, str],
         shard: str,
         rank: int = USUAL_RANK,
+        fraction: float = USUAL_FRACTION,
     ) -> None:
         self._names = names
         self._shard = shard
-        self.momenta = Momenta()
+        self.momenta = Momenta(kind)
         """Of the rank's optimizers."""
         self._stages = {
-            stage: StageCompression(kind, group, buckets, dtype_of, self.momenta, rank)
+            stage: StageCompression(kind, group, buckets, dtype_of, self.momenta, rank, fraction)
             for stage, (group, buckets) in stages.items()
             if group is not None
         }
