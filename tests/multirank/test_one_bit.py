@@ -188,16 +188,19 @@ def test_a_warm_up_of_nothing_is_refused() -> None:
         merak.OneBitAdam(make_model().parameters(), warmup_steps=0)
 
 
-def refused_shards() -> str:
-    merak.init(dp=2, tp=2, device="cpu")
+def refusal(degrees: dict[str, int], make: Any, options: dict[str, Any]) -> str:
+    mesh = merak.init(**degrees, device="cpu")
+    batch = share(0, 2, mesh.dp_rank)
     with pytest.raises(merak.MerakError) as caught:
         merak.parallelize(
-            make_model(), share(0, 2, 0), optimizer=one_bit_lamb, gradient_compression="1bit"
+            make_model(), batch, optimizer=make, gradient_compression="1bit", **options
         )
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_momenta_of_whole_parameters_are_refused_under_tp(pool: RankPool) -> None:
-    for sentence in pool.run(refused_shards, 4):
+def test_momenta_that_replicas_do_not_have_are_refused(pool: RankPool) -> None:
+    for sentence in pool.run(refusal, 4, {"dp": 2, "tp": 2}, one_bit_lamb, {}):
         assert "use tp=1, merak.OneBitAdam, or gradient_compression='off'" in sentence
+    for sentence in pool.run(refusal, 2, {"dp": 2}, one_bit_adam, {"offload_optimizer": "cpu"}):
+        assert "use offload_optimizer=None, or gradient_compression='off'" in sentence

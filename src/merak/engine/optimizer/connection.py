@@ -106,17 +106,11 @@ class OptimizerConnections:
             self.can_mask = was_able and bool(known) and all(known)
             self.can_mask &= state.optimizer_params.host is None  # the host reads gradients
         judgement, whole = judge(state, optimizer), None
+        if judgement is not None and (sentence := judgement.refusal()):
+            raise ArgumentsError(sentence)
+        _refuse_momenta(state, optimizer, judgement is not None and judgement.needs_whole)
         if judgement is not None:
-            if sentence := judgement.refusal():
-                raise ArgumentsError(sentence)
             if judgement.needs_whole:
-                compression = state.reducer.compression
-                if compression is not None and compression.momenta.reduces(optimizer):
-                    raise ArgumentsError(
-                        f"{judgement.name} steps whole parameters, of which tensor parallel ranks "
-                        "have shards, and so no momenta that replicas could reduce; use tp=1, "
-                        "merak.OneBitAdam, or gradient_compression='off'."
-                    )
                 whole = WholeTensors(state, optimizer)
                 self._wholes.append(whole)
                 state.optimizer_params.whole_tensors |= whole.tensors
@@ -204,6 +198,31 @@ def _refuse_whole_steps(optimizer: torch.optim.Optimizer, params: OptimizerParam
             f"offload_optimizer with a folder reads and writes the states of some tensors at a "
             f"time, as torch's own optimizers step them, and {type(optimizer).__name__} is none of "
             "them; use one, such as AdamW, or offload_optimizer='cpu'."
+        )
+
+
+def _refuse_momenta(
+    state: EngineState, optimizer: torch.optim.Optimizer | None, is_whole: bool
+) -> None:
+    """Refuse compressed momenta that are not where replicas reduce.
+
+    Raises:
+        ArgumentsError: ranks have shards of them, or they are in host memory.
+    """
+    compression = state.reducer.compression
+    if compression is None or not compression.momenta.reduces(optimizer):
+        return
+    named = type(optimizer).__name__
+    if is_whole:
+        raise ArgumentsError(
+            f"{named} steps whole parameters, of which tensor parallel ranks have shards, and so "
+            "no momenta that replicas could reduce; use tp=1, merak.OneBitAdam, or "
+            "gradient_compression='off'."
+        )
+    if state.optimizer_params.host is not None:
+        raise ArgumentsError(
+            f"replicas reduce the momenta of {named}, which offload_optimizer has in host memory; "
+            "use offload_optimizer=None, or gradient_compression='off'."
         )
 
 
