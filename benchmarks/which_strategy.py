@@ -17,11 +17,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tools import report
 from merak.core.units import counted, seconds
+from merak.plan.options import LAYOUT
+from merak.plan.price.candidate import Candidate
 
 JOBS = Path(__file__).parent / "data" / "strategies.csv"
 PRECISIONS = {
@@ -30,12 +33,9 @@ PRECISIONS = {
 }
 HEADS = ("model", "devices", "samples", "arguments", "step", "the best of other kinds")
 DEFAULTS = {
-    "schedule": "1f1b",
-    "recompute": "off",
-    "offload_activations": None,
-    "zero": 0,
-    "sequence_parallel": False,
-    "sub_pipelining": "off",
+    own.name: own.default
+    for own in fields(Candidate)
+    if own.name in LAYOUT and own.name not in ("schedule_options", "partition")
 }
 """Options of a plan that its arguments name where it has others."""
 
@@ -126,6 +126,7 @@ def counts(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         ("ZeRO 3", "zero=3"),
         ("recomputation", "recompute="),
         ("offloaded activations", "offload_activations="),
+        ("offloaded optimizer", "offload_optimizer="),
     ):
         number = sum(text in own for own in chosen)
         yield f"- {what[0].upper()}{what[1:]}: {number} of {len(rows)}."

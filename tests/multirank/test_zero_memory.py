@@ -83,11 +83,11 @@ def storages() -> Storages:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
-                # A distributed tensor is a face of its local one, without memory of its own; a
-                # trace's fake ones have none at all.
+                # A distributed tensor is a face of its local one, without memory of its own, as a
+                # sparse one is of two; a trace's fake ones have none at all.
                 if tensor is None or isinstance(tensor, DTensor | FakeTensor):
                     continue
-                if tensor.device.type == "cpu":
+                if tensor.device.type == "cpu" and tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()
                     found[storage._cdata] = storage
     return found

@@ -67,7 +67,7 @@ def test_a_wrong_word_ends_the_script_with_a_sentence(
     folder = tmp_path / "model"
     assert main(["init", str(folder), "--recipe", "gpt2"]) == 0
     done = run(folder, "train.py", "plan=null", "parallel.pp=1", word)
-    assert done.returncode == 1
+    assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"merak: {place}: ")
     assert sentence in last and last.count(str(folder / "train.py")) == 1
