@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -21,7 +22,7 @@ from merak.zoo.model_source import resolve_model
 from merak.zoo.workload import example_workload
 from tools.gpu_cases import TINY, Case, Repeated, built
 from tools.gpu_pairs import synchronize
-from tools.gpu_parts import AUTOCAST, adam, free
+from tools.gpu_parts import AUTOCAST, adam, free, peak_of_step
 from tools.models import Size
 
 # ---- offloading ----
@@ -85,6 +86,36 @@ def offloaded_step(case: Case, offloaded: str, in_turn: bool) -> tuple[float, st
         synchronize(device)
         taken.append(time.perf_counter() - started)
     return median(taken[1:]), f"{copied[0] / 1e9:.3g}"
+
+
+HOMES = ("off", "cpu", "files")
+"""Where the optimizer's states are: on the device, in host memory, or in a file."""
+
+
+def offload_optimizer(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
+    """Seconds and peak of a step by where the optimizer's states are, and the loss of the last."""
+    merak.init(device=device)
+    case = Case("llama", TINY if device == "cpu" else OFFLOADED, device)
+    tokens = Repeated(case.size).tokens[: case.size.batch]
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+    with tempfile.TemporaryDirectory() as folder:
+        for home in HOMES:
+            parallel = merak.parallelize(
+                built(case), batch, autocast=AUTOCAST, optimizer=adam, max_grad_norm=1.0,
+                offload_optimizer=folder if home == "files" else home,
+            )  # fmt: skip
+            taken = []
+            for _ in range(STEPS):
+                started = time.perf_counter()
+                loss = float(parallel.step(batch))
+                synchronize(device)
+                taken.append(time.perf_counter() - started)
+            row = {"states": home, "seconds of a step": f"{median(taken[1:]):.4g}"}
+            if device == "cuda":  # the CPU has both memories in one
+                row["peak, GB"] = f"{peak_of_step(parallel, batch) / 1e9:.4g}"
+            yield row | {"loss": f"{loss:.5g}"}
+            del parallel
+            free(device)
 
 
 class Counted:

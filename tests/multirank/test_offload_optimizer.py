@@ -25,8 +25,25 @@ Setting = tuple[dict[str, Any], str, str]
 """Options of a job, the type of its parameters, and its optimizer."""
 
 AWAY = {"offload_optimizer": "cpu"}
+
+
+class Normed(torch.optim.Optimizer):
+    """An optimizer that needs whole parameters, of which ranks have shards."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / (p.grad.norm() + 1e-6), alpha=-group["lr"])
+
+
 OPTIMIZERS = {
     "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "whole": partial(Normed, lr=1e-2),
     "foreach": partial(torch.optim.RMSprop, lr=1e-3, foreach=True),
 }
 
@@ -72,6 +89,7 @@ def same(layout: Layout, settings: list[Setting], folder: Path) -> list[list[boo
     found = []
     for setting in settings:
         extras: list[dict[str, Any]] = [{}, AWAY, {"offload_optimizer": str(folder)}]
+        extras = extras[:2] if setting[2] == "whole" else extras
         expected, *others = (trained(setting, extra) for extra in extras)
         assert len(expected) > 3
         found.append([all(map(torch.equal, expected, other)) for other in others])
@@ -98,14 +116,17 @@ MASTERS = {"master_weights": True}
         ((1, 2, 1), [({}, "float32", "fused"), (MASTERS, "bfloat16", "foreach")]),
         ((1, 1, 2), [({}, "bfloat16", "fused"), ({"schedule": "chimera"}, "float32", "fused")]),
         slow((1, 1, 2), [({"schedule": "pipedream"}, "float32", "fused")]),
+        slow((1, 2, 1), [({}, "float32", "whole")]),
+        slow((2, 1, 1), [({"zero": stage}, "float32", "whole") for stage in (1, 3)]),
     ],
 )
 def test_optimizers_in_host_memory_step_the_same(
     pool: RankPool, layout: Layout, settings: list[Setting], tmp_path: Path
 ) -> None:
     for rank in pool.run(same, 2, layout, settings, tmp_path / "states"):
-        assert rank == [[True] * 2] * len(settings)
-    assert not list((tmp_path / "states").iterdir())  # what a killed job would leave, too
+        assert rank == [[True] * (1 if own[2] == "whole" else 2) for own in settings]
+    left = list((tmp_path / "states").glob("*"))
+    assert not left  # nor would a killed job leave a file
 
 
 def resumed(layout: Layout, settings: list[Setting], folder: Path) -> list[list[bool]]:

@@ -87,6 +87,13 @@ def test_offloaded_activations_are_timed_and_counted(gpu: ModuleType) -> None:
     assert [hidden for row in found if (hidden := row.get("copies hidden"))]
 
 
+@pytest.mark.slow
+def test_an_optimizer_in_host_memory_is_timed(gpu: ModuleType) -> None:
+    found = rows(gpu, "optimizer")
+    assert [row["states"] for row in found] == list(gpu.gpu_jobs.HOMES)
+    assert len({row["loss"] for row in found}) == 1
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [((1.0, 1.0, 2.0), "1.00"), ((1.0, 1.75, 2.0), "0.25"), ((1.0, 1.0, 1.01), "none seen")],
