@@ -145,3 +145,30 @@ def test_a_loop_of_ones_own_follows_the_plan_that_is_searched(pool) -> None:
     again = pool.run(own_loop, 2, degrees, options | {"num_microbatches": microbatches})[0]
     assert again[:2] == (degrees, microbatches)
     assert again[2] == pytest.approx(losses, rel=1e-5)
+
+
+def compress(kind: str, bytes_per_s: float) -> tuple[str, bool, float]:
+    """The compression of a job over a network, whether the engine has it, and a loss."""
+    cluster = Path(tempfile.mkdtemp(), "cluster.yaml")
+    cluster.write_text(
+        "nodes:\n  - {device: a100, count: 2, devices_per_node: 1, adapters: 1,\n"
+        f"     network: {{latency_s: 1.0e-5, gigabytes_per_s: {bytes_per_s / 1e9}}}}}\n",
+        encoding="utf-8",
+    )
+    merak.init(plan="auto", dp=2, tp=1, pp=1, device="cpu")
+    args = merak.MerakArguments(
+        output_dir=tempfile.mkdtemp(), trace_cache="", cluster=str(cluster), max_steps=1,
+        gradient_compression=kind, report_to=[], save_strategy="no",
+    )  # fmt: skip
+    trainer = merak.MerakTrainer(model=gpt2(), args=args, train_dataset=Texts(16))
+    loss = float(trainer.train().training_loss)
+    assert trainer.engine is not None
+    return args.gradient_compression, trainer.engine.compression is not None, loss
+
+
+@pytest.mark.slow
+def test_a_compression_is_chosen_with_the_plan(pool) -> None:
+    slow = pool.run(compress, 2, "auto", 1e4)
+    assert slow[0] == slow[1] and slow[0][0] == "powersgd" and slow[0][1]
+    fast = pool.run(compress, 2, "auto", 1e15)
+    assert fast[0] == fast[1] and fast[0][0] == "off" and not fast[0][1]

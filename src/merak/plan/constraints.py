@@ -18,6 +18,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.trace.branches.flags import is_condition, optional_parameters
 from merak.plan.cluster.hierarchy import hierarchy_of, replica_lines
 from merak.plan.engine_options import EngineOptions
+from merak.plan.gradient_compression import AUTO
 from merak.plan.layout import Layout
 from merak.plan.optimizer.home import is_away
 from merak.plan.options import ParallelOptions
@@ -112,6 +113,11 @@ def _compression(own: Reductions) -> str | None:
     named = f"gradient_compression={own.compression!r}"
     if own.compression == "off":
         return None
+    if own.compression == AUTO:
+        return (
+            f"{named} is chosen with the plan; use plan='auto' or merak plan, or a compression "
+            "such as 'bf16'."
+        )
     if own.zero:
         return (
             f"{named} compresses all-reduces of whole gradients, but zero={own.zero} "

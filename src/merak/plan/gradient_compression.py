@@ -13,6 +13,12 @@ from collections.abc import Mapping, Sequence
 COMPRESSIONS = ("off", "fp16", "bf16", "powersgd", "1bit", "topk", "dgc")
 """Values of the option `gradient_compression`."""
 
+AUTO = "auto"
+"""A further value: the kind that is chosen with the plan, by its price."""
+
+CHOSEN_BY_PRICE = ("bf16", "powersgd")
+"""Kinds that it may be: those that suit every optimizer."""
+
 KEPT: Mapping[str, tuple[str, ...]] = {
     "off": (),
     "fp16": (),

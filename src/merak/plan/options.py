@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 from merak.core.errors import ArgumentsError
 from merak.core.units import read_bytes
 from merak.plan.cluster.hierarchy import HIERARCHIES
-from merak.plan.gradient_compression import COMPRESSIONS, USUAL_FRACTION, USUAL_RANK
+from merak.plan.gradient_compression import AUTO, COMPRESSIONS, USUAL_FRACTION, USUAL_RANK
 from merak.plan.optimizer.home import read_home
 from merak.plan.recompute_spec import RECOMPUTES, Recompute
 from merak.schedule.ir import USUAL
@@ -223,8 +223,9 @@ class ParallelOptions:
         "How replicas compress the gradients that they reduce, for slow links: 'fp16' and 'bf16' "
         "send 16-bit numbers, 'powersgd' two factors of every matrix, '1bit' signs, 'topk' the "
         "largest elements, 'dgc' those of momenta of SGD, all but the first two with error "
-        "feedback, 'off' all of it. Needs zero=0 and a synchronous schedule.",
-        choices=COMPRESSIONS,
+        "feedback, 'off' all of it. Needs zero=0 and a synchronous schedule. 'auto' is chosen "
+        "with the plan: 'bf16' or 'powersgd' where it saves 5 % of a step by price.",
+        choices=(*COMPRESSIONS, AUTO),
         planned=_PRICED,
     )
     powersgd_rank: int = option(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from merak.core.errors import ScheduleError
+from merak.plan.cluster.cluster import Cluster
 from merak.plan.constraints import refuse_reductions
 from merak.plan.gradient_compression import (
     COMPRESSIONS,
@@ -19,8 +20,12 @@ from merak.plan.gradient_compression import (
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.price import Price
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
+from merak.plan.search.pinned import Pinned
+from merak.plan.search.plan_file import plan_of
+from merak.plan.search.search import search
 from merak.plan.step_plans import StepPlans
 from merak.zoo.workload import example_workload
 from tests.unit.plan.price.test_step import LLAMA, adam, cluster
@@ -137,3 +142,33 @@ def test_a_plan_that_the_engine_refuses_has_no_price(changes: dict[str, Any], wo
 def test_a_higher_rank_sends_as_much_more_until_a_matrix_goes_whole() -> None:
     sent = [compressed_bytes("powersgd", (64, 32), 4, rank) for rank in (1, 4, 8, 64)]
     assert sent == [4 * (64 + 32), 16 * (64 + 32), 32 * (64 + 32), 4 * 64 * 32]
+
+
+def plan_cluster(bytes_per_s: float) -> Cluster:
+    devices = cluster(per_node=1, count=2)
+    network = replace(devices.nodes[0].network, bytes_per_s=bytes_per_s)
+    return replace(devices, nodes=tuple(replace(n, network=network) for n in devices.nodes))
+
+
+def chosen(bytes_per_s: float) -> tuple[str, str, Price]:
+    """What a search makes of "auto" over a network, its note, and its fastest plan."""
+    made = workload("auto")
+    found = search(made, plan_cluster(bytes_per_s), Pinned(dp=2, tp=1, pp=1, cp=1, zero=0), top=1)
+    in_file = plan_of(made, found.plans[0]).common.get("gradient_compression", "off")
+    assert in_file == made.common.gradient_compression
+    return made.common.gradient_compression, found.notes[-1], found.plans[0]
+
+
+def test_a_compression_is_chosen_where_the_link_is_slow() -> None:
+    kind, note, plan = chosen(1e5)
+    assert kind == "powersgd"
+    assert note.startswith("gradient_compression='powersgd': the fastest step takes ")
+    whole = price(workload("off"), plan_cluster(1e5), plan.candidate)
+    assert plan.step_s < 0.95 * whole.step_s
+    kind, note, _ = chosen(1e15)
+    assert kind == "off" and all(f" s with '{own}'" in note for own in ("off", "bf16"))
+
+
+def test_without_a_plan_there_is_nothing_to_choose_by() -> None:
+    with pytest.raises(ScheduleError, match="is chosen with the plan; use plan='auto'"):
+        price(workload("auto"), cluster(), REPLICAS)

@@ -12,6 +12,7 @@ from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
 from merak.core.units import counted, size
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.gradient_compression import AUTO
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
@@ -45,6 +46,8 @@ class Job:
 def choose_plan(mesh: Mesh, job: Job, pinned: Pinned) -> Candidate:
     """Search the fastest plan of all ranks; all ranks call it together.
 
+    The workload's `gradient_compression="auto"` becomes what the search chooses, on all ranks.
+
     Args:
         mesh: of the ranks, in whatever layout.
         job: what is planned.
@@ -70,8 +73,15 @@ def choose_plan(mesh: Mesh, job: Job, pinned: Pinned) -> Candidate:
         )
         return ranking.plans[0]
 
+    common = job.workload.common
     with announced("choosing the plan"):
-        return _on_rank0(mesh, "the plan", job, chosen)
+        plan = _on_rank0(mesh, "the plan", job, chosen)
+    if common.gradient_compression == AUTO:
+        name = "the compression of gradients"
+        kind = decide_on_rank0(mesh, name, lambda: job.workload.common.gradient_compression)
+        announce("%s: %s, by the price", name.removeprefix("the "), kind)
+        job.workload.common = replace(common, gradient_compression=kind)
+    return plan
 
 
 def choose_microbatch(mesh: Mesh, job: Job, layout: Candidate) -> Candidate:

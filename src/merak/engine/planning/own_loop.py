@@ -59,5 +59,6 @@ def plan_loop(
     job = Job(workload, devices, lambda _: None)
     chosen = choose_plan(mesh, job, pinned_options(options, given, None, named))
     planned = replace(options, num_microbatches=chosen.num_microbatches, **chosen.options())
+    planned = replace(planned, gradient_compression=workload.common.gradient_compression)
     laid = lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
     return laid, planned, batch.of(chosen.microbatch)

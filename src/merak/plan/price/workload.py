@@ -71,6 +71,16 @@ class Workload:
     _parallel: dict[Form, TensorParallel] = field(init=False, default_factory=dict)
     _measured: MeasuredGraphs = field(init=False, default_factory=MeasuredGraphs)
 
+    def with_compression(self, kind: str) -> Workload:
+        """The same job with compressed gradients, of which no graph knows.
+
+        Args:
+            kind: the option `gradient_compression`.
+        """
+        made = replace(self, common=replace(self.common, gradient_compression=kind))
+        made._traced, made._parallel, made._measured = self._traced, self._parallel, self._measured
+        return made
+
     @property
     def model(self) -> nn.Module:
         """The model, on meta."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,7 @@ from merak.graph.tensor_parallel.report import (
 )
 from merak.graph.tensor_parallel.search.experts import num_experts
 from merak.plan.cluster.cluster import Cluster
+from merak.plan.gradient_compression import AUTO, CHOSEN_BY_PRICE
 from merak.plan.layout import few_segments
 from merak.plan.optimizer.home import HOST
 from merak.plan.price.advice import slow_choices
@@ -30,6 +32,9 @@ from merak.plan.search.rank import MOST_PRICED, Ranked, rank
 from merak.plan.search.ranking import Cause, Ranking, Refusal, Rejected, Rejection
 from merak.plan.search.space import Job, Space, searched_tp, space_of
 from merak.plan.search.variants import MOST_CP, try_context, with_variants
+
+_COMPRESSION_SAVES = 0.05
+"""Part of a step that a compression must save to be chosen, since it changes gradients."""
 
 _NEAREST = 8
 """Candidates that do not fit, and are priced where no candidate does."""
@@ -55,12 +60,39 @@ def search(
         most_priced: candidates that may be priced.
         refusal: says which layouts the job cannot have, whatever the model; None for none.
 
+    A job's `gradient_compression="auto"` becomes the kind with which its fastest plan is fastest.
+
     Raises:
         PlanError: what is pinned contradicts the devices or the batch.
         ShardError: a pinned cp or ep does not fit the model.
         TraceError: the model cannot be traced.
     """
     pinned = Pinned() if pinned is None else pinned
+    if workload.common.gradient_compression != AUTO:
+        return _search(workload, cluster, pinned, top, most_priced, refusal)
+    found = {
+        kind: _search(workload.with_compression(kind), cluster, pinned, top, most_priced, refusal)
+        for kind in ("off", *CHOSEN_BY_PRICE)
+    }
+    step_s = {kind: own.plans[0].step_s for kind, own in found.items() if own.plans}
+    least_s = (1.0 - _COMPRESSION_SAVES) * step_s.get("off", math.inf)
+    kind = min(step_s, key=lambda own: step_s[own], default="off")
+    kind = kind if step_s.get(kind, math.inf) < least_s else "off"
+    workload.common = replace(workload.common, gradient_compression=kind)
+    times = ", ".join(f"{own_s:.3g} s with {own!r}" for own, own_s in step_s.items())
+    note = f"gradient_compression={kind!r}: the fastest step takes {times}"
+    return replace(found[kind], notes=(*found[kind].notes, note))
+
+
+def _search(
+    workload: Workload,
+    cluster: Cluster,
+    pinned: Pinned,
+    top: int,
+    most_priced: int,
+    refusal: Refusal | None,
+) -> Ranking:
+    """The plans of a job whose gradients are compressed as it says."""
     check_degrees(cluster.num_devices, workload.global_batch, pinned)  # before anything is traced
     pricing = JobPricing(workload, cluster, pinned.microbatch or 1)
     workload.rewrite(  # refuses pinned degrees that the model cannot have, whatever the rest

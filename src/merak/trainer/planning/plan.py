@@ -88,6 +88,7 @@ def plan_training(trainer: Any) -> bool:
             return True
     lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
     set_layout(args, chosen)
+    args.gradient_compression = workload.common.gradient_compression
     return True
 
 
