@@ -126,7 +126,7 @@ def test_compressed_gradients_are_in_the_plan_without_zero(capsys, tmp_path):
     assert all(row["zero"] == 0 for row in json.loads(capsys.readouterr().out)["plans"])
     assert planned_arguments(read_plan(plan))["gradient_compression"] == "powersgd"
     assert main([*SMALL, "--gradient-compression", "zip"]) != 0
-    assert "use off, fp16, bf16, powersgd or 1bit" in capsys.readouterr().err
+    assert "use off, fp16, bf16, powersgd, 1bit, topk, dgc or auto" in capsys.readouterr().err
 
 
 def test_people_get_a_ranking_with_reasons_in_80_columns(capsys):
