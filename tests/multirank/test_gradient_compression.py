@@ -13,7 +13,7 @@ from torch import nn
 
 import merak
 from merak.core.errors import ScheduleError
-from merak.engine.comm.compression import signs, stages
+from merak.engine.comm.compression import signs, stages, top
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import Classifier, adamw, batch_of
@@ -103,6 +103,7 @@ def count(
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(signs, "all_gather", all_gather),
+        mock.patch.object(top, "all_gather", all_gather),
         mock.patch.object(dist, "all_to_all_single", all_to_all),
     ):
         engine.train_step(0, signatures, batches, 0.25)
