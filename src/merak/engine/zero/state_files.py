@@ -27,7 +27,7 @@ from merak.core.errors import TrainingError
 from merak.core.storages import memory_of
 from merak.core.units import size
 
-ALIGNMENT = 4096
+PAGE_BYTES = 4096
 """Bytes at whose multiples regions and buffers start, as reads past the cache need it."""
 
 _MOST_WRITES = 2
@@ -168,20 +168,20 @@ def _open_direct(name: str, plain: int) -> int:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
-    """Memory that starts at a multiple of `ALIGNMENT`."""
-    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8)
-    return whole[-whole.data_ptr() % ALIGNMENT :][:num_bytes]
+    """Memory that starts at a multiple of `PAGE_BYTES`."""
+    whole = torch.empty(num_bytes + PAGE_BYTES, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % PAGE_BYTES :][:num_bytes]
 
 
 def _aligned_copy(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """A tensor's bytes in an aligned buffer: its own memory, where a buffer was read into it."""
     storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
     fits = tensor.is_contiguous() and start + num_bytes <= storage.nbytes()
-    if fits and tensor.data_ptr() % ALIGNMENT == 0:
+    if fits and tensor.data_ptr() % PAGE_BYTES == 0:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage)
         return whole[start : start + num_bytes]
     buffer = _buffer(num_bytes)
