@@ -17,7 +17,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,6 +29,9 @@ from merak.core.units import size
 
 PAGE_BYTES = 4096
 """Bytes at whose multiples regions and buffers start, as reads past the cache need it."""
+
+_Call = Callable[[int, Sequence[memoryview], int], int]
+"""Reads or writes some memory of a file from a place on; returns how many bytes."""
 
 _MOST_WRITES = 2
 """Groups of tensors that may be on their way to the file."""
@@ -133,9 +136,8 @@ class StateFile:
             buffer = _aligned_copy(tensor, own.num_bytes)  # has to outlive its bytes
             self._move(os.pwritev, memory_of(buffer), own.start)
 
-    def _move(self, call: object, memory: memoryview, start: int) -> None:
+    def _move(self, call: _Call, memory: memoryview, start: int) -> None:
         """Read or write all of some memory; a call may do a part of it."""
-        assert callable(call)
         done = 0
         while done < len(memory):
             try:
