@@ -33,7 +33,7 @@ from merak.core.errors import (
 )
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
-from merak.core.rank0 import warn_on_rank0, warn_once
+from merak.core.rank0 import decide_on_rank0, warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
 from merak.data import check_tensors, drop_non_tensors, signature, signatures, split_non_tensors
 from merak.engine import Engine
@@ -443,6 +443,7 @@ def parallelize(
     columns, fixed = split_non_tensors(example_batch)
     source = _source(model, loss_fn, fixed, autocast)
     plain = _agreed_arguments(source, columns, num_microbatches)
+    columns = _example_of_rank0(columns)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
     scaler = LossScale(current_mesh().device) if autocast == torch.float16 else None
     needs = max_grad_norm, scaler, not_finite
@@ -473,6 +474,21 @@ def _agreed_arguments(
     plain = {n: type(v) if n in unread else v for n, v in source.fixed.items()}
     refuse_differences({f"example_batch[{name!r}]": value for name, value in plain.items()})
     return plain
+
+
+def _example_of_rank0(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The example that all ranks lay the model out with; a collective.
+
+    Each replica has samples of its own: their lengths and padding, which a trace is made for, may
+    differ.
+
+    Raises:
+        ArgumentsError: ranks have other columns.
+    """
+    refuse_differences({"example_batch's columns": sorted(columns)})
+    held = {name: column.detach().cpu() for name, column in columns.items()}
+    found = decide_on_rank0(current_mesh(), "the example batch", lambda: held)
+    return {name: found[name].to(column.device) for name, column in columns.items()}
 
 
 def _agreed_options(

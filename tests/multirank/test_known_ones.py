@@ -12,9 +12,11 @@ import torch
 import transformers
 from torch import nn
 
+import merak
 from merak.check import Case, CheckOptions, Job, Layout
 from merak.engine import local_programs
 from merak.engine.local_programs import ProgramCache
+from tests.multirank import memory_jobs
 from tests.multirank.check_on import check_on
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
@@ -158,3 +160,40 @@ def test_ranks_agree_on_what_they_know(
         assert known == found[0][1]
         wanted = {(False, False)} if changes else {(True, True), (False, True)}
         assert set(known) == wanted
+
+
+def of_unequal_replicas(dp: int) -> list[dict[str, torch.Tensor]]:
+    """Parameters behind two steps: by Merak, whose replicas' first batches differ, and by torch."""
+    mesh = merak.init(dp=dp, device="cpu")
+    draws = torch.Generator().manual_seed(4)
+    batches = []
+    for length, padded in ((6, True), (9, False)):
+        ids = torch.randint(1, 60, (2, length), generator=draws)
+        mask = torch.ones_like(ids)
+        mask[0, length - 2 * padded :] = 0
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
+
+    def sgd(own: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(own, lr=0.1)
+
+    models = [memory_jobs.llama(0.0) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    torch.manual_seed(0)
+    for model in models:
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    parallel = merak.parallelize(models[0], batches[mesh.dp_rank], optimizer=sgd)
+    optimizer = sgd(models[1].parameters())
+    for _ in range(2):
+        parallel.step(batches[mesh.dp_rank])
+        optimizer.zero_grad()
+        sum(models[1](**batch).loss / dp for batch in batches).backward()
+        optimizer.step()
+    return [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
+
+
+def test_replicas_may_begin_with_other_lengths_and_padding(pool: RankPool) -> None:
+    for found, expected in pool.run(of_unequal_replicas, 2, 2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
