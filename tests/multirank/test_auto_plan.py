@@ -81,7 +81,7 @@ def refuse(given: dict[str, Any]) -> None:
     [
         ({"cluster": "h100:4"}, "has 4 devices, but the job has 2 ranks"),
         slow(
-            {"cluster": "h100:2", "memory_budget": 400_000},
+            {"cluster": "h100:2", "memory_budget": 400_000, "offload_optimizer": "off"},
             r"fits nowhere on the 2 devices of this job .*has \d+ devices, with dp=",
         ),
     ],
