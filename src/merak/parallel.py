@@ -33,7 +33,7 @@ from merak.core.errors import (
 )
 from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
-from merak.core.rank0 import decide_on_rank0, warn_on_rank0, warn_once
+from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
 from merak.data import check_tensors, drop_non_tensors, signature, signatures, split_non_tensors
 from merak.engine import Engine
@@ -45,6 +45,7 @@ from merak.engine.planning.own_loop import plan_loop
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_arguments import (
+    example_of_rank0,
     refuse_differences,
     refuse_different_optimizers,
     stand_in_optimizer,
@@ -443,7 +444,6 @@ def parallelize(
     columns, fixed = split_non_tensors(example_batch)
     source = _source(model, loss_fn, fixed, autocast)
     plain = _agreed_arguments(source, columns, num_microbatches)
-    columns = _example_of_rank0(columns)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=optimizer)
     scaler = LossScale(current_mesh().device) if autocast == torch.float16 else None
     needs = max_grad_norm, scaler, not_finite
@@ -474,21 +474,6 @@ def _agreed_arguments(
     plain = {n: type(v) if n in unread else v for n, v in source.fixed.items()}
     refuse_differences({f"example_batch[{name!r}]": value for name, value in plain.items()})
     return plain
-
-
-def _example_of_rank0(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The example that all ranks lay the model out with; a collective.
-
-    Each replica has samples of its own: their lengths and padding, which a trace is made for, may
-    differ.
-
-    Raises:
-        ArgumentsError: ranks have other columns.
-    """
-    refuse_differences({"example_batch's columns": sorted(columns)})
-    held = {name: column.detach().cpu() for name, column in columns.items()}
-    found = decide_on_rank0(current_mesh(), "the example batch", lambda: held)
-    return {name: found[name].to(column.device) for name, column in columns.items()}
 
 
 def _agreed_options(
@@ -563,7 +548,7 @@ def _build(
     evaluates: bool,
 ) -> _Built:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
-    mesh = current_mesh()
+    mesh, columns = current_mesh(), example_of_rank0("example_batch", columns)
     drop_layers(source, options)
     cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):

@@ -20,7 +20,7 @@ from torch import nn
 from merak.core.errors import ArgumentsError
 from merak.core.health.status import named
 from merak.core.mesh import current_mesh
-from merak.core.rank0 import has_peers
+from merak.core.rank0 import decide_on_rank0, has_peers
 from merak.graph.weights.rank_agreement import gather_objects
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 
@@ -52,6 +52,27 @@ def refuse_differences(values: Mapping[str, object]) -> None:
     if has_peers(current_mesh()):
         own = {n: text_of(value) for n, value in values.items() if n not in _OF_ONE_RANK}
         _compare(dict(enumerate(gather_objects(own, "the arguments of"))))
+
+
+def example_of_rank0(what: str, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The example that all ranks lay a model out with; a collective of all of them.
+
+    Replicas have samples of their own, and a trace is made for their lengths and padding.
+
+    Args:
+        what: the example, for people.
+        columns: this rank's.
+
+    Raises:
+        ArgumentsError: ranks have other columns.
+    """
+    mesh = current_mesh()
+    if not has_peers(mesh):
+        return dict(columns)
+    refuse_differences({f"the columns of {what}": sorted(columns)})
+    held = {name: column.detach().cpu() for name, column in columns.items()}
+    found = decide_on_rank0(mesh, what, lambda: held)
+    return {name: found[name].to(column.device) for name, column in columns.items()}
 
 
 def refuse_different_optimizers(

@@ -45,7 +45,7 @@ from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.reductions import choose_reductions
-from merak.engine.rank_arguments import refuse_different_optimizers
+from merak.engine.rank_arguments import example_of_rank0, refuse_different_optimizers
 from merak.engine.step.last_step import LastStep
 from merak.engine.step.loss_scale import LossScale
 from merak.engine.step.optimizer_step import FiniteCheck
@@ -317,6 +317,7 @@ class MerakTrainer(Stepping):
             batch: its columns, and arguments of every batch that are no tensors.
         """
         columns, plain = split_non_tensors(batch)
+        columns = example_of_rank0("the first batch", columns)
         self._plain = dict(plain)
         self._counter = self._make_counter()
         source = self._graph_source(plain)
