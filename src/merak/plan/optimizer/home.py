@@ -28,24 +28,24 @@ _STATES_OF_TENSOR = 3
 _DEVICE = (None, "off")
 
 
-def read_home(given: object) -> str | None:
+def read_home(given: object) -> object:
     """The option `offload_optimizer` as one of its values: None or "off", "cpu", or a folder.
 
     Args:
-        given: as a user writes it.
+        given: as a user writes it; what is no text or path is given back as it is.
 
     Raises:
         ArgumentsError: it is none of them.
     """
-    if given is None:
-        return None
-    named = os.fspath(given) if isinstance(given, str | os.PathLike) else ""
-    if named not in (HOST, *_DEVICE) and os.sep not in str(named):
+    if not isinstance(given, str | os.PathLike):
+        return given
+    named = str(os.fspath(given))
+    if named not in (HOST, *_DEVICE) and os.sep not in named:
         raise ArgumentsError(
             f"offload_optimizer={given!r} is no place for an optimizer's states; use 'cpu' for "
             "host memory, the path of a folder, such as './states', or 'off'."
         )
-    return str(named)
+    return named
 
 
 def is_away(home: str | None) -> bool:

@@ -22,7 +22,7 @@ def test_what_each_value_says(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("given", ["gpu", "nvme", 1, True])
+@pytest.mark.parametrize("given", ["gpu", "nvme"])
 def test_other_words_are_refused(given: object) -> None:
     with pytest.raises(ArgumentsError, match=r"is no place for an optimizer's states; use 'cpu'"):
         read_home(given)
