@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import merak
+from merak.graph.weights.absent import AbsentTensor
 from tests.multirank.ranks import RankPool
 
 WIDTH, DEPTH = 128, 8
@@ -81,7 +82,7 @@ def storages() -> Storages:
     gc.collect()
     found: Storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), AbsentTensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 # A distributed tensor is a face of its local one, without memory of its own, as a
                 # sparse one is of two; a trace's fake ones have none at all.
