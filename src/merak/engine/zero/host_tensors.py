@@ -1,10 +1,10 @@
 """Optimizer tensors in host memory: copies of parameters, and the gradients that step them.
 
-Gradients that are reduced are copied to pinned memory beside the rest of the backward. No tensor is
-stepped before all are there: whether gradients are clipped, or the step left out as not finite,
-rests on all of them. The processor steps there, and sends what
-it has stepped back while it steps the next tensors. Copies run on streams of their own on a GPU; on
-a CPU they are made at once. With a folder, all of it is in a file, `state_files`.
+Reduced gradients are copied to pinned memory beside the rest of the backward. No tensor is stepped
+before all are there: clipping, and leaving out a step that is not finite, rest on all of them. Then
+the processor steps some tensors at a time, and sends these back while it steps the next. Copies run
+on streams of their own on a GPU; on a CPU they are made at once. With a folder, all of it is in a
+file, `state_files`.
 
 Source: arXiv 2101.06840 (ZeRO-Offload), section 4.
 """
