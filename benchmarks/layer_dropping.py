@@ -1,10 +1,11 @@
 """Progressive layer dropping beside plain training: loss curves at equal steps, and time saved.
 
-A small GPT-2 learns the bytes of Python's own library in one process, plainly and with its blocks
-dropped by chance, with the same weights and batches, in turns. The loss of texts that were held out
-is that of the whole model. Times are processor time, which other work on the machine hardly moves:
-medians over the steps of a stretch. Beside them is the fraction of the blocks' work that the
-schedule expects.
+A small model learns the bytes of Python's own library in one process, plainly and with sublayers
+of its blocks dropped by chance, with the same weights and batches, in turns: GPT-2, or a decoder of
+BERT's, which normalises its sums, or one of RoBERTa-PreLayerNorm's, which normalises before its
+sublayers. The loss of texts that were held out is that of the whole model. Times are processor
+time, which other work on the machine hardly moves: medians over the steps of a stretch. Beside them
+is the fraction of the blocks' work that the schedule expects.
 """
 
 from __future__ import annotations
@@ -24,24 +25,36 @@ from merak.plan.layer_dropping import kept, kept_at
 SAMPLES, HELD_OUT, LAYERS = 16, 64, 8
 
 
-def small_gpt2() -> transformers.GPT2LMHeadModel:
-    """Eight blocks, the same weights every time."""
+def small_model(kind: str) -> transformers.PreTrainedModel:
+    """Eight blocks that look back alone, the same weights every time."""
     torch.manual_seed(1)
-    config = transformers.GPT2Config(
-        vocab_size=256, n_positions=LENGTH, n_embd=96, n_layer=LAYERS, n_head=4, use_cache=False
-    )
-    return transformers.GPT2LMHeadModel(config)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=256, n_positions=LENGTH, n_embd=96, n_layer=LAYERS, n_head=4, use_cache=False
+        )
+        return transformers.GPT2LMHeadModel(config)
+    bert = (transformers.BertConfig, transformers.BertLMHeadModel)
+    norms_first = (
+        transformers.RobertaPreLayerNormConfig, transformers.RobertaPreLayerNormForCausalLM
+    )  # fmt: skip
+    make_config, make_model = {"bert": bert, "bert-norms-first": norms_first}[kind]
+    config = make_config(
+        vocab_size=256, max_position_embeddings=LENGTH + 1, hidden_size=96, pad_token_id=0,
+        num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=384, is_decoder=True,
+        use_cache=False,
+    )  # fmt: skip
+    return make_model(config)
 
 
 class Training:
     """One way to train, which goes on where it has stopped."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        example = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
+    def __init__(self, kind: str, rate: float, options: dict[str, Any]) -> None:
+        example = torch.ones(SAMPLES, LENGTH, dtype=torch.long)
         self.parallel = merak.parallelize(
-            small_gpt2(),
+            small_model(kind),
             {"input_ids": example, "labels": example},
-            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
             max_grad_norm=1.0,
             **options,
         )
@@ -72,6 +85,10 @@ def windows(text: torch.Tensor, count: int, seed: int) -> torch.Tensor:
 def main() -> None:
     """Train both ways and compare."""
     parser = report.parser(__doc__)
+    parser.add_argument(
+        "--model", choices=["gpt2", "bert", "bert-norms-first"], default="gpt2", help="what learns"
+    )
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps")
     parser.add_argument("--stretch", type=int, default=40, help="steps of a row")
     parser.add_argument("--keep", type=float, default=0.5, help="layer_keep")
@@ -84,8 +101,9 @@ def main() -> None:
     cut = int(0.95 * len(text))
     batches = list(windows(text[:cut], options.steps * SAMPLES, 2).split(SAMPLES))
     others = windows(text[cut:], HELD_OUT, 3)
-    plain = Training({})
-    dropped = Training({"layer_keep": options.keep, "layer_keep_decay": options.decay})
+    plain = Training(options.model, options.rate, {})
+    keeps = {"layer_keep": options.keep, "layer_keep_decay": options.decay}
+    dropped = Training(options.model, options.rate, keeps)
     rows = []
     for first in range(0, options.steps, options.stretch):
         own = batches[first : first + options.stretch]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from merak.plan.layer_dropping import kept, kept_at
 from tests.multirank.compare import whole
@@ -19,7 +20,7 @@ from tests.multirank.test_dropped_layers import (
 from tests.multirank.test_expert_dispatch import trained
 from tests.multirank.training import Layout
 from tests.tiers import slow
-from tests.unit.graph.dropped_layers import DEPTH, Stack
+from tests.unit.graph.dropped_layers import DEPTH, WIDTH, Block, Stack
 from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 KEEP, DECAY = 0.1, 3.0
@@ -32,6 +33,43 @@ class Blocks(Stack):
     def run(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
+        return x
+
+
+class Sublayers(Block):
+    """A block of two sublayers, which normalises its second sum, as BERT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.last_norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.branch(x)
+        y: torch.Tensor = self.last_norm(x + self.out(torch.tanh(x)))
+        return y
+
+
+class TwoSums(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sublayers() for _ in range(DEPTH))
+
+
+class TwoSumsAlone(TwoSums):
+    """The same as `TwoSums` with `layer_keep`, written out: each sublayer draws for itself."""
+
+    last = 1.0
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for depth, block in enumerate(self.blocks, 1):
+            keep = torch.tensor(kept_at(depth, DEPTH, self.last))
+            if torch.rand(()) < keep:
+                x = x + block.branch(x) / keep
+            own = x
+            if torch.rand(()) < keep:
+                own = x + block.out(torch.tanh(x)) / keep
+            x = block.last_norm(own)
         return x
 
 
@@ -73,16 +111,16 @@ class DroppingAlone(Dropping):
         return super().run(x)
 
 
-def set_last(model: BlocksAlone | DroppingAlone, step: int) -> None:
+def set_last(model: BlocksAlone | TwoSumsAlone | DroppingAlone, step: int) -> None:
     model.last = kept(step, KEEP, DECAY)
 
 
 @pytest.mark.parametrize(
     ("kind", "alone", "layout", "options"),
     [
-        (Blocks, BlocksAlone, (1, 1, 2), {"recompute": True}),
+        (TwoSums, TwoSumsAlone, (1, 1, 2), {"recompute": True}),
         slow(Blocks, BlocksAlone, (2, 1, 1), {"zero": 2}),
-        slow(Blocks, BlocksAlone, (1, 2, 2), {"schedule": "zero_bubble_h1"}),
+        slow(TwoSums, TwoSumsAlone, (1, 2, 2), {"schedule": "zero_bubble_h1"}),
         slow(Blocks, BlocksAlone, (1, 1, 2), {"schedule": "chimera"}),
         slow(Dropping, DroppingAlone, (1, 2, 1), {}),
         slow(Dropping, DroppingAlone, (2, 1, 2), {"schedule": "gpipe", "zero": 1}),

@@ -14,7 +14,7 @@ from merak.plan.layer_dropping import kept, kept_at
 
 
 def drop_layers(source: GraphSource, options: EngineOptions) -> None:
-    """Trace a model's blocks as randomly dropped ones, where `layer_keep` is below 1.
+    """Trace the sublayers of a model's blocks as randomly dropped, where `layer_keep` is below 1.
 
     Args:
         source: the model, before it is traced.
@@ -35,7 +35,7 @@ class LayerDropping:
     Args:
         buffers: of blocks, by name: the block's number from 1, and how many the stack has; of
             modules that drop layers themselves: 0 and 0.
-        limit: the probability with which the last block is kept in the end.
+        limit: the probability with which a sublayer of the last block is kept in the end.
         decay: how fast it comes there, per step.
     """
 

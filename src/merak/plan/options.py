@@ -256,16 +256,18 @@ class ParallelOptions:
     layer_keep: float = option(
         1.0,
         "PROBABILITY",
-        "Progressive layer dropping: the probability with which the last residual block is kept "
-        "for a microbatch at the end of training; earlier blocks, and all at first, are kept more "
-        "often. 0.5 is the paper's; 1 drops none.",
+        "Progressive layer dropping: the probability with which each sublayer (attention, "
+        "feed-forward) of the last residual block is kept for a microbatch at the end of training; "
+        "those of earlier blocks, and all at first, are kept more often. 0.5 is the paper's; 1 "
+        "drops none.",
         within=_KEEP,
     )
     layer_keep_decay: float = option(
         1e-3,
         "RATE",
-        "How fast layer_keep is approached, per optimizer step: after t steps the last block is "
-        "kept with the probability (1 - layer_keep) exp(-layer_keep_decay t) + layer_keep.",
+        "How fast layer_keep is approached, per optimizer step: after t steps sublayers of the "
+        "last block are kept with the probability (1 - layer_keep) exp(-layer_keep_decay t) + "
+        "layer_keep.",
         within=_DECAY,
     )
     hang_limit_s: float = option(

@@ -198,8 +198,8 @@ class JobDraft:
         workload.features = options.features
         if options.layer_keep < 1:
             write_line(
-                f"merak: {self.job.name}: layer_keep={options.layer_keep} drops blocks by chance; "
-                "time and memory are those of steps in which all run."
+                f"merak: {self.job.name}: layer_keep={options.layer_keep} drops sublayers by "
+                "chance; time and memory are those of steps in which all run."
             )
 
     def pinned(self) -> dict[str, Any]:

@@ -246,7 +246,7 @@ class _Aligner:
                 leaving = frozenset(
                     i for i, other in enumerate(self.others) if number in other.skipped
                 )
-                if without and leaving <= without and self.regions[node] > number:
+                if without and leaving <= without:
                     inside[node] = number
                     break
         return inside

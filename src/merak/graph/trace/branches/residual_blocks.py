@@ -1,15 +1,18 @@
-"""Residual blocks that are dropped by chance, of models that do not drop any themselves.
+"""Sublayers of residual blocks, dropped by chance in models that do not drop any themselves.
 
-While a model is traced, the forward of such a block first compares a random number with a buffer of
-the block, its probability of being kept: below it the block runs, and what it adds to the residual
-stream is divided by that probability; else its output is its input. `branches` traces both.
+While a model is traced, each value that a block adds to the residual stream is a sublayer of it,
+attention for example. Where it is added, a random number is compared with a buffer of the block,
+its probability of keeping a sublayer: below it the value is divided by that probability and added,
+else the stream stays as it is, and the sublayer is dead code. `branches` traces both.
+
+A block that normalises its sums (BERT's) has its stream behind the norm, which always runs.
 
 Source: arXiv 2010.13369 (progressive layer dropping), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from merak.core.errors import TraceError
 
 KEEP = "merak_keep"
-"""Buffer of a block: the probability of being kept."""
+"""Buffer of a block: the probability with which each of its sublayers is kept."""
 
 OWN_NUMBER = "layerdrop"
 """Attribute of models that drop layers themselves: the probability of being dropped."""
@@ -32,10 +35,13 @@ _SAME = frozenset(
 )
 """Functions whose result is the residual stream where their first operand is."""
 
+_NORMS = frozenset(("layer_norm", "rms_norm"))
+"""Functions whose result is the residual stream where their first operand is a sum."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """Stacks of residual blocks that layer dropping skips, or what the model skips itself.
+    """Stacks of residual blocks whose sublayers are dropped, or what the model skips itself.
 
     Args:
         blocks: by stack, its blocks in order, by their names in the model.
@@ -104,101 +110,85 @@ def add_buffers(model: nn.Module, stacks: Stacks, device: torch.device) -> None:
 
 @contextmanager
 def keeping_at_random(model: nn.Module, stacks: Stacks) -> Iterator[None]:
-    """Context in which the blocks of a model are dropped by chance.
+    """Context in which the sublayers of a model's blocks are dropped by chance.
 
     Args:
         model: in training.
         stacks: of the model.
     """
-    blocks = [model.get_submodule(name) for stack in stacks.blocks for name in stack]
-    before = [vars(block).get("forward") for block in blocks]
-    for name, block in zip((n for stack in stacks.blocks for n in stack), blocks, strict=True):
+    named = {name: model.get_submodule(name) for stack in stacks.blocks for name in stack}
+    before = [vars(block).get("forward") for block in named.values()]
+    for name, block in named.items():
         vars(block)["forward"] = _dropping(name, block, block.forward)
     try:
         yield
     finally:
-        for block, own in zip(blocks, before, strict=True):
+        for block, own in zip(named.values(), before, strict=True):
             del vars(block)["forward"]
             if own is not None:
                 vars(block)["forward"] = own
 
 
 def _dropping(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a block that may be dropped."""
-    is_tuple: list[int] = []
+    """The forward of a block whose sublayers may be dropped."""
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
-        stream = _residual_input(name, args, kwargs)
-        keep: Any = getattr(block, KEEP)
-        if torch.rand(()) >= keep:
-            return (stream, *(None,) * (is_tuple[0] - 1)) if is_tuple and is_tuple[0] else stream
-        with _ResidualStream(stream, keep) as mode:
+        stream = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(stream, torch.Tensor):
+            raise TraceError(
+                f"layer_keep leaves out what {name} adds to its first argument, but it is called "
+                "without a tensor there; call the block with its hidden states first, or use "
+                "layer_keep=1."
+            )
+        with _ResidualStream(stream, getattr(block, KEEP)) as mode:
             result = forward(*args, **kwargs)
-        output = result[0] if isinstance(result, tuple) else result
-        is_tuple[:] = [len(result) if isinstance(result, tuple) else 0]
-        _check_residual(name, mode.holds(output), result)
+        if not mode.is_output(result[0] if isinstance(result, tuple) else result):
+            raise TraceError(
+                f"layer_keep drops residual blocks, but the output of {name} is not its input plus "
+                "what it computes, nor the norm of that; use a model whose sublayers are added to "
+                "a residual stream, or layer_keep=1."
+            )
         return result
 
     return dropping
 
 
-def _residual_input(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    stream = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(stream, torch.Tensor):
-        raise TraceError(
-            f"layer_keep passes a dropped block's first argument on, but {name} is called without "
-            "a tensor there; call the block with its hidden states first, or use layer_keep=1."
-        )
-    return stream
-
-
-def _check_residual(name: str, is_residual: bool, result: Any) -> None:
-    if not is_residual:
-        raise TraceError(
-            f"layer_keep drops residual blocks, but the output of {name} is not its input plus "
-            "what it computes (a norm after the sum, for example); use a model that normalises "
-            "before its sublayers, or layer_keep=1."
-        )
-    others = result[1:] if isinstance(result, tuple) else ()
-    if any(other is not None for other in others):
-        raise TraceError(
-            f"layer_keep cannot drop {name}, which returns further values beside its hidden states;"
-            " return these alone (use_cache=False, output_attentions=False), or use layer_keep=1."
-        )
-
-
 class _ResidualStream(TorchFunctionMode):
-    """Function mode that follows the residual stream of a block, and scales what is added to it.
+    """Function mode that follows a block's residual stream, and drops what is added by chance.
 
     Args:
         stream: the input.
-        keep: what is added is divided by it.
+        keep: the probability with which something is added; what is added is divided by it.
     """
 
     def __init__(self, stream: torch.Tensor, keep: torch.Tensor) -> None:
         super().__init__()
         self._held = [stream]
         self._keep = keep
+        self._has_sum = False
 
-    def holds(self, value: object) -> bool:
-        """Whether a value is the stream after something was added to it."""
-        return any(own is value for own in self._held[1:])
+    def is_output(self, value: object) -> bool:
+        """Whether a value is the stream, to which something was added or would have been."""
+        return self._has_sum and self._is_stream(value)
 
     def _is_stream(self, value: object) -> bool:
         return any(own is value for own in self._held)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Scale the other operand of a sum with the stream."""
+        """Scale or drop the other operand of a sum with the stream."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in _ADD and len(args) == 2 and not kwargs:
             streams = [self._is_stream(own) for own in args]
             if streams.count(True) == 1 and isinstance(args[streams.index(False)], torch.Tensor):
+                self._has_sum = True
+                if torch.rand(()) >= self._keep:
+                    return args[streams.index(True)]
                 own = [a if is_own else a / self._keep for a, is_own in zip(args, streams)]
                 result = func(*own)
                 self._held.append(result)
                 return result
         result = func(*args, **kwargs)
-        if name in _SAME and args and self._is_stream(args[0]) and len(self._held) > 1:
+        if self._has_sum and name in _SAME | _NORMS and args and self._is_stream(args[0]):
             self._held.append(result)
         return result

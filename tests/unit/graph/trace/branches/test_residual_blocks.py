@@ -36,22 +36,18 @@ class Own(Skipping):
         self.layerdrop = 0.3
 
 
-class Norms(nn.Module):
-    """A block that normalises the sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.linear(x))
-
-
-class Gives(Block):
-    """A block that returns a second tensor."""
+class Norms(Block):
+    """A block that normalises the sum, and returns a second tensor."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), x.sum()
+        return self.norm(x + self.down(x.repeat(1, 2))), x.sum()
+
+
+class Alone(Block):
+    """A block without a residual stream."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branch(x)
 
 
 class Nested(Block):
@@ -116,18 +112,17 @@ def test_what_a_kept_block_adds_is_divided_by_its_probability() -> None:
     torch.testing.assert_close(found, plain)
 
 
-def test_a_dropped_block_gives_its_input() -> None:
+def test_a_dropped_sublayer_leaves_the_stream_as_it_is() -> None:
     found, _, x = called(Block, -1.0)
     assert found is x
+    (found, none), _, x = called(Nested, -1.0)
+    assert found is x and none is None
+    (found, total), _, x = called(Norms, -1.0)  # what is returned beside it is computed
+    torch.testing.assert_close(found, nn.functional.layer_norm(x, (8,)))
+    assert total == x.sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Norms, "layers.0 is not its input plus what it computes .* or layer_keep=1"),
-        (Gives, "cannot drop layers.0, which returns further values .* or use layer_keep=1"),
-    ],
-)
-def test_other_blocks_are_refused(kind: type[nn.Module], words: str) -> None:
-    with pytest.raises(TraceError, match=words):
-        called(kind, 1.0)
+@pytest.mark.parametrize("keep", [1.0, -1.0])
+def test_other_blocks_are_refused(keep: float) -> None:
+    with pytest.raises(TraceError, match=r"layers.0 is not its input plus .* or layer_keep=1"):
+        called(Alone, keep)
