@@ -14,6 +14,7 @@ from merak.arguments.optimizers import OPTIMIZERS
 from merak.arguments.ranges import loader_problems, range_problems
 from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
 from merak.arguments.table import ACCELERATOR
+from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.graph.program.compiled import INDUCTOR, compile_backends, compile_modes
@@ -99,6 +100,8 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
             "nan_policy='rollback' loads the last checkpoint, but save_strategy='no' saves none; "
             "set save_strategy='steps' and save_steps."
         )
+    if arguments.replan:
+        yield from _replan_problems(arguments)
     if mesh.rank == 0:  # which makes it
         yield from folder_problems(arguments)
     partition = arguments.partition
@@ -111,6 +114,17 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
         )
     if arguments.segment_times is not None and not os.path.isfile(arguments.segment_times):
         yield f"segment_times={arguments.segment_times!r} is not a file; name a JSON file of times."
+
+
+def _replan_problems(arguments: TrainingFields) -> Iterator[str]:
+    if arguments.plan != AUTO_PLAN:
+        yield "replan=True is for a plan that is searched; set plan='auto', or leave it out."
+    elif arguments.save_strategy == "no" or arguments.save_only_model:
+        given = "save_only_model=True" if arguments.save_only_model else "save_strategy='no'"
+        yield (
+            "replan=True goes on from a checkpoint of the whole training, but "
+            f"{given} saves none; save them, or leave replan out."
+        )
 
 
 def _memory_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:

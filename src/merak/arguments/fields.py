@@ -252,6 +252,11 @@ class TrainingFields(TrainingArguments):
             "stays as it is."
         },
     )
+    replan: bool = own(
+        False,
+        "With plan='auto', whether the job goes on in another layout behind its next checkpoint "
+        "where its first steps show that this would be more than 5 % faster. Without, it says so.",
+    )
     cluster: str | None = own(
         None,
         "With 'auto' for plan or per_device_train_batch_size, the devices, as of `merak plan "

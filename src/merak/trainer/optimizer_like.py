@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 from torch import nn
 from transformers import Trainer
 
@@ -26,7 +27,9 @@ def similar_optimizer(
         parameters: what the optimizer is to step.
     """
     if trainer.optimizer is not None and not getattr(trainer, "is_as_in_first_step", False):
-        similar, defaults = type(trainer.optimizer), trainer.optimizer.defaults
+        given = trainer.optimizer
+        inner = given.optimizer if isinstance(given, AcceleratedOptimizer) else given
+        similar, defaults = type(inner), inner.defaults
         if not takes_any_name(similar.__init__):  # AdamW's defaults are Adam's
             defaults = {n: defaults[n] for n in keyword_names(similar.__init__) if n in defaults}
         own: torch.optim.Optimizer = similar(parameters, **defaults)

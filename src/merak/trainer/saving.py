@@ -486,8 +486,12 @@ class Saving(Pushing):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        values = self._load_ranks(checkpoint, self._inner_optimizer())
+        optimizer = self._inner_optimizer()
+        values = self._load_ranks(checkpoint, optimizer)
         self.lr_scheduler.load_state_dict(values["scheduler"])
+        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr()):
+            if not group["params"]:  # of which no parameter of this rank tells the learning rate
+                group["lr"] = rate
         if self.scaler is not None and "loss_scale" in values:  # else it was without fp16
             self.scaler.load_state_dict(values["loss_scale"])
 

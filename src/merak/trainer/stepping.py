@@ -30,6 +30,7 @@ from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.optimizer_step import StepNumbers
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
+from merak.trainer.planning.replan import LayoutChange, PlanWatch
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.subclass.methods import describe, overriding
@@ -70,6 +71,8 @@ class Stepping(Saving):
     _divides_by_count: bool
     # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
+    # Compares the first steps with a plan that was searched.
+    _plan_watch: PlanWatch | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train, and on SIGTERM stop before a step that all ranks agree on."""
@@ -84,6 +87,8 @@ class Stepping(Saving):
         epochs, batches = super()._init_training_state(*args, **kwargs)
         step, num_steps = self.state.global_step, self.state.max_steps
         self._saved_step, self._is_left_over = step, False
+        if self._plan_watch is not None:
+            self._plan_watch.start(step)
         if self._recorder is not None:
             self._recorder.start(step)
         if self._is_finished():
@@ -399,8 +404,22 @@ class Stepping(Saving):
         every = self.args.check_replicas_steps
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")
+        if self._plan_watch is not None:
+            self._plan_watch.look(self)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.control = self.callback_handler.agree("on_log", self.control)
+        self._change_layout()
+
+    def _change_layout(self) -> None:
+        """End the training in this layout behind a checkpoint, if another one is faster."""
+        layout = None if self._plan_watch is None else self._plan_watch.layout
+        step = self.state.global_step
+        ends = self._is_finished() or self.control.should_training_stop
+        if layout is None or ends or self._saved_step != step:
+            return
+        self._saver.wait()
+        folder = str(self._get_output_dir(trial=None))
+        raise LayoutChange(layout, checkpoint_folder(folder, step))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """transformers' own log, with NaN for the loss of steps of which none was finite."""

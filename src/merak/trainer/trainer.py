@@ -30,6 +30,7 @@ from merak.arguments import (
 )
 from merak.arguments.folders import make_output_folder
 from merak.arguments.former import TRAINER as FORMER
+from merak.arguments.planned import chooses_microbatch, chooses_plan
 from merak.core.announce import announce, show_announcements
 from merak.core.errors import DataError, DoesNotFitError, WeightsError, refuse_unknown
 from merak.core.health.roll_call import call_the_roll
@@ -78,6 +79,7 @@ from merak.trainer.optimizer_like import (
     similar_optimizer,
 )
 from merak.trainer.planning.plan import check_plan_file, plan_training, plans_later
+from merak.trainer.planning.replan import LayoutChange, PlanWatch, move
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.agreed_metrics import (
@@ -176,10 +178,17 @@ class MerakTrainer(Stepping):
 
     def _plan(self) -> None:
         """Choose what the arguments leave to be chosen, unless that is done."""
-        if plan_training(self):
-            self.mesh = current_mesh()
-            self._train_batch_size = self.args.train_batch_size
-            announce("%s", describe_mesh(self.mesh))
+        chooses = chooses_plan(self.args) or chooses_microbatch(self.args)
+        if (replanner := plan_training(self)) is not None:
+            self._plan_watch = PlanWatch(replanner, self.model)
+        if chooses:
+            self._note_layout()
+
+    def _note_layout(self) -> None:
+        """Read what the mesh and the arguments say of a layout that was searched."""
+        self.mesh = current_mesh()
+        self._train_batch_size = self.args.train_batch_size
+        announce("%s", describe_mesh(self.mesh))
 
     def _prepare(self, args: MerakArguments | None, kwargs: Mapping[str, Any]) -> None:
         """Refuse what cannot be honoured, and set what the constructor of transformers calls."""
@@ -199,6 +208,15 @@ class MerakTrainer(Stepping):
         self._last_step = LastStep(self._skips)
         self._losses = torch.zeros(0)
         self._rollbacks = Rollbacks()
+
+    def forget_layout(self) -> None:
+        """Forget what was made for the layout before; the model is whole again on every rank."""
+        self._note_layout()
+        self.engine = self._recorder = self._batch_exchange = self._evaluation = None
+        self.optimizer = self.lr_scheduler = self._connected = None
+        self._planned_files = self._step = self._ran = None
+        self._last_step = LastStep(self._skips)
+        vars(self).pop("_saver", None)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make accelerate take this rank for a single process, which leaves the model as it is."""
@@ -248,17 +266,29 @@ class MerakTrainer(Stepping):
         self._plan()
         loader = self._own_loader
         if loader is None:
-            return super().train(*args, **kwargs)
+            return self._train_in_layouts(*args, **kwargs)
         # The loop asks the object, whose rank reads its share.
         self._loader_in_train, before = loader, vars(self).get("get_train_dataloader")
         self.get_train_dataloader = self._shard_train_loader  # type: ignore[method-assign]
         try:
-            return super().train(*args, **kwargs)
+            return self._train_in_layouts(*args, **kwargs)
         finally:
             del self.get_train_dataloader
             if before is not None:
                 self.get_train_dataloader = before  # type: ignore[method-assign]
             self._loader_in_train = None
+
+    def _train_in_layouts(
+        self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
+        """Train in the layout of the arguments, and in each that turns out to be faster."""
+        while True:
+            try:
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+            except LayoutChange as change:
+                found = change.with_traceback(None)  # whose frames hold the engine
+            move(self, found)
+            resume_from_checkpoint = found.checkpoint
 
     def _check_methods(self) -> None:
         """Refuse methods of the script's own that the ranks cannot call as transformers does."""

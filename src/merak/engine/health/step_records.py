@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -108,6 +108,7 @@ class _Step:
     schedule: Schedule | None
     actions: list[tuple[Action, Mark, Mark]]
     end: Mark = None
+    updates: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +137,14 @@ class OwnStep:
         schedule: what was run.
         records: its actions in order with start and end, s.
         span: when it began the step and when it had reduced its gradients, s.
+        update_s: seconds of its optimizer's step, without what ranks exchange for it.
     """
 
     step: int
     schedule: Schedule
     records: tuple[Record, ...]
     span: tuple[float, float]
+    update_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -157,7 +160,7 @@ class OwnStep:
         """The step on a clock that is behind by so many seconds."""
         moved = tuple((action, s - seconds, e - seconds) for action, s, e in self.records)
         begin, end = self.span
-        return OwnStep(self.step, self.schedule, moved, (begin - seconds, end - seconds))
+        return replace(self, records=moved, span=(begin - seconds, end - seconds))
 
 
 class StepRecords:
@@ -172,6 +175,7 @@ class StepRecords:
         self._clock = clock
         self._steps: deque[_Step] = deque(maxlen=num_kept)
         self._open: _Step | None = None
+        self._update: Mark = None
 
     def open(self, number: int) -> None:
         """Open the record of a step; an unfinished one is dropped."""
@@ -194,12 +198,28 @@ class StepRecords:
             self._steps.append(self._open)
         self._open = None
 
+    def begin_update(self) -> None:
+        """Record the beginning of an optimizer's step."""
+        self._update = self._clock.mark() if self._steps.maxlen else None
+
+    def end_update(self) -> None:
+        """Record the end of an optimizer's step, as of the training step that runs or ran last."""
+        step = self._open or (self._steps[-1] if self._steps else None)
+        if step is not None and self._update is not None:
+            step.updates.append((self._update, self._clock.mark()))
+        self._update = None
+
     def own(self) -> list[OwnStep]:
         """This rank's recorded steps, oldest first, on its host's clock."""
         marks = [
             mark
             for step in self._steps
-            for mark in (step.begin, step.end, *(m for _, *both in step.actions for m in both))
+            for mark in (
+                step.begin,
+                step.end,
+                *(m for _, *both in step.actions for m in both),
+                *(m for both in step.updates for m in both),
+            )
         ]
         moments = iter(self._clock.seconds(marks))
         result = []
@@ -207,7 +227,8 @@ class StepRecords:
             assert step.schedule is not None
             span = next(moments), next(moments)
             records = tuple((action, next(moments), next(moments)) for action, _, _ in step.actions)
-            result.append(OwnStep(step.number, step.schedule, records, span))
+            update_s = sum(-next(moments) + next(moments) for _ in step.updates)
+            result.append(OwnStep(step.number, step.schedule, records, span, update_s))
         return result
 
 

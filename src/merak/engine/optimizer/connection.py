@@ -146,6 +146,10 @@ class OptimizerConnections:
         params = self._state.optimizer_params
         if params.host is not None and steps_in_parts(optimizer):
             StepInParts(optimizer, params.send, params.host.file_states())
+        # Between what ranks exchange before and behind it.
+        records = self._state.progress.records
+        optimizer.register_step_pre_hook(lambda *_: records.begin_update())
+        optimizer.register_step_post_hook(lambda *_: records.end_update())
         connect_optimizer(optimizer, params.sync_model_params, self._state.local_steps)
         optimizer.register_step_post_hook(lambda own, *_: show_states(own, stepped))
         optimizer.register_step_post_hook(lambda *_: self._note(False))

@@ -83,9 +83,12 @@ class Cluster:
 
     Args:
         nodes: the kinds of nodes, in the order of ranks.
+        measured: the device of every rank, where ranks of equal devices were measured to differ;
+            their nodes then have the fastest. Empty where ranks have the devices of their nodes.
     """
 
     nodes: tuple[Nodes, ...]
+    measured: tuple[DeviceProfile, ...] = ()
 
     @property
     def devices(self) -> tuple[DeviceProfile, ...]:
@@ -104,6 +107,21 @@ class Cluster:
     def num_devices(self) -> int:
         """Devices of the cluster."""
         return sum(own.num_devices for own in self.nodes)
+
+    def devices_of(self, ranks: range) -> list[DeviceProfile]:
+        """The kinds of devices of some ranks.
+
+        Args:
+            ranks: global ones, one after another.
+        """
+        if self.measured:
+            return list(self.measured[ranks.start : ranks.stop])
+        found, before = [], 0
+        for own in self.nodes:
+            if before < ranks.stop and ranks.start < before + own.num_devices:
+                found.append(own.device)
+            before += own.num_devices
+        return found
 
     def place(self, rank: int) -> tuple[Nodes, int]:
         """The kind of node of a rank, and the number of the node in the whole cluster.

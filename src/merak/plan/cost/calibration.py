@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -34,6 +34,10 @@ class Curve:
         (low, first), (high, last) = self.points[place - 1 : place + 1]
         part = math.log(size / low) / math.log(high / low)
         return math.exp(math.log(first) + part * math.log(last / first))
+
+    def times(self, factor: float) -> Curve:
+        """The curve of values that are so many times as large."""
+        return Curve(tuple((size, factor * value) for size, value in self.points))
 
     def seconds_at(self, size: float) -> float:
         """Seconds at a size, where the values are seconds of so much work.
@@ -70,6 +74,10 @@ class PassSeconds:
     backward_s: float
     input_gradient_s: float
     weight_gradient_s: float
+
+    def times(self, factor: float) -> PassSeconds:
+        """The seconds of passes that take so many times as long."""
+        return PassSeconds(*(factor * seconds for seconds in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,26 @@ class Calibration:
     def update(self, num_bytes: float) -> float:
         """Factor of the seconds of the optimizer's step."""
         return 1.0 if self.updates is None else self.updates.at(num_bytes)
+
+    def slowed(self, factor: float, update_factor: float) -> Calibration:
+        """The calibration of a device whose rates are so many times lower.
+
+        Args:
+            factor: of everything but updates, which measured segments take longer, too.
+            update_factor: of the optimizer's step.
+        """
+        kinds = {
+            name: {size: own.times(factor) for size, own in rows.items()}
+            for name, rows in self.kinds.items()
+        }
+        segments = {name: own.times(factor) for name, own in self.segments.items()}
+        updates = self.updates or Curve(((1.0, 1.0),))
+        return replace(
+            self,
+            updates=updates.times(update_factor / factor),
+            segments=MappingProxyType(segments),
+            kinds=MappingProxyType(kinds),
+        )
 
     def segment(self, digest: str, kind: str, size: float) -> PassSeconds | None:
         """Measured seconds of a segment; None where neither it nor its kind was measured.

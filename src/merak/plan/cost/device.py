@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -63,6 +63,30 @@ class DeviceProfile:
         """FLOPs per second that MFU is a fraction of: the data sheet's, or as measured."""
         achieved = 1.0 if self.efficiency is None else self.efficiency.product
         return self.flop_rate(dtype) / achieved
+
+    def slowed(self, factor: float, update_factor: float) -> DeviceProfile:
+        """The profile of a device that takes so many times as long.
+
+        Args:
+            factor: of the seconds of segments.
+            update_factor: of the seconds of the optimizer's step.
+        """
+        rates = {name: rate / factor for name, rate in self.flops_per_s.items()}
+        curve = self.efficiency
+        if curve is not None:
+            curve = replace(
+                curve, launch_s=curve.launch_s * factor, kernel_s=curve.kernel_s * factor
+            )
+        return replace(
+            self,
+            efficiency=curve,
+            flops_per_s=MappingProxyType(rates),
+            memory_bytes_per_s=self.memory_bytes_per_s / factor,
+            functions_per_s=self.functions_per_s / factor,
+            randoms_per_s=self.randoms_per_s / factor,
+            overhead_s=self.overhead_s * factor,
+            calibration=(self.calibration or Calibration()).slowed(factor, update_factor),
+        )
 
 
 def to_json(profile: DeviceProfile) -> str:

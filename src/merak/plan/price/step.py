@@ -53,6 +53,7 @@ from merak.plan.price.update import home_of, norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
+from merak.schedule.action_table import tabulate
 from merak.schedule.costs import Costs, Link
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
@@ -94,6 +95,40 @@ class _Laid:
     @property
     def schedule(self) -> Schedule:
         return self.forecast.layout.schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A boundary between two stages.
+
+    Args:
+        num_bytes: that cross it for a microbatch.
+        link: that they take.
+        ranks: the first rank on either side.
+    """
+
+    num_bytes: float
+    link: Link
+    ranks: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Parts of a candidate's step, as ranks measure them.
+
+    Args:
+        busy_s: of every pp rank, seconds of its actions.
+        updates_s: of every pp rank, seconds of the optimizer's step without a clip of gradients;
+            empty where updates are amid the actions.
+        exchanges: of every pp rank, those of its stage; None where it has several stages, or
+            reduces gradients amid its actions.
+        boundaries: between every two neighbouring stages.
+    """
+
+    busy_s: tuple[float, ...]
+    updates_s: tuple[float, ...]
+    exchanges: tuple[StageExchange | None, ...]
+    boundaries: tuple[Boundary, ...]
 
 
 def price(
@@ -163,6 +198,37 @@ def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _La
     )
 
 
+def step_parts(workload: Workload, cluster: Cluster, candidate: Candidate) -> StepParts:
+    """Price the parts of a step that ranks measure while they train.
+
+    Arguments and errors are those of `price`.
+    """
+    laid = _lay_out(workload, cluster, candidate)
+    schedule, size = laid.schedule, candidate.stage_ranks
+    zero = zero_sharding(candidate, workload, laid.forecast.options.float32_gradients)
+    exchanges = _exchanges(workload, cluster, candidate, laid, zero)
+    updates_s = _updates_s(workload, cluster, laid, zero)
+    costs = _costs(workload, cluster, candidate, laid, exchanges, updates_s)
+    table = tabulate(schedule)
+    seconds = durations(schedule, table, costs)
+    busy = np.bincount(table.rank, weights=seconds, minlength=candidate.pp)
+    is_apart = schedule.is_synchronous
+    update_s = _rank_updates_s(workload, cluster, candidate, laid, zero, clips=False)
+    pipe = schedule.pipes[0]
+    return StepParts(
+        busy_s=tuple(map(float, busy)),
+        updates_s=tuple(update_s) if is_apart else (),
+        exchanges=tuple(
+            exchanges[own[0]] if is_apart and len(own) == 1 else None
+            for own in map(schedule.stages_of, range(candidate.pp))
+        ),
+        boundaries=tuple(
+            Boundary(num_bytes, link, (pipe[n] * size, pipe[n + 1] * size))
+            for n, (num_bytes, link) in enumerate(zip(costs.boundary_bytes, costs.links))
+        ),
+    )
+
+
 def memory_of(workload: Workload, cluster: Cluster, candidate: Candidate) -> tuple[RankMemory, ...]:
     """Memory of every pp rank of a candidate by category, of which `price` gives the peaks.
 
@@ -201,7 +267,7 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     num_stages = plans.base.schedule.num_stages
     check_stages(workload.local_graph(candidate.form), num_stages, candidate.pp)
     links = stage_links(cluster, candidate, plans.base.schedule)
-    on_stages = [segments[rank] for rank in plans.base.schedule.pipes[0]]
+    on_stages = [segments[rank] for rank in _slowest_ranks(plans.base.schedule, devices)]
     partition = _partition(workload, candidate, on_stages, links)
     fills = None if math.isinf(budget) else int(budget)
     forecast = workload.forecast(candidate, partition, fills, devices[0])
@@ -222,11 +288,10 @@ def _with_memory(
     """Price the stages of a candidate that is arranged, whose memory is known."""
     forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
     layout = forecast.layout
-    ranks = layout.stage_rank
     graph = workload.local_graph(candidate.form)
     stages = price_stages(
         graph,
-        [segments[rank] for rank in ranks],
+        [segments[rank] for rank in _slowest_ranks(layout.schedule, devices)],
         layout.partition,
         forecast.policy,
         candidate.splits,
@@ -386,11 +451,24 @@ def _update_s(
     workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid, zero: ZeroSharding
 ) -> float:
     """Seconds of the one update behind a step, and of its norm, on the slowest rank."""
+    slowest_s = max(_rank_updates_s(workload, cluster, candidate, laid, zero))
+    return slowest_s + norm_seconds(cluster, candidate)
+
+
+def _rank_updates_s(
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    laid: _Laid,
+    zero: ZeroSharding,
+    *,
+    clips: bool = True,
+) -> list[float]:
+    """Seconds of the one update behind a step on every pp rank."""
     ranks = zip(laid.memory, laid.devices, strict=True)
     held = [([(laid.stages[own.stage], own) for own in m.stages], device) for m, device in ranks]
     home, is_fused = home_of(cluster, candidate.offload_optimizer), workload.is_optimizer_fused
-    slowest_s = max(update_seconds(*own, zero, is_fused, home) for own in held)
-    return slowest_s + norm_seconds(cluster, candidate)
+    return [update_seconds(*own, zero, is_fused, home, clips=clips) for own in held]
 
 
 def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:
@@ -431,12 +509,18 @@ def _offload_waits(laid: _Laid) -> list[float]:
 def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> DeviceProfile:
     """The slowest device of a pp rank's, over all replicas."""
     size = candidate.stage_ranks
-    start, found, before = rank * size, [], 0
-    for own in cluster.nodes:
-        if before < start + size and start < before + own.num_devices:
-            found.append(own.device)
-        before += own.num_devices
-    return min(found, key=lambda device: max(device.flops_per_s.values()))
+    found = cluster.devices_of(range(rank * size, (rank + 1) * size))
+    return min(found, key=_rate)
+
+
+def _slowest_ranks(schedule: Schedule, devices: Sequence[DeviceProfile]) -> list[int]:
+    """The pp rank of every stage, of several that have it the one with the slowest device."""
+    stages = range(schedule.num_stages)
+    return [min(schedule.ranks_of(n), key=lambda rank: _rate(devices[rank])) for n in stages]
+
+
+def _rate(device: DeviceProfile) -> float:
+    return max(device.flops_per_s.values())
 
 
 def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:

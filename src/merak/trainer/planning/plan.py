@@ -33,6 +33,7 @@ from merak.core.start.init import lay_out
 from merak.data import check_not_empty, longest_batch
 from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
+from merak.engine.planning.replan import Replanner
 from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.options import common_options
@@ -54,14 +55,14 @@ from merak.trainer.subclass.traced_loss import in_first_step
 logger = logging.getLogger(__name__)
 
 
-def plan_training(trainer: Any) -> bool:
+def plan_training(trainer: Any) -> Replanner | None:
     """Choose what the arguments leave to be chosen, and lay the ranks out; a collective.
 
     Args:
         trainer: a `MerakTrainer` whose model, data and arguments are there.
 
     Returns:
-        Whether something was chosen.
+        What compares a plan that was searched with its first steps; None where none was.
 
     Raises:
         ArgumentsError: there is nothing to train on.
@@ -69,7 +70,7 @@ def plan_training(trainer: Any) -> bool:
     """
     args, mesh = trainer.args, current_mesh()
     if not chooses_plan(args) and not chooses_microbatch(args):
-        return False
+        return None
     samples = step_samples(args, mesh)
     if not chooses_plan(args) and samples % mesh.dp:
         raise ArgumentsError(
@@ -82,14 +83,25 @@ def plan_training(trainer: Any) -> bool:
     job = Job(workload, cluster, _Refusal(args, trainer.train_dataset, mesh).reason)
     with in_first_step(trainer, _loader(trainer, samples), is_planned=True):
         if chooses_plan(args):
-            chosen = choose_plan(mesh, job, pinned_arguments(args, mesh))
+            pinned = pinned_arguments(args, mesh)
+            chosen = choose_plan(mesh, job, pinned)
         else:
             set_microbatch(args, choose_microbatch(mesh, job, given_layout(args, mesh)))
-            return True
-    lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
-    set_layout(args, chosen)
+            return None
     args.gradient_compression = workload.common.gradient_compression
-    return True
+    set_plan(args, chosen)
+    return Replanner(job, pinned, chosen, args.replan)
+
+
+def set_plan(args: MerakArguments, layout: Candidate) -> None:
+    """Lay the ranks out in a layout that was searched, and set its arguments; a collective.
+
+    Args:
+        args: of the job.
+        layout: that was searched.
+    """
+    lay_out(layout.dp, layout.tp, layout.pp, layout.cp, layout.ep)
+    set_layout(args, layout)
 
 
 def plans_later(trainer: Any) -> bool:
