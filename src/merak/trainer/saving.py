@@ -489,9 +489,9 @@ class Saving(Pushing):
         optimizer = self._inner_optimizer()
         values = self._load_ranks(checkpoint, optimizer)
         self.lr_scheduler.load_state_dict(values["scheduler"])
-        for group, rate in zip(optimizer.param_groups, self.lr_scheduler.get_last_lr()):
+        for number, group in enumerate(optimizer.param_groups):
             if not group["params"]:  # of which no parameter of this rank tells the learning rate
-                group["lr"] = rate
+                group["lr"] = self.lr_scheduler.get_last_lr()[number]
         if self.scaler is not None and "loss_scale" in values:  # else it was without fp16
             self.scaler.load_state_dict(values["loss_scale"])
 
