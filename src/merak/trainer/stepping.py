@@ -405,7 +405,7 @@ class Stepping(Saving):
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")
         if self._plan_watch is not None:
-            self._plan_watch.look(self)
+            self._plan_watch.compare(self)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.control = self.callback_handler.agree("on_log", self.control)
         self._change_layout()

@@ -13,7 +13,7 @@ from merak.plan.cost.device import DeviceProfile
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import Boundary, StepParts
 
-_ALIKE = math.log(1.05)
+_SAME = math.log(1.05)
 """Devices whose times differ by less than this step of their logarithm count as equal."""
 
 _LEAST = 0.1
@@ -133,7 +133,7 @@ def measured_cluster(cluster: Cluster, parts: StepParts, slowness: Slowness) -> 
     def device(nodes: Nodes, step: tuple[int, ...]) -> DeviceProfile:
         key = id(nodes.device), step
         if key not in known:
-            known[key] = nodes.device.slowed(*(math.exp(_ALIKE * own) for own in step))
+            known[key] = nodes.device.slowed(*(math.exp(_SAME * own) for own in step))
         return known[key]
 
     devices, nodes, before = [], [], 0
@@ -148,7 +148,7 @@ def measured_cluster(cluster: Cluster, parts: StepParts, slowness: Slowness) -> 
 
 
 def _step(ratio: float) -> int:
-    return round(math.log(ratio) / _ALIKE)
+    return round(math.log(ratio) / _SAME)
 
 
 def _corrected(

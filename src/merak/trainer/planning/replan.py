@@ -53,7 +53,7 @@ class PlanWatch:
         """Begin with a layout behind so many steps of the training."""
         self._start, self.layout = step, None
 
-    def look(self, trainer: Any) -> None:
+    def compare(self, trainer: Any) -> None:
         """Compare the steps with the plan if enough have run; all ranks call it together.
 
         Args:
