@@ -43,6 +43,7 @@ from merak.engine.layer_dropping import drop_layers
 from merak.engine.optimizer.second_step import refuse_second_steps
 from merak.engine.planning.own_loop import plan_loop
 from merak.engine.planning.reductions import choose_reductions
+from merak.engine.planning.replan import PlanWatch
 from merak.engine.planning.shapes import samples_of
 from merak.engine.rank_arguments import (
     example_of_rank0,
@@ -129,6 +130,7 @@ class ParallelModel:
         not_finite: what becomes of steps whose loss or gradient is not finite; None looks at none.
         plain: arguments in every batch that are no tensors, with the type of unread ones.
         loop: the figures of its steps; None for those of a loop that is not recorded.
+        plan_watch: compares a plan that was searched with the first steps; None for none.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class ParallelModel:
         not_finite: NotFinite | None = None,
         plain: Mapping[str, Any] = MappingProxyType({}),
         loop: LoopFigures | None = None,
+        plan_watch: PlanWatch | None = None,
     ) -> None:
         self.model = model
         self.engine = engine
@@ -162,6 +165,7 @@ class ParallelModel:
         self._update = self._step_optimizer if optimizer is not None else None
         self.num_steps = 0
         self._loop = loop or LoopFigures(engine, None, None)
+        self._plan_watch = plan_watch
 
     def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Train on one batch: forward, backward, reduction, clipping, optimizer.
@@ -202,6 +206,8 @@ class ParallelModel:
             self._step_optimizer()
         self.num_steps += 1
         self._loop.end_step(self.num_microbatches * self.engine.mesh.dp)
+        if self._plan_watch is not None:
+            self._plan_watch.compare(self.engine, self.num_steps)
         return loss
 
     def figures(self, **logged: float) -> dict[str, float]:
@@ -450,7 +456,8 @@ def parallelize(
     _refuse_what_needs_all_gradients(_updates_inside(chosen, plan), chosen.schedule, *needs)
     built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)
     _refuse_what_needs_all_gradients(built.engine.updates_inside, chosen.schedule, *needs)
-    rest = optimizer, *needs, plain, _loop_figures(built, autocast, run_record)
+    loop = _loop_figures(built, autocast, run_record)
+    rest = optimizer, *needs, plain, loop, built.plan_watch
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
 
 
@@ -548,13 +555,15 @@ def _build(
     evaluates: bool,
 ) -> _Built:
     """The engine, with the plan that is searched if one is to be, and its microbatches."""
+    watch: PlanWatch | None = None
     mesh, columns = current_mesh(), example_of_rank0("example_batch", columns)
     drop_layers(source, options)
     cache = Path(default_trace_cache()) if default_trace_cache() else None
     if _searches_plan(plan, mesh, options.num_microbatches):
         source.example = columns
         batch = samples_of(columns, signature(columns).columns)
-        mesh, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
+        watch, options, sample = plan_loop(mesh, source, batch, options, cluster, cache, named)
+        mesh = current_mesh()
     else:
         example = split_batch(columns, options.num_microbatches)[0]
         source.example, sample = example, signature(example).columns
@@ -565,7 +574,7 @@ def _build(
         lay_out_evaluation(engine, sample, "leave evaluates=True out")
     if idle := engine.idle_pipeline("num_microbatches"):
         warn_on_rank0(logger, "%s", idle)
-    return _Built(engine, options.num_microbatches, forecast, sample, process_bytes)
+    return _Built(engine, options.num_microbatches, forecast, sample, process_bytes, watch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,6 +587,7 @@ class _Built:
         forecast: of the job.
         sample: columns of a microbatch.
         process_bytes: of this process before it had its weights; None where it is not known.
+        plan_watch: compares a plan that was searched with the first steps; None for none.
     """
 
     engine: Engine
@@ -585,6 +595,7 @@ class _Built:
     forecast: Forecast
     sample: Signature
     process_bytes: int | None
+    plan_watch: PlanWatch | None
 
 
 def _loop_figures(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,11 @@ from transformers import TrainerCallback
 
 import merak
 from merak.core.mesh import current_mesh
+from merak.engine.planning import replan
+from merak.engine.planning.replan import Replanner
 from merak.engine.segments import run
-from tests.multirank.training import Outcome, Setup, Texts, Watch, arguments_of, model_of
+from merak.plan.price.candidate import Candidate
+from tests.multirank.training import Setup, Texts, arguments_of, gpt2, model_of
 
 SETUP = Setup(
     "gpt2",
@@ -26,18 +30,26 @@ SLEEP_S = 0.02
 
 FORWARD = run.forward
 
+EMPTY = 12
+"""Seed of a job whose model has no weights."""
+
 
 class Slow(TrainerCallback):
-    """Makes the segments of a rank slow, and counts those that it runs, by step."""
+    """Makes the segments of a rank slow, and counts those that it runs, and losses, by step."""
 
     def __init__(self) -> None:
         self.count = 0
         self.counts: list[int] = []
+        self.losses: list[float] = []
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         time.sleep(SLEEP_S)
-        return FORWARD(*args)
+        return FORWARD(*args, **kwargs)
+
+    def on_log(self, *args: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self.counts.append(self.count)
@@ -69,21 +81,24 @@ def train(
     """What is said, losses, segments that the last rank runs in every step, and last weights."""
     merak.init(plan="auto", device="cpu")
     world_size = current_mesh().world_size
-    lines, slow, outcome = announcements(), Slow(), Outcome()
+    lines, slow = announcements(), Slow()
     chosen = {
         "per_device_train_batch_size": 2, "global_batch": 8, "recompute": "off", "trace_cache": "",
         "cluster": f"a100:{world_size}",
     }  # fmt: skip
     args = merak.MerakArguments(**arguments_of(SETUP, folder) | chosen | given)
-    trainer = merak.MerakTrainer(model=model_of(SETUP), args=args, train_dataset=Texts(64))
-    trainer.add_callback(Watch(outcome, dict))
+    with merak.empty_weights() if given.get("seed") == EMPTY else nullcontext():
+        model = model_of(SETUP)
+    trainer = merak.MerakTrainer(
+        model=model, args=args, train_dataset=Texts(64), eval_dataset=Texts(8)
+    )
     for callback in (slow, *callbacks):
         trainer.add_callback(callback)
     is_slow = current_mesh().rank == world_size - 1
     with mock.patch.object(run, "forward", slow.forward if is_slow else FORWARD):
         trainer.train()
     assert trainer.mesh == current_mesh()
-    return lines, outcome.losses, slow.counts, trainer.gather_state_dict()
+    return lines, slow.losses, slow.counts, trainer.gather_state_dict()
 
 
 def test_a_job_goes_on_in_the_layout_that_its_slow_rank_asks_for(pool, tmp_path: Path) -> None:
@@ -114,3 +129,76 @@ def test_a_job_that_comes_back_with_other_ranks_is_planned_for_them(pool, tmp_pa
         assert any(line.startswith("plan: dp=") for line in said)
         found += own
     assert found == pytest.approx(losses, rel=1e-4)
+
+
+LAYOUTS = (
+    Candidate(tp=2, microbatch=2, num_microbatches=4, recompute="full"),
+    Candidate(pp=2, microbatch=1, num_microbatches=8, schedule="zero_bubble_h1", partition=(8, 2)),
+)
+
+
+def train_in_layouts(folder: str, given: dict[str, Any]) -> Any:
+    """Train in these layouts one after another, whatever was measured."""
+    left = iter((*LAYOUTS, None))
+    with (
+        mock.patch.object(Replanner, "faster", lambda *_: next(left)),
+        mock.patch.object(replan, "FIRST_STEPS", 1),
+        mock.patch(f"{__name__}.SLEEP_S", 0),
+    ):
+        found = train(folder, {"replan": True, **given})
+    mesh = current_mesh()
+    assert (mesh.dp, mesh.tp, mesh.pp) == (1, 1, 2)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"zero": 3, "max_grad_norm": 1.0},
+        {"seed": EMPTY},
+        {"async_save": False, "eval_strategy": "steps", "save_total_limit": 1},
+    ],
+    ids=["zero", "empty", "eval"],
+)
+def test_a_job_goes_on_from_any_layout(pool, tmp_path: Path, given: dict[str, Any]) -> None:
+    pinned = {"zero": 0, **given}
+    said, moved, _, own = pool.run(train_in_layouts, 2, str(tmp_path / "moves"), pinned)[0]
+    lines = [line for line in said if line.startswith("plan: goes on from ")]
+    assert ["checkpoint-3 in dp=1 tp=2" in lines[0], "checkpoint-6 in dp=1" in lines[1]] == [
+        True
+    ] * 2
+    _, losses, _, weights = pool.run(train, 2, str(tmp_path / "stays"), pinned)[0]
+    assert moved == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        assert torch.allclose(own[name], value, atol=1e-3), name
+
+
+def loop() -> list[str]:
+    """What a loop of one's own says, whose last rank is slow."""
+    mesh = merak.init(plan="auto", device="cpu")
+    logging.getLogger("merak.core.announce").setLevel(logging.INFO)
+    lines, slow = announcements(), Slow()
+    torch.manual_seed(5)
+    texts = Texts(8, padded=False)
+    batch = {name: torch.stack([own[name] for own in texts]) for name in texts[0]}
+    model = merak.parallelize(
+        gpt2(),
+        {name: column[:4] for name, column in batch.items()},
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        cluster="a100:2",
+        recompute="off",
+    )
+    laid = current_mesh()
+    rows = slice(laid.dp_rank * 8 // laid.dp, (laid.dp_rank + 1) * 8 // laid.dp)
+    with mock.patch.object(run, "forward", slow.forward if mesh.rank == 1 else FORWARD):
+        for _ in range(replan.FIRST_STEPS + 1):
+            model.step({name: column[rows] for name, column in batch.items()})
+    return lines
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_says_which_layout_would_be_faster(pool) -> None:
+    said, others = pool.run(loop, 2)
+    (line,) = (line for line in said if line.endswith(" from a checkpoint of this one"))
+    assert line.startswith("plan: dp=1 ") and not others

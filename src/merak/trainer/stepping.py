@@ -25,12 +25,13 @@ from merak.core.health.preemption import TERMINATED, has_saved, must_stop, saves
 from merak.core.health.status import phase
 from merak.core.tensor_meta import Signature
 from merak.data.digest import digests_of
+from merak.engine.planning.replan import PlanWatch
 from merak.engine.rank_arguments import step_options
 from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.optimizer_step import StepNumbers
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
 from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
-from merak.trainer.planning.replan import LayoutChange, PlanWatch
+from merak.trainer.planning.replan import LayoutChange
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.subclass.methods import describe, overriding
@@ -404,8 +405,8 @@ class Stepping(Saving):
         every = self.args.check_replicas_steps
         if every and self.state.global_step % every == 0 and self.engine is not None:
             self.engine.check_replicas(f"after step {self.state.global_step}")
-        if self._plan_watch is not None:
-            self._plan_watch.compare(self)
+        if self._plan_watch is not None and self.engine is not None:
+            self._plan_watch.compare(self.engine, self.state.global_step)
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.control = self.callback_handler.agree("on_log", self.control)
         self._change_layout()

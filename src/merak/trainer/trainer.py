@@ -79,7 +79,7 @@ from merak.trainer.optimizer_like import (
     similar_optimizer,
 )
 from merak.trainer.planning.plan import check_plan_file, plan_training, plans_later
-from merak.trainer.planning.replan import LayoutChange, PlanWatch, move
+from merak.trainer.planning.replan import LayoutChange, move
 from merak.trainer.search.study import shared_study
 from merak.trainer.stepping import Stepping
 from merak.trainer.subclass.agreed_metrics import (
@@ -179,8 +179,7 @@ class MerakTrainer(Stepping):
     def _plan(self) -> None:
         """Choose what the arguments leave to be chosen, unless that is done."""
         chooses = chooses_plan(self.args) or chooses_microbatch(self.args)
-        if (replanner := plan_training(self)) is not None:
-            self._plan_watch = PlanWatch(replanner, self.model)
+        self._plan_watch = plan_training(self) or self._plan_watch
         if chooses:
             self._note_layout()
 

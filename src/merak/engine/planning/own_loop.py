@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,15 @@ from merak.core.start.init import lay_out
 from merak.core.tensor_meta import Signature
 from merak.engine.planning.choose import Job, choose_plan
 from merak.engine.planning.devices import devices_here
+from merak.engine.planning.replan import PlanWatch, Replanner
 from merak.engine.planning.shapes import Samples
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import common_options
 from merak.plan.price.workload import Workload
 from merak.plan.search.pinned import pinned_options
+
+_ADVICE = "a job with these degrees and options goes on in it from a checkpoint of this one"
 
 
 def plan_loop(
@@ -27,7 +31,7 @@ def plan_loop(
     cluster: str | None,
     cache: Path | None,
     named: Collection[str] = (),
-) -> tuple[Mesh, EngineOptions, Signature]:
+) -> tuple[PlanWatch, EngineOptions, Signature]:
     """Search the fastest plan of a loop, and lay the ranks out; all ranks call it together.
 
     Args:
@@ -40,7 +44,8 @@ def plan_loop(
         named: options that the user gives, which are pinned also at their default.
 
     Returns:
-        The mesh, the options of the plan, and the columns of its microbatches.
+        What compares the plan with the first steps, its options, and the columns of its
+        microbatches.
 
     Raises:
         MerakError: the model cannot be traced, or no plan fits.
@@ -48,7 +53,7 @@ def plan_loop(
     given = mesh.degrees if mesh.given is None else mesh.given
     replicas = given.dp or mesh.dp
     workload = Workload(
-        source,
+        copy.copy(source),  # whose model will be another one, for comparisons
         batch.of,
         batch.count * replicas,
         optimizer=options.optimizer,
@@ -57,8 +62,10 @@ def plan_loop(
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)
-    chosen = choose_plan(mesh, job, pinned_options(options, given, None, named))
+    pinned = pinned_options(options, given, None, named)
+    chosen = choose_plan(mesh, job, pinned)
     planned = replace(options, num_microbatches=chosen.num_microbatches, **chosen.options())
     planned = replace(planned, gradient_compression=workload.common.gradient_compression)
-    laid = lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
-    return laid, planned, batch.of(chosen.microbatch)
+    lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
+    watch = PlanWatch(Replanner(job, pinned, chosen, False, _ADVICE))
+    return watch, planned, batch.of(chosen.microbatch)

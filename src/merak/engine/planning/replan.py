@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
+from typing import Any
+
+from torch import nn
 
 from merak.core.announce import announce
-from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
 from merak.engine.engine import Engine
 from merak.engine.planning.choose import Job
+from merak.graph.weights.laid_out import like
 from merak.plan.expected.measured import (
     RankTimes,
     Slowness,
@@ -72,22 +76,23 @@ class Replanner:
         pinned: choices that the search leaves as they are.
         plan: the layout in which the job runs.
         moves: whether the job goes on in a layout that is faster, or only says so.
+        advice: what else to do about it, for people.
     """
 
     job: Job
     pinned: Pinned
     plan: Candidate
     moves: bool
+    advice: str
     _tried: list[tuple[float, Candidate]] = field(init=False, default_factory=list)
 
-    def faster(self, mesh: Mesh, engine: Engine) -> Candidate | None:
+    def faster(self, engine: Engine) -> Candidate | None:
         """A layout in which a step would take over 5 % less; all ranks call it together.
 
         A layout that the job has run in counts with the time that its steps took, so that each is
         left at most once.
 
         Args:
-            mesh: of the job.
             engine: that has run some steps of the plan.
 
         Returns:
@@ -95,7 +100,7 @@ class Replanner:
         """
         times = engine.gather(times_of(engine), "the times of the first steps of")
         what = "whether another layout is faster"
-        values = decide_on_rank0(mesh, what, lambda: self._decide(times))
+        values = decide_on_rank0(engine.mesh, what, lambda: self._decide(times))
         return None if values is None else candidate_from(values)
 
     def _decide(self, times: Sequence[RankTimes | None]) -> dict[str, object] | None:
@@ -137,14 +142,72 @@ class Replanner:
             return None
         announce(
             "plan: %s would take %.4g s, %.0f %% less; %s",
-            describe(best),
+            with_partition(best),
             best_s,
             100 * (1 - best_s / now_s),
-            "the job goes on in it behind its next checkpoint"
-            if self.moves
-            else "replan=True goes on in it behind the next checkpoint",
+            "the job goes on in it behind its next checkpoint" if self.moves else self.advice,
         )
         return best
+
+
+class PlanWatch:
+    """Compares a job with its plan once it has run some steps in a layout.
+
+    Args:
+        replanner: compares them.
+    """
+
+    def __init__(self, replanner: Replanner) -> None:
+        self._replanner: Replanner | None = replanner
+        self._num_steps, self._step = 0, 0
+        self.layout: Candidate | None = None
+        """The layout to go on in behind the next checkpoint; None to stay."""
+        source = replanner.job.workload.source
+        try:  # the plan may trace the model again, and it is laid out by then
+            source.model = without_weights(source.model)
+        except Exception as error:
+            announce("plan: not compared with the first steps (%s cannot be copied)", error)
+            self._replanner = None
+
+    def start(self, step: int) -> None:
+        """Begin with a layout behind so many steps of the training."""
+        self._num_steps, self._step, self.layout = 0, step, None
+
+    def compare(self, engine: Engine, step: int) -> None:
+        """Compare the steps with the plan if enough have run; all ranks call it together.
+
+        Args:
+            engine: that has run them.
+            step: of the training, which has ended.
+        """
+        self._num_steps += step != self._step
+        self._step = step
+        if self._replanner is None or self._num_steps < FIRST_STEPS or self.layout is not None:
+            return
+        self.layout = self._replanner.faster(engine)
+        if self.layout is None:
+            self._replanner = None  # with the graphs of the plan
+        else:
+            self._replanner.plan = self.layout
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters have shapes and no values.
+
+    Args:
+        model: that is not laid out.
+    """
+    new: dict[int, Any] = {
+        id(own): like(own, own.detach().to("meta")) for own in model.parameters()
+    }
+    return copy.deepcopy(model, new)
+
+
+def with_partition(layout: Candidate) -> str:
+    """A layout in words, with the segments of its stages where there are several."""
+    stages = layout.partition
+    parts = "" if stages is None or len(stages) == 1 else f", partition={list(stages)}"
+    return f"{describe(layout)}{parts}"
 
 
 def in_words(slowness: Slowness) -> str:

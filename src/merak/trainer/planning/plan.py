@@ -33,7 +33,7 @@ from merak.core.start.init import lay_out
 from merak.data import check_not_empty, longest_batch
 from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
-from merak.engine.planning.replan import Replanner
+from merak.engine.planning.replan import PlanWatch, Replanner
 from merak.engine.planning.shapes import samples_of, tokens_of
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.plan.options import common_options
@@ -52,10 +52,12 @@ from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.subclass.traced_loss import in_first_step
 
+_ADVICE = "replan=True goes on in it behind the next checkpoint"
+
 logger = logging.getLogger(__name__)
 
 
-def plan_training(trainer: Any) -> Replanner | None:
+def plan_training(trainer: Any) -> PlanWatch | None:
     """Choose what the arguments leave to be chosen, and lay the ranks out; a collective.
 
     Args:
@@ -90,7 +92,7 @@ def plan_training(trainer: Any) -> Replanner | None:
             return None
     args.gradient_compression = workload.common.gradient_compression
     set_plan(args, chosen)
-    return Replanner(job, pinned, chosen, args.replan)
+    return PlanWatch(Replanner(job, pinned, chosen, args.replan, _ADVICE))
 
 
 def set_plan(args: MerakArguments, layout: Candidate) -> None:
