@@ -456,8 +456,7 @@ def parallelize(
     _refuse_what_needs_all_gradients(_updates_inside(chosen, plan), chosen.schedule, *needs)
     built = _build(source, columns, chosen, plan, cluster, given.keys(), evaluates)
     _refuse_what_needs_all_gradients(built.engine.updates_inside, chosen.schedule, *needs)
-    loop = _loop_figures(built, autocast, run_record)
-    rest = optimizer, *needs, plain, loop, built.plan_watch
+    rest = optimizer, *needs, plain, _loop_figures(built, autocast, run_record), built.plan_watch
     return ParallelModel(model, built.engine, built.num_microbatches, *rest)
 
 

@@ -131,6 +131,23 @@ def test_a_job_that_comes_back_with_other_ranks_is_planned_for_them(pool, tmp_pa
     assert found == pytest.approx(losses, rel=1e-4)
 
 
+def resume_alone(folder: str) -> list[str]:
+    """What a job warns of that goes on from a checkpoint of two ranks, without `global_batch`."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("merak.trainer.saving").addHandler(handler)
+    train(folder, {"global_batch": None, "resume_from_checkpoint": "auto", "max_steps": 4})
+    return warned
+
+
+@pytest.mark.slow
+def test_other_samples_in_a_step_are_warned_of(pool, tmp_path: Path) -> None:
+    pool.run(train, 2, str(tmp_path), {"max_steps": 3})
+    (warned,) = pool.run(resume_alone, 1, str(tmp_path))
+    assert any("a job with 8 samples a step, and this one has 2, " in line for line in warned)
+
+
 LAYOUTS = (
     Candidate(tp=2, microbatch=2, num_microbatches=4, recompute="full"),
     Candidate(pp=2, microbatch=1, num_microbatches=8, schedule="zero_bubble_h1", partition=(8, 2)),

@@ -386,7 +386,11 @@ class Saving(Pushing):
         self._note_best(run_dir, folder)
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         contents = Contents(
-            values={"scheduler": self.lr_scheduler.state_dict(), **scaler},
+            values={
+                "scheduler": self.lr_scheduler.state_dict(),
+                "step_samples": self._step_samples,
+                **scaler,
+            },
             layout=_degrees(self.mesh) | {"schedule": self.args.schedule, "zero": self.args.zero},
             model_files=self._plan_files(),
             write_files=self._write_files,
@@ -409,6 +413,12 @@ class Saving(Pushing):
         """End the training as transformers does, which looks at the checkpoints in the folder."""
         self._saver.wait()
         return cast("TrainOutput", super()._finalize_training(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+    @property
+    def _step_samples(self) -> int:
+        """Samples of one step of the whole job."""
+        each: int = self._train_batch_size * self.args.gradient_accumulation_steps
+        return each * self.mesh.dp
 
     def _plan_files(self) -> ModelFiles:
         """Files of the model in every checkpoint, and the ranks that write them; collective."""
@@ -489,6 +499,14 @@ class Saving(Pushing):
         optimizer = self._inner_optimizer()
         values = self._load_ranks(checkpoint, optimizer)
         self.lr_scheduler.load_state_dict(values["scheduler"])
+        samples = values.get("step_samples", self._step_samples)  # none in earlier checkpoints
+        if samples != self._step_samples:
+            warn_on_rank0(
+                logger,
+                "%s is of a job with %d samples a step, and this one has %d, so it goes on at "
+                "another place of the data; set global_batch=%d to keep them on any number of "
+                "ranks.", checkpoint, samples, self._step_samples, samples,
+            )  # fmt: skip
         for number, group in enumerate(optimizer.param_groups):
             if not group["params"]:  # of which no parameter of this rank tells the learning rate
                 group["lr"] = self.lr_scheduler.get_last_lr()[number]

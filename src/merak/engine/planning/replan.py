@@ -10,9 +10,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from torch import nn
-
 from merak.core.announce import announce
+from merak.core.health.status import phase
 from merak.core.rank0 import decide_on_rank0
 from merak.engine.engine import Engine
 from merak.engine.planning.choose import Job
@@ -72,7 +71,7 @@ class Replanner:
     """Compares the plan of a job with its first steps, on rank 0 for all ranks.
 
     Args:
-        job: as it was planned; its model is one that no engine lays out.
+        job: as it was planned; `keep_model` keeps its model.
         pinned: choices that the search leaves as they are.
         plan: the layout in which the job runs.
         moves: whether the job goes on in a layout that is faster, or only says so.
@@ -85,6 +84,23 @@ class Replanner:
     moves: bool
     advice: str
     _tried: list[tuple[float, Candidate]] = field(init=False, default_factory=list)
+    _problem: Exception | None = field(init=False, default=None)
+
+    def keep_model(self) -> None:
+        """Keep the model as it is for the search to trace it again, before an engine lays it out.
+
+        Its parameters need no values.
+        """
+        if self.job.cluster is None:
+            return  # on another rank than that which searches
+        source = self.job.workload.source
+        try:
+            new: dict[int, Any] = {
+                id(own): like(own, own.detach().to("meta")) for own in source.model.parameters()
+            }
+            source.model = copy.deepcopy(source.model, new)
+        except Exception as error:  # of the model's own
+            self._problem = error
 
     def faster(self, engine: Engine) -> Candidate | None:
         """A layout in which a step would take over 5 % less; all ranks call it together.
@@ -108,7 +124,10 @@ class Replanner:
         if len(ranks) < len(times):
             return None
         try:
-            found = self._search(ranks)
+            if self._problem is not None:
+                raise self._problem
+            with phase("comparing the plan with the first steps"):
+                found = self._search(ranks)
         except Exception as error:  # training is worth more than its comparison
             logger.warning("the first steps cannot be compared with the plan: %s", error)
             return None
@@ -162,12 +181,7 @@ class PlanWatch:
         self._num_steps, self._step = 0, 0
         self.layout: Candidate | None = None
         """The layout to go on in behind the next checkpoint; None to stay."""
-        source = replanner.job.workload.source
-        try:  # the plan may trace the model again, and it is laid out by then
-            source.model = without_weights(source.model)
-        except Exception as error:
-            announce("plan: not compared with the first steps (%s cannot be copied)", error)
-            self._replanner = None
+        replanner.keep_model()
 
     def start(self, step: int) -> None:
         """Begin with a layout behind so many steps of the training."""
@@ -189,18 +203,6 @@ class PlanWatch:
             self._replanner = None  # with the graphs of the plan
         else:
             self._replanner.plan = self.layout
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters have shapes and no values.
-
-    Args:
-        model: that is not laid out.
-    """
-    new: dict[int, Any] = {
-        id(own): like(own, own.detach().to("meta")) for own in model.parameters()
-    }
-    return copy.deepcopy(model, new)
 
 
 def with_partition(layout: Candidate) -> str:
