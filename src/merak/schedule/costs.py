@@ -46,6 +46,9 @@ class Costs:
     # Weights, gradients and optimizer state; and of it one version of the weights.
     state_bytes: tuple[float, ...]
     weight_bytes: tuple[float, ...]
+    # rank_factors[rank][stage]: times of the stage's actions on that rank, in times of those above;
+    # empty where all ranks of a stage are alike.
+    rank_factors: tuple[tuple[float, ...], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -120,21 +123,22 @@ def uniform(
 
 def _check(costs: Costs) -> None:
     num_stages = costs.num_stages
-    for entry in fields(costs):
-        values = getattr(costs, entry.name)
-        if entry.name == "overlap":
+    rows = {f"rank_factors[{rank}]": row for rank, row in enumerate(costs.rank_factors)}
+    whole = {entry.name: getattr(costs, entry.name) for entry in fields(costs)}
+    for name, values in (whole | rows).items():
+        if name in ("overlap", "rank_factors"):
             continue
-        wanted = num_stages - 1 if entry.name in ("links", "boundary_bytes") else num_stages
+        wanted = num_stages - 1 if name in ("links", "boundary_bytes") else num_stages
         if len(values) != wanted:
             raise ScheduleError(
-                f"{entry.name} has {len(values)} values; {num_stages} stages need {wanted}."
+                f"{name} has {len(values)} values; {num_stages} stages need {wanted}."
             )
-        if entry.name == "links":
+        if name == "links":
             continue
         if any(not value >= 0 for value in values):
-            raise ScheduleError(f"{entry.name} is {values}; times and sizes are 0 or more.")
+            raise ScheduleError(f"{name} is {values}; times and sizes are 0 or more.")
         if math.inf in values:
-            raise ScheduleError(f"{entry.name} is {values}; times and sizes are finite.")
+            raise ScheduleError(f"{name} is {values}; times and sizes are finite.")
     for field in ("checkpoint_bytes", "weight_gradient_bytes"):
         part = getattr(costs, field)
         if any(p > whole for p, whole in zip(part, costs.activation_bytes)):

@@ -40,6 +40,7 @@ from merak.plan.price.replicas import (
     zero_sharding,
 )
 from merak.plan.price.segments import SegmentPrice, model_flops, price_segments
+from merak.plan.price.shared_ranks import RankBalance
 from merak.plan.price.stages import (
     Stage,
     boundary_bytes,
@@ -53,6 +54,7 @@ from merak.plan.price.update import home_of, norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
+from merak.plan.step_plans import StepPlans
 from merak.schedule.action_table import tabulate
 from merak.schedule.costs import Costs, Link
 from merak.schedule.ir import Schedule
@@ -267,8 +269,8 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     num_stages = plans.base.schedule.num_stages
     check_stages(workload.local_graph(candidate.form), num_stages, candidate.pp)
     links = stage_links(cluster, candidate, plans.base.schedule)
-    on_stages = [segments[rank] for rank in _slowest_ranks(plans.base.schedule, devices)]
-    partition = _partition(workload, candidate, on_stages, links)
+    slowest = _slowest_ranks(plans.base.schedule, devices)
+    partition = _partition(workload, candidate, plans, segments, slowest, links)
     fills = None if math.isinf(budget) else int(budget)
     forecast = workload.forecast(candidate, partition, fills, devices[0])
     if plans.takes_costs:
@@ -302,7 +304,9 @@ def _with_memory(
 def _partition(
     workload: Workload,
     candidate: Candidate,
-    prices: Sequence[Sequence[SegmentPrice]],
+    plans: StepPlans,
+    segments: Sequence[Sequence[SegmentPrice]],
+    ranks: Sequence[int],
     links: Sequence[Link],
 ) -> Partition:
     """The candidate's own partition, or the balanced one.
@@ -310,10 +314,13 @@ def _partition(
     Args:
         workload: the job.
         candidate: how it is laid out.
-        prices: for every stage, those of all segments on its device.
+        plans: of its schedule.
+        segments: prices of all segments on the device of every pp rank.
+        ranks: of every stage, of several that have it the slowest.
         links: between neighbouring stages.
     """
-    num_stages, num_segments = len(prices), len(prices[0])
+    schedule = plans.base.schedule
+    num_stages, num_segments = schedule.num_stages, len(segments[0])
     if candidate.partition is not None:
         return from_sizes(candidate.partition, num_segments)
     if num_stages == 1:
@@ -321,18 +328,25 @@ def _partition(
     graph = workload.local_graph(candidate.form)
     sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
     names = [segment.name for segment in graph.segments]
-    different = {id(own): recomputing_times(own, names, candidate.recompute) for own in prices}
+    different = {id(own): recomputing_times(own, names, candidate.recompute) for own in segments}
     kinds = {
         key: tuple((one.forward_s, one.backward_s) for one in own) for key, own in different.items()
     }
     differs = len(set(kinds.values())) > 1 or (len(set(links)) > 1 and len(set(sizes)) > 1)
-    times = tuple(kinds[id(own)] for own in prices)
+    times = tuple(kinds[id(segments[rank])] for rank in ranks)
     key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)
-    on_stages = [different[id(own)] for own in prices]
+    on_ranks = [different[id(own)] for own in segments]
+    on_stages = [on_ranks[rank] for rank in ranks]
     count = candidate.num_microbatches
     if differs:
         uneven = partial(balance_uneven, on_stages, count, links=links, cut_bytes=sizes)
-        return workload.once(key, uneven)
+        found = workload.once(key, uneven)
+        is_shared = any(len(schedule.stages_of(rank)) > 1 for rank in range(candidate.pp))
+        if plans.takes_costs or not is_shared:
+            return found
+        own = RankBalance(schedule, on_ranks, links, sizes)
+        shared = (candidate.schedule, str(candidate.schedule_options), candidate.pp, *key)
+        return workload.once(shared, lambda: own.best(found))
     return workload.once(key, lambda: balance(on_stages[0], num_stages, count))
 
 
@@ -363,6 +377,7 @@ def _step(
     busy = _busy(simulation, durations(schedule, simulation.table, costs))
     nothing = [0.0] * len(stages)
     alone = costs_of([s.compute for s in stages], costs.links, costs.boundary_bytes, nothing)
+    alone = replace(alone, rank_factors=costs.rank_factors)
     compute = _busy(simulation, durations(schedule, simulation.table, alone))
     rank = int(np.argmax(busy))
     ends_s = float(simulation.end.max(initial=0.0))
@@ -423,7 +438,24 @@ def _costs(
     links = stage_links(cluster, candidate, laid.schedule)
     sizes = boundary_bytes(graph, laid.forecast.layout.partition)
     waits_s = [own_s + updates_s.get(n, 0.0) for n, own_s in enumerate(reduction_s)]
-    return costs_of(whole, links, sizes, waits_s)
+    return replace(costs_of(whole, links, sizes, waits_s), rank_factors=_rank_factors(laid))
+
+
+def _rank_factors(laid: _Laid) -> tuple[tuple[float, ...], ...]:
+    """Times of a stage's copies, in times of that on the slowest rank, as `Costs` takes them."""
+    slowest, parts = (
+        _slowest_ranks(laid.schedule, laid.devices),
+        laid.forecast.layout.partition.stages,
+    )
+    if laid.schedule.num_copies == 1 or len({id(own) for own in laid.segments}) == 1:
+        return ()
+    seconds = [
+        [sum((own[i].forward_s + own[i].backward_s for i in part), 1e-30) for part in parts]
+        for own in laid.segments
+    ]
+    return tuple(
+        tuple(own / seconds[slowest[n]][n] for n, own in enumerate(row)) for row in seconds
+    )
 
 
 def _updates_s(

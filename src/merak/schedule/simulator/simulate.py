@@ -94,6 +94,8 @@ def durations(schedule: Schedule, table: ActionTable, costs: Costs) -> FloatArra
     ):
         chosen = recomputing & table.is_kind(kind)
         duration[chosen] += np.array(added)[table.stage[chosen]]
+    if costs.rank_factors:
+        duration *= np.array(costs.rank_factors)[table.rank, table.stage]
     if not schedule.is_synchronous:
         # The rank waits for an update's reduction before it goes on with the new weights.
         updates = table.is_kind(*FINAL_KINDS)
