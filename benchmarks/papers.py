@@ -1,11 +1,12 @@
 """Figures that two papers print, beside the price that Merak gives the same jobs on their clusters.
 
-    python benchmarks/papers.py [--figure table3 6 9a 14 efficiency …] [--check PAGE]
+    python benchmarks/papers.py [--figure table3 6 9a 14 efficiency notes …] [--check PAGE]
 
 Nothing runs, and no device is needed: models are ordinary transformers models without weights, and
 speeds are those of the library's data sheets and of the cluster files in `data`. The papers are
-Merak (IEEE TPDS; table III and figures 6 to 9) and Chimera (SC21; figures 10 to 19). Of figures
-that are pictures, the numbers that their text prints are in `data`; so are the layouts, as far as
+Merak (IEEE TPDS; table III, figures 5 to 8 and 9a to 9c) and Chimera (SC21; figures 1 and 9 to 19);
+"notes" has formulas of four others. "split" alone is measured on this machine. Of figures that are
+pictures, the numbers that their text prints are in `data`; so are the layouts, as far as
 they are printed. What is not printed (layers of Merak's models, microbatches) is said in a comment.
 
 Merak's paper names no precision. All of its jobs are priced in float32, whose products an RTX 3090
@@ -17,9 +18,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tools import chimera_figures, merak_figures, report
+from tools import chimera_figures, formula_figures, merak_figures, report
 
-TABLES = merak_figures.FIGURES | chimera_figures.FIGURES
+TABLES = merak_figures.FIGURES | chimera_figures.FIGURES | formula_figures.FIGURES
 
 
 def main() -> None:

@@ -34,8 +34,10 @@ compared with hide their reductions, as Merak does and torch's DDP over Gloo har
 V100S = {
     "": ("v100-32gb:8x4", True),
     "the others reduce after the backward": ("v100-32gb:8x4", False),
+    "Gloo's rates": ("chimera_v100_gloo.yaml", True),
+    "Gloo's rates, and the others reduce after it": ("chimera_v100_gloo.yaml", False),
 }
-"""Assumptions of figure 16."""
+"""Assumptions of figure 16; Gloo sends from host memory, and NVLink is of no use to it."""
 
 NETWORKS = {
     "TCP over Aries": "chimera_piz_daint.yaml",
