@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -154,12 +155,23 @@ LAYOUTS = (
 )
 
 
+FORGET = merak.MerakTrainer.forget_layout
+
+
+def forget(trainer: Any) -> None:
+    """Forget a layout, and hold nothing of it: there may be no memory for two."""
+    made = [weakref.ref(trainer.engine), weakref.ref(trainer.optimizer.optimizer)]
+    FORGET(trainer)
+    assert [own() for own in made] == [None, None]
+
+
 def train_in_layouts(folder: str, given: dict[str, Any]) -> Any:
     """Train in these layouts one after another, whatever was measured."""
     left = iter((*LAYOUTS, None))
     with (
         mock.patch.object(Replanner, "faster", lambda *_: next(left)),
         mock.patch.object(replan, "FIRST_STEPS", 1),
+        mock.patch.object(merak.MerakTrainer, "forget_layout", forget),
         mock.patch(f"{__name__}.SLEEP_S", 0),
     ):
         found = train(folder, {"replan": True, **given})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Never, cast
 
 import torch
+from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
@@ -216,6 +217,11 @@ class MerakTrainer(Stepping):
         self._planned_files = self._step = self._ran = None
         self._last_step = LastStep(self._skips)
         vars(self).pop("_saver", None)
+        handler: Any = self.callback_handler  # which has what transformers gave it in the layout
+        handler.optimizer = handler.lr_scheduler = handler.train_dataloader = None
+        handler.eval_dataloader = None
+        self.accelerator.free_memory()
+        clear_device_cache(garbage_collection=True)  # of the engine, whose objects are in cycles
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make accelerate take this rank for a single process, which leaves the model as it is."""
