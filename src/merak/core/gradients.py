@@ -18,6 +18,41 @@ def add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         parameter.grad += gradient
 
 
+def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> None:
+    """Accumulate a backward's gradient into a parameter's, as autograd does, to the bit.
+
+    Hooks that a user has registered on the parameter are called.
+
+    Args:
+        parameter: gains it.
+        gradient: of its shape.
+        owned: whether nobody else has its memory, so that it may become the parameter's.
+    """
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        if changed is not None:
+            gradient, owned = changed, False
+    _accumulate(parameter, gradient, owned)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
+
+
+def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> None:
+    known = parameter.grad
+    if known is not None:
+        known.add_(gradient)
+        return
+    made = gradient.to(gradient_dtype(parameter))
+    if parameter.is_contiguous():
+        if not made.is_contiguous():
+            made = made.contiguous()
+        elif made is gradient and not owned:
+            made = made.clone()
+    elif made.stride() != parameter.stride() or (made is gradient and not owned):
+        made = torch.empty_like(parameter, dtype=made.dtype).copy_(made)
+    parameter.grad = made
+
+
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the dense form of a gradient that may be sparse."""
     return gradient.to_dense() if gradient.is_sparse else gradient

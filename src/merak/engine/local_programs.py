@@ -260,7 +260,9 @@ class ProgramCache:
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
-        compiler = Compiler(graph, partial(runnable, compiler=self._compiler))
+        make = partial(runnable, compiler=self._compiler)
+        joins = training and self._compiler is None and self._zero < 3
+        compiler = Compiler(graph, make, joins=joins)
         rewrites = self._make_rewrites(parallel)
         program = compile_program(graph, bounds, rewrites, choices, arrange, compiler)
         device = self.mesh.device

@@ -217,7 +217,7 @@ def _fail(engine: Engine, batches: list[dict[str, torch.Tensor]], moment: str) -
         with pytest.raises(KeyError):
             engine.train_step(0, columns, [batches[0], {"input_ids": batches[1]["input_ids"]}])
         bad = {**batches[1], "labels": batches[1]["labels"][:, :3]}
-        with pytest.raises(ValueError):
+        with pytest.raises(RuntimeError, match="size mismatch"):
             engine.train_step(0, columns, [batches[0], bad])
     elif moment == "backward":
 

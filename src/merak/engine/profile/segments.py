@@ -146,7 +146,7 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
     program = replace(program, gradient_inputs=_carries(inputs.segment))
     ctx = inputs.context
 
-    def forward(run: SegmentProgram, save: bool) -> tuple[run_segment.SavedForward, TensorDict]:
+    def forward(run: SegmentProgram, save: bool) -> tuple[run_segment.Saved, TensorDict]:
         values = dict(inputs.values)
         return run_segment.forward(run, values, ctx, save), values
 
@@ -175,7 +175,7 @@ def _carries(segment: Segment) -> tuple[bool, ...]:
     return tuple(metas[name].requires_grad for name in segment.inputs)
 
 
-Forward = Callable[[bool], tuple[run_segment.SavedForward, TensorDict]]
+Forward = Callable[[bool], tuple[run_segment.Saved, TensorDict]]
 """Runs a forward that saves its activations, or does not."""
 
 
@@ -213,7 +213,7 @@ class _Passes:
     def backward_s(self) -> tuple[float, float]:
         """Seconds of a backward, and of the gradients of weights that it left."""
 
-        def start() -> tuple[run_segment.SavedForward, TensorDict]:
+        def start() -> tuple[run_segment.Saved, TensorDict]:
             saved, values = self.forward(True)
             gradients = {
                 name: torch.ones_like(values[name])
@@ -224,14 +224,14 @@ class _Passes:
                 self.deferred.start(0)
             return saved, gradients
 
-        def backward(started: tuple[run_segment.SavedForward, TensorDict]) -> None:
+        def backward(started: tuple[run_segment.Saved, TensorDict]) -> None:
             run_segment.backward(self.program, *started, self.ctx, lambda _: None)
 
         if self.deferred is None:
             return self.watch.after(start, backward), 0.0
         deferred = self.deferred
 
-        def fresh() -> tuple[run_segment.SavedForward, TensorDict]:
+        def fresh() -> tuple[run_segment.Saved, TensorDict]:
             deferred.forget()
             return start()
 

@@ -14,8 +14,9 @@ from functools import partial
 import torch
 
 from merak.core.random import set_random_state
-from merak.engine.segments import run_offloaded
+from merak.engine.segments import run_joint, run_offloaded
 from merak.engine.segments.context import SegmentContext
+from merak.engine.segments.run_joint import JointForward
 from merak.engine.segments.run_offloaded import OffloadedForward, Saving
 from merak.engine.tensors_by_name import LeafGradients, ParamLeaves, TensorDict
 from merak.graph.program.program import SegmentProgram
@@ -43,9 +44,11 @@ class SavedForward:
     offloaded: OffloadedForward | None = None
 
 
-def forward(
-    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
-) -> SavedForward:
+Saved = SavedForward | JointForward
+"""What the forward of a segment leaves for its backward."""
+
+
+def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool) -> Saved:
     """Run the forward of a segment from detached inputs, and save what its backward needs.
 
     Args:
@@ -55,6 +58,9 @@ def forward(
         save: save its activations for the backward; else only if its program says so.
     """
     saves = (save or run.saved) and run.trains
+    joined = run_joint.forward(run, values, ctx, saves)
+    if joined is not None:
+        return joined
     if saves and run.offload is not None and ctx.offload is not None:
 
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
@@ -83,9 +89,11 @@ def forward(
     return SavedForward(leaves, outputs if saves else None, before, recording)
 
 
-def recompute(run: SegmentProgram, saved: SavedForward, ctx: SegmentContext) -> None:
+def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     """Recompute the activations that the forward did not save."""
-    if saved.outputs is None:
+    if isinstance(saved, JointForward):
+        run_joint.recompute(run, saved, ctx)
+    elif saved.outputs is None:
         with unsharded(run, ctx):
             _recompute(run, saved, ctx)
 
@@ -102,7 +110,7 @@ def _recompute(run: SegmentProgram, saved: SavedForward, ctx: SegmentContext) ->
 
 def backward(
     run: SegmentProgram,
-    saved: SavedForward,
+    saved: Saved,
     gradients: TensorDict,
     ctx: SegmentContext,
     segment_done: Callable[[SegmentProgram], None],
@@ -116,7 +124,9 @@ def backward(
         ctx: as in the forward.
         segment_done: called afterwards.
     """
-    if run.trains:
+    if isinstance(saved, JointForward):
+        run_joint.backward(run, saved, gradients, ctx)
+    elif run.trains:
         with unsharded(run, ctx):
             if saved.outputs is None:
                 _recompute(run, saved, ctx)

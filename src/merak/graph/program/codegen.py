@@ -108,20 +108,32 @@ def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
     return made
 
 
+def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:
+    """Graph with the operators that run in the place of those that stand for them.
+
+    Args:
+        graph: left as it is.
+        to_compile: whether `torch.compile` compiles it.
+    """
+    if not any(map(_is_replaced, graph.nodes)):
+        return graph
+    graph, _ = copy_graph(graph)
+    for node in graph.nodes:
+        if is_opaque(node):
+            node.target = opaque_function(node.meta["opaque"])
+        elif is_dynamic_region(node):
+            node.target = dynamic_region_function(node.meta["region"])
+        elif multiplies_groups(node):
+            node.target = grouped_product
+        elif chooses_kernel(node):
+            node.kwargs = {**node.kwargs, "room": room_for_documents(node)}
+            node.target = attend_packed
+    draw_in_logical_order(graph, to_compile=to_compile)
+    return graph
+
+
 def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler | None) -> Function:
-    if any(map(_is_replaced, graph.nodes)):
-        graph, _ = copy_graph(graph)
-        for node in graph.nodes:
-            if is_opaque(node):
-                node.target = opaque_function(node.meta["opaque"])
-            elif is_dynamic_region(node):
-                node.target = dynamic_region_function(node.meta["region"])
-            elif multiplies_groups(node):
-                node.target = grouped_product
-            elif chooses_kernel(node):
-                node.kwargs = {**node.kwargs, "room": room_for_documents(node)}
-                node.target = attend_packed
-        draw_in_logical_order(graph, to_compile=compiler is not None)
+    graph = as_run(graph, to_compile=compiler is not None)
     forward: Function
     if observe is not None:
         forward = _Observed(graph, observe).run

@@ -12,7 +12,8 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
-from merak.graph.program.codegen import BranchValues, Function, branch_values, runnable
+from merak.graph.joint.segment import JointSegment, joint_segment
+from merak.graph.program.codegen import BranchValues, Function, as_run, branch_values, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.segment.buffer_kinds import written_buffers
@@ -45,6 +46,7 @@ class SegmentProgram:
         selective: its operators whose results are saved where it recomputes; None for none.
         offload: where its activations are offloaded to host memory, the values that it reads or
             makes and that stay on the device for other segments; else None.
+        joint: its forward and backward as a graph; None where autograd runs the backward.
     """
 
     segment: Segment
@@ -57,6 +59,7 @@ class SegmentProgram:
     saved: bool = False
     selective: SavedOps | None = None
     offload: frozenset[str] | None = None
+    joint: JointSegment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +345,15 @@ class Compiler:
     Args:
         graph: the whole model, cut into segments.
         make: gives the function of a segment's graph.
+        joins: whether forwards and backwards of segments are made as one graph, where they can be.
     """
 
-    def __init__(self, graph: ModelGraph, make: MakeFunction = runnable) -> None:
+    def __init__(
+        self, graph: ModelGraph, make: MakeFunction = runnable, *, joins: bool = False
+    ) -> None:
         self.graph = graph
         self._make = make
+        self._joins = joins
 
     def segment(
         self,
@@ -370,7 +377,8 @@ class Compiler:
         if selective is not None:
             local, saved_ops = save_operators(local, selective)
         program = compile_segment(local, self.graph.values, draws, self._make)
-        return replace(program, selective=saved_ops), shards
+        joint = joint_segment(local.graph, as_run(local.graph)) if self._joins else None
+        return replace(program, selective=saved_ops, joint=joint), shards
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.
@@ -424,7 +432,9 @@ def with_offloading(
             # What recomputes holds its inputs alone.
             held.update(program.segment.inputs, program.segment.outputs if program.saved else ())
     return [
-        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
+        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs}), joint=None)
+        if goes
+        else p
         for p, goes in zip(programs, away, strict=True)
     ]
 

@@ -1,0 +1,191 @@
+"""Running a segment whose backward is a graph: its forward, recomputation and backward.
+
+Neither autograd nor hooks take part: the forward returns what the backward reads, and the backward
+is a function of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from merak.core.random import set_random_state
+from merak.engine.segments.context import SegmentContext
+from merak.engine.tensors_by_name import TensorDict
+from merak.graph.joint.derive import Given
+from merak.graph.joint.segment import Parts
+from merak.graph.program.program import SegmentProgram
+
+
+@dataclass(slots=True)
+class JointForward:
+    """What a segment's forward leaves for its backward.
+
+    Args:
+        parts: the functions of the segment.
+        arguments: what the forward has read.
+        outputs: what it has given; none until they are recomputed.
+        saved: what the backward reads besides; None until it is recomputed.
+        buffers: numbers of the arguments that the segment writes into, and what the forward found
+            there; for the recomputation alone.
+        offloaded: nothing is.
+    """
+
+    parts: Parts
+    arguments: list[torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+    saved: tuple[torch.Tensor, ...] | None
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    offloaded: None = None
+
+
+def forward(
+    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
+) -> JointForward | None:
+    """Run the forward of a segment; None where its backward is no graph.
+
+    Args:
+        run: the segment.
+        values: what it reads of others; gains its outputs.
+        ctx: what else it reads.
+        save: save what the backward reads.
+    """
+    joint = run.joint
+    if joint is None or ctx.fsdp is not None or ctx.observer is not None:
+        return None
+    arguments = _arguments(run, values, ctx)
+    parts = joint.parts(arguments)
+    if parts is None:
+        return None
+    made = JointForward(parts, arguments, (), None)
+    if not save:
+        first = len(run.segment.parameters)
+        places = {name: first + i for i, name in enumerate(run.segment.buffers)}
+        made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
+    outputs = _compute(run, made, arguments, ctx, save)
+    values.update(zip(run.segment.outputs, outputs, strict=True))
+    return made
+
+
+def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> None:
+    """Recompute what the forward did not save."""
+    if saved.saved is None:
+        arguments = list(saved.arguments)
+        for place, buffer in saved.buffers.items():
+            arguments[place] = buffer
+        _compute(run, saved, arguments, ctx, save=True)
+
+
+def backward(
+    run: SegmentProgram, saved: JointForward, gradients: TensorDict, ctx: SegmentContext
+) -> None:
+    """Run the backward of a segment.
+
+    Args:
+        run: the segment.
+        saved: from the forward.
+        gradients: loses those of its outputs and gains those of its inputs.
+        ctx: as in the forward.
+    """
+    recompute(run, saved, ctx)
+    found = [gradients.pop(name, None) for name in run.segment.outputs]
+    tangents = [
+        gradient if carries else None
+        for gradient, carries in zip(found, saved.parts.carries, strict=True)
+    ]
+    del found
+    if all(gradient is None for gradient in tangents):
+        return
+    later = _later(run, gradients, ctx)
+    given = Given(
+        tuple([None if gradient is None else gradient.stride() for gradient in tangents]),
+        tuple([(number, gradient.stride()) for number, gradient in later]),
+    )
+    parts = saved.parts if saved.parts.given == given else _changed(run, saved, given, ctx)
+    assert saved.saved is not None
+    names = run.segment.parameters
+    arguments = [
+        *[saved.arguments[number] for number in parts.reads],
+        *[gradient for _, gradient in later],
+        *[gradient for gradient in tangents if gradient is not None],
+        *saved.saved,
+        *[ctx.weights[names[number]] for number in parts.parameters],
+    ]
+    saved.saved = None
+    del later, tangents
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        made = parts.backward(arguments)
+    first = _first_input(run)
+    inputs = run.segment.inputs
+    gradients.update(zip([inputs[number - first] for number in parts.inputs], made, strict=True))
+
+
+def _later(
+    run: SegmentProgram, gradients: TensorDict, ctx: SegmentContext
+) -> list[tuple[int, torch.Tensor]]:
+    """Sums that later readers have given, by number of the parameter or input; inputs' are popped.
+
+    They enter the backward, which adds what each of its own readers gives one by one: the order in
+    which one process's autograd sums.
+    """
+    found = []
+    for leaf, known in ctx.leaf_gradients(run, ctx.weights):
+        name = next(name for name in run.repeated if ctx.weights[name] is leaf)
+        found.append((run.segment.parameters.index(name), known))
+    first = _first_input(run)
+    for number, (name, carries) in enumerate(
+        zip(run.segment.inputs, run.gradient_inputs, strict=True), first
+    ):
+        if carries and name in gradients:
+            found.append((number, gradients.pop(name)))
+    return found
+
+
+def _first_input(run: SegmentProgram) -> int:
+    segment = run.segment
+    return len(segment.parameters) + len(segment.buffers) + len(segment.columns)
+
+
+def _changed(run: SegmentProgram, saved: JointForward, given: Given, ctx: SegmentContext) -> Parts:
+    """Functions for gradients that the forward has not expected."""
+    assert run.joint is not None and saved.saved is not None
+    parts = run.joint.parts(saved.arguments, given)
+    assert parts is not None, run.joint.obstacle
+    known = dict(zip(saved.parts.saved, saved.saved, strict=True))
+    saved.parts = parts
+    if known.keys() >= set(parts.saved):
+        saved.saved = tuple([known[name] for name in parts.saved])
+    else:
+        saved.saved = None
+        recompute(run, saved, ctx)
+    return parts
+
+
+def _arguments(run: SegmentProgram, values: TensorDict, ctx: SegmentContext) -> list[torch.Tensor]:
+    segment = run.segment
+    return [
+        *[ctx.weights[name].detach() for name in segment.parameters],
+        *[ctx.buffers[name] for name in segment.buffers],
+        *[ctx.columns[name] for name in segment.columns],
+        *[values[name].detach() for name in segment.inputs],
+        *[ctx.batch_only[name] for name in segment.batch_only],
+    ]
+
+
+def _compute(
+    run: SegmentProgram,
+    made: JointForward,
+    arguments: Sequence[torch.Tensor],
+    ctx: SegmentContext,
+    save: bool,
+) -> tuple[torch.Tensor, ...]:
+    if run.draws:
+        set_random_state(ctx.device, *ctx.random_key, run.segment.index)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        results = (made.parts.forward if save else made.parts.plain)(list(arguments))
+    outputs = results[: len(run.segment.outputs)]
+    if save:
+        made.outputs, made.saved = outputs, results[len(outputs) :]
+    return outputs

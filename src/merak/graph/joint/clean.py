@@ -1,0 +1,97 @@
+"""Clean-up of a joint graph: views of one place in memory are one node, and nothing idle runs.
+
+Nothing is reordered, and nothing merged but views, so bits stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.joint.derive import JointGraph, Layout
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+_SAME: dict[Any, torch._ops.OpOverload] = {
+    aten._unsafe_view.default: aten.view.default,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+}
+"""Operators in whose place another computes the same bits, whose call costs less."""
+
+
+def clean(joint: JointGraph) -> None:
+    """Clean a joint graph, in place."""
+    seen: dict[Layout, fx.Node] = {}
+    for node in joint.graph.nodes:
+        layout = node.meta.get("layout")
+        node.target = _SAME.get(node.target, node.target)
+        if layout is None:
+            continue
+        if is_view(node):
+            _shorten(node)
+            known = seen.get(layout)
+            if known is not None:
+                node.replace_all_uses_with(known)
+                continue
+        seen.setdefault(layout, node)
+    _replace_results(joint)
+    for node in reversed(list(joint.graph.nodes)):
+        if not node.users and node.op == "call_function" and not has_effect(node):
+            joint.graph.erase_node(node)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node yields memory of an argument, and writes nothing."""
+    layout = node.meta.get("layout")
+    if layout is None or node.op != "call_function" or has_mutable_schema(node):
+        return False
+    return base_of(node) is not None
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """Argument whose memory a node yields; None if it has memory of its own."""
+    storage = node.meta["layout"].storage
+    for argument in node.all_input_nodes:
+        layout = argument.meta["layout"]
+        if layout is not None and layout.storage == storage:
+            return argument
+    return None
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether an operator must run whoever reads its results: it writes, or draws."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _shorten(node: fx.Node) -> None:
+    """Let a view of a view be one of the whole."""
+    base = node.args[0] if node.target in _VIEWS else None
+    if isinstance(base, fx.Node) and base.target in _VIEWS:
+        whole = base.args[0]
+        assert isinstance(whole, fx.Node)
+        if is_contiguous(whole.meta["layout"]):
+            node.replace_input_with(base, whole)
+
+
+def is_contiguous(layout: Layout) -> bool:
+    """Whether a tensor is contiguous."""
+    expected = 1
+    for size, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _replace_results(joint: JointGraph) -> None:
+    results: Any = joint.graph.output_node().args[0]
+    joint.outputs[:] = results[0]
+    joint.gradients.update(zip(joint.gradients, results[1], strict=True))

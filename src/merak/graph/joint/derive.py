@@ -1,0 +1,247 @@
+"""Derivation of a joint graph: a segment runs on fake tensors, forward and backward.
+
+Every operator beneath autograd is recorded with its arguments, so the graph has what autograd
+would run, in its order: gradients are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from merak.graph.ir.ir import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the elements of a tensor lie.
+
+    Args:
+        shape: sizes of its dims.
+        stride: elements between two along each dim.
+        dtype: type of its elements.
+        offset: its first element in the storage.
+        storage: number of the storage in its graph.
+        storage_bytes: of the storage.
+        lazy: whether its elements are to be conjugated, and negated.
+        device: where they are.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    storage: int
+    storage_bytes: int
+    lazy: tuple[bool, bool]
+    device: torch.device
+
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Gradients that a segment's backward is given.
+
+    Args:
+        tangents: per output, the strides of its gradient; None where it has none.
+        later: numbers of inputs and parameters, and the strides of the sum that later readers give.
+    """
+
+    tangents: tuple[Strides | None, ...]
+    later: tuple[tuple[int, Strides], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """Forward and backward of a segment as one graph.
+
+    Every node has its `Layout` in `meta["layout"]`, None where it is no tensor. Nodes of the
+    backward have `meta["is_backward"]`.
+
+    Args:
+        graph: its placeholders are those of the segment, later sums, and gradients of outputs.
+        given: gradients that its backward is given.
+        arguments: placeholders of the segment, in order.
+        later: placeholders of later sums, by number of the argument.
+        tangents: placeholders of the gradients of outputs, by number of the output.
+        outputs: of the segment, in order.
+        gradients: by number of the argument; one that has no gradient is missing.
+        carries: per output, whether a gradient goes back through it.
+    """
+
+    graph: fx.Graph
+    given: Given
+    arguments: list[fx.Node]
+    later: dict[int, fx.Node]
+    tangents: dict[int, fx.Node]
+    outputs: list[fx.Node]
+    gradients: dict[int, fx.Node]
+    carries: tuple[bool, ...]
+
+
+class JointError(Exception):
+    """A segment whose backward is no graph, with the reason."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators that run beneath autograd, as nodes of a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = graph
+        self.is_backward = False
+        self._nodes: dict[int, fx.Node] = {}
+        self._kept: list[torch.Tensor] = []
+        self._storages: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor | tuple | list):
+            self._record(func, args, kwargs, result)
+        elif func.namespace != "prim":
+            raise JointError(f"{func} gives a value, not a tensor")
+        return result
+
+    def placeholder(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """Placeholder of a tensor."""
+        return self._note(self.graph.placeholder(name), tensor)
+
+    def node(self, tensor: torch.Tensor) -> fx.Node:
+        """Node that yields a tensor."""
+        found = self._nodes.get(id(tensor))
+        if found is None:
+            raise JointError("it reads a tensor that no operator of it has made")
+        return found
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        args, kwargs = self._plain(args), self._plain(kwargs)
+        node = self.graph.call_function(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            self._note(node, result)
+            return
+        node.meta = {"layout": None, "is_backward": self.is_backward}
+        for place, one in enumerate(result):
+            if isinstance(one, torch.Tensor):
+                self._note(self.graph.call_function(operator.getitem, (node, place)), one)
+            elif one is not None:
+                raise JointError(f"{func} gives lists of tensors")
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.node(value)
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._plain, value))
+        if isinstance(value, dict):
+            return {key: self._plain(one) for key, one in value.items()}
+        return value
+
+    def _note(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
+        self._nodes[id(tensor)] = node
+        self._kept.append(tensor)
+        node.meta = {"layout": self._layout(tensor), "is_backward": self.is_backward}
+        return node
+
+    def _layout(self, tensor: torch.Tensor) -> Layout:
+        if tensor.layout is not torch.strided:
+            raise JointError("it makes sparse tensors")
+        storage = tensor.untyped_storage()
+        number = self._storages.setdefault(storage._cdata, len(self._storages))
+        return Layout(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            number,
+            storage.nbytes(),
+            (tensor.is_conj(), tensor.is_neg()),
+            tensor.device,
+        )
+
+
+def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -> JointGraph:
+    """Joint graph of a segment's graph.
+
+    Args:
+        graph: operators as they run; its placeholders carry their kind and metadata.
+        like: its arguments, or what is laid out as they are.
+        given: gradients that its backward is given; None for one of each output, laid out as it is.
+
+    Raises:
+        JointError: the backward is no graph.
+    """
+    recorder = _Recorder(fx.Graph())
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.autograd.set_multithreading_enabled(False),
+        torch.enable_grad(),
+    ):
+        arguments = [_fresh(tensor, tensor.stride()) for tensor in like]
+        nodes = [recorder.placeholder(f"argument_{i}", a) for i, a in enumerate(arguments)]
+        leaves = {
+            number: arguments[number].requires_grad_()
+            for number, placeholder in enumerate(placeholders)
+            if _carries_gradient(placeholder)
+        }
+        with recorder:
+            outputs = _forward(graph, dict(zip(placeholders, arguments, strict=True)))
+        results = [recorder.node(output) for output in outputs]
+        carries = tuple(output.requires_grad for output in outputs)
+        if given is None:
+            given = Given(tuple(out.stride() if out.requires_grad else None for out in outputs))
+        recorder.is_backward = True
+        later = {number: _fresh(leaves[number], stride) for number, stride in given.later}
+        tangents = {
+            number: _fresh(out, stride)
+            for number, (out, stride) in enumerate(zip(outputs, given.tangents, strict=True))
+            if stride is not None
+        }
+        later_nodes = {i: recorder.placeholder(f"later_{i}", t) for i, t in later.items()}
+        tangent_nodes = {i: recorder.placeholder(f"tangent_{i}", t) for i, t in tangents.items()}
+        with recorder:
+            found = torch.autograd.grad(
+                [*(leaves[i] for i in later), *(outputs[i] for i in tangents)],
+                list(leaves.values()),
+                [*later.values(), *tangents.values()],
+                allow_unused=True,
+            )
+        gradients = {
+            number: recorder.node(gradient)
+            for number, gradient in zip(leaves, found, strict=True)
+            if gradient is not None
+        }
+    recorder.graph.output((tuple(results), tuple(gradients.values())))
+    return JointGraph(
+        recorder.graph, given, nodes, later_nodes, tangent_nodes, results, gradients, carries
+    )
+
+
+def _fresh(like: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+
+
+def _carries_gradient(placeholder: fx.Node) -> bool:
+    kind, meta = placeholder.meta["kind"], placeholder.meta["tensor"]
+    return bool(meta.requires_grad and kind in (Kind.PARAMETER, Kind.VALUE))
+
+
+def _forward(graph: fx.Graph, values: dict[fx.Node, Any]) -> Sequence[torch.Tensor]:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        args: Any = fx.map_arg(node.args, values.__getitem__)
+        if node.op == "output":
+            return args[0]
+        kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    raise AssertionError("a graph without an output")

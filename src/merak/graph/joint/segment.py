@@ -1,0 +1,183 @@
+"""A segment whose forward and backward are a graph: the functions that the engine calls.
+
+Its joint graph belongs to the layouts of what it reads and to the gradients that its backward is
+given, so it is derived when these are first met. Equal segments, such as blocks, share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.gradients import accumulate
+from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import is_aten_alone
+from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.joint.clean import clean
+from merak.graph.joint.derive import Given, JointError, JointGraph, Strides, derive
+from merak.graph.joint.divide import divide
+from merak.graph.joint.generate import Part, generate
+from merak.graph.trace.branches.flags import is_condition
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The functions of a segment for some layouts and gradients.
+
+    Args:
+        given: gradients that the backward is given.
+        forward: arguments → outputs, then what is saved.
+        plain: arguments → outputs.
+        backward: (arguments of `reads`, later sums, gradients of outputs, what is saved, parameters
+            of `parameters`) → gradients of `inputs`; the parameters gain theirs.
+        saved: names of what is saved.
+        reads: numbers of the arguments that the backward reads.
+        parameters: numbers of the parameters that have a gradient.
+        inputs: numbers of the inputs that have one.
+        carries: per output, whether a gradient goes back through it.
+    """
+
+    given: Given
+    forward: Part
+    plain: Part
+    backward: Part
+    saved: tuple[str, ...]
+    reads: tuple[int, ...]
+    parameters: tuple[int, ...]
+    inputs: tuple[int, ...]
+    carries: tuple[bool, ...]
+
+
+class JointSegment:
+    """Functions of a segment, made when layouts of its arguments are first met.
+
+    Args:
+        graph: its operators as they run, with the placeholders of the segment.
+        structure: of the segment's graph.
+    """
+
+    def __init__(self, graph: fx.Graph, structure: Structure) -> None:
+        self._graph = graph
+        self._structure = structure
+        self._expected: dict[tuple[Strides, ...], Parts | None] = {}
+        self.obstacle = ""
+
+    def parts(self, arguments: Sequence[torch.Tensor], given: Given | None = None) -> Parts | None:
+        """Functions for some arguments; None where the backward is no graph.
+
+        Args:
+            arguments: parameters, buffers, columns, inputs, batch-only values.
+            given: gradients that the backward is given; None for those that are expected.
+        """
+        strides = tuple([argument.stride() for argument in arguments])
+        if strides in self._expected:
+            found = self._expected[strides]
+            if found is None or given is None or found.given == given:
+                return found
+        found = self._expected[strides] = self._made(strides, arguments, given)
+        return found
+
+    def _made(
+        self, strides: tuple[Strides, ...], arguments: Sequence[torch.Tensor], given: Given | None
+    ) -> Parts | None:
+        devices = tuple(str(argument.device) for argument in arguments)
+        key = (self._structure, strides, devices, given)
+        if key not in _MADE:
+            if len(_MADE) >= _MOST_MADE:
+                _MADE.pop(next(iter(_MADE)))
+            _MADE[key] = _make(self._graph, arguments, given)
+        found = _MADE[key]
+        if isinstance(found, str):
+            self.obstacle = found
+            return None
+        return found
+
+
+_MADE: dict[Any, Parts | str] = {}
+"""Functions that this process has made, or what stands against them."""
+
+_MOST_MADE = 512
+
+
+def _make(graph: fx.Graph, arguments: Sequence[torch.Tensor], given: Given | None) -> Parts | str:
+    try:
+        joint = derive(graph, arguments, given)
+    except (JointError, RuntimeError, NotImplementedError) as error:
+        return str(error)
+    clean(joint)
+    return _parts(joint, graph)
+
+
+def _parts(joint: JointGraph, graph: fx.Graph) -> Parts:
+    division = divide(joint)
+    read = {n for node in division.backward for n in node.all_input_nodes}
+    read.update(joint.gradients.values())
+    reads = tuple(number for number, node in enumerate(joint.arguments) if node in read)
+    kinds = [node.meta["kind"] for node in graph.find_nodes(op="placeholder")]
+    of_parameters = {n: g for n, g in joint.gradients.items() if kinds[n] is Kind.PARAMETER}
+    of_inputs = {n: g for n, g in joint.gradients.items() if kinds[n] is Kind.VALUE}
+    given = [
+        *(joint.arguments[number] for number in reads),
+        *joint.later.values(),
+        *joint.tangents.values(),
+        *division.saved,
+    ]
+    return Parts(
+        given=joint.given,
+        forward=generate(joint.arguments, division.forward, [*joint.outputs, *division.saved]),
+        plain=generate(joint.arguments, division.forward, joint.outputs),
+        backward=generate(
+            given,
+            division.backward,
+            list(of_inputs.values()),
+            _accumulated(joint, of_parameters),
+            accumulate,
+        ),
+        saved=tuple(node.name for node in division.saved),
+        reads=reads,
+        parameters=tuple(sorted(of_parameters)),
+        inputs=tuple(of_inputs),
+        carries=joint.carries,
+    )
+
+
+def _accumulated(
+    joint: JointGraph, gradients: Mapping[int, fx.Node]
+) -> dict[fx.Node, list[tuple[int, bool]]]:
+    """By node, the parameters that a gradient is added to, and whether it may become theirs."""
+    found: dict[fx.Node, list[tuple[int, bool]]] = {}
+    holders = [
+        *joint.arguments,
+        *joint.later.values(),
+        *joint.tangents.values(),
+        *joint.outputs,
+        *joint.gradients.values(),
+    ]
+    storages = [node.meta["layout"].storage for node in holders]
+    for number, node in gradients.items():
+        layout = node.meta["layout"]
+        is_whole = layout.storage_bytes == _num_bytes(layout.shape, layout.dtype)
+        owned = storages.count(layout.storage) == 1 and is_whole
+        found.setdefault(node, []).append((number, owned))
+    return found
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def joint_segment(graph: fx.Graph, as_run: fx.Graph) -> JointSegment | None:
+    """Functions of a segment; None where its backward is no graph for sure.
+
+    Args:
+        graph: of the segment.
+        as_run: the same with the operators that run.
+    """
+    conditions = any(map(is_condition, graph.nodes))
+    if conditions or not is_aten_alone(graph):
+        return None
+    return JointSegment(as_run, structure_of_graph(graph))
