@@ -21,6 +21,7 @@ from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.ops.linear import linear, sends, with_gradient
+from merak.ops.recording import one_operator
 from merak.ops.sharded_saved import note_gathered
 
 
@@ -308,6 +309,7 @@ def _sum_parts(
     return torch.cat(pieces, dim)
 
 
+@one_operator
 def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     """Sum over the ranks of one group: each sums a piece, and sends it to the others.
 
@@ -336,6 +338,7 @@ def _divided(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return tensor / axis_degree(axis)
 
 
+@one_operator
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     group = current_mesh().group(axis)
@@ -344,6 +347,7 @@ def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return total
 
 
+@one_operator
 def _all_gather(
     tensor: torch.Tensor,
     dim: int,
@@ -362,6 +366,7 @@ def _all_gather(
     return join_all(shards, ParameterShard(dim, parts, degree, whole, copies=copies))
 
 
+@one_operator
 def _reduce_scatter(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import Sent, linear, sends
 from merak.ops.packed_attention import attend_packed
+from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
@@ -51,6 +52,7 @@ def _exchanged_back(gradient: torch.Tensor, held: Side, wanted: Side, axis: str)
     return _all_to_all(gradient, wanted, held, axis)
 
 
+@one_operator
 def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
     degree = axis_degree(axis)
     if degree == 1:
@@ -154,6 +156,7 @@ def token_nll(
     return total / count.to(total.dtype)
 
 
+@one_operator
 @torch.no_grad()
 def _weight_of(
     target: torch.Tensor,

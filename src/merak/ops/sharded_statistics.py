@@ -15,6 +15,7 @@ from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree
 from merak.ops.flat_collectives import all_gather
 from merak.ops.linear import Sent, sends
+from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import all_reduce_sum
 
 
@@ -195,6 +196,7 @@ class _Spread(torch.autograd.Function):
         return found.to(values.dtype), None, None
 
 
+@one_operator
 def _moments(
     wide: torch.Tensor, dims: tuple[int, ...], axis: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import Sent, sends, with_gradient
+from merak.ops.recording import one_operator
 
 Layout = tuple[int, int, str]
 """(dim, whole size, axis): what is split, and over which axis."""
@@ -214,6 +215,7 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+@one_operator
 def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     """All-reduced maximum of every position's logits."""
     if own.shape[dim]:
@@ -245,6 +247,7 @@ def padded_with(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return functional.pad(own, [0, 0] * (own.dim() - dim - 1) + [0, missing]) if missing else own
 
 
+@one_operator
 def all_reduce_sum(values: torch.Tensor, axis: str) -> torch.Tensor:
     """All-reduced sum, in place; without a backward."""
     group = current_mesh().group(axis)

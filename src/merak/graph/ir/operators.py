@@ -365,8 +365,11 @@ def weights_only(graph: fx.Graph, *, constants: bool = False) -> set[fx.Node]:
 def is_aten_alone(graph: fx.Graph) -> bool:
     """Whether a graph calls torch's own operators alone, which know nothing of other ranks."""
     return all(
-        getattr(node.target, "namespace", None) in ("aten", "prims")
-        or node.target in (operator.getitem, torch._C._set_grad_enabled)
-        for node in graph.nodes
-        if node.op not in ("placeholder", "output")
+        is_aten_operator(node) for node in graph.nodes if node.op not in ("placeholder", "output")
     )
+
+
+def is_aten_operator(node: fx.Node) -> bool:
+    """Whether a node calls an operator of torch's own, or picks one of its results."""
+    is_own = getattr(node.target, "namespace", None) in ("aten", "prims")
+    return is_own or node.target in (operator.getitem, torch._C._set_grad_enabled)

@@ -5,6 +5,7 @@ Nothing is reordered, and nothing merged but views, so bits stay as they are.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -48,10 +49,8 @@ def clean(joint: JointGraph) -> None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node yields memory of an argument, and writes nothing."""
-    layout = node.meta.get("layout")
-    if layout is None or node.op != "call_function" or has_mutable_schema(node):
-        return False
-    return base_of(node) is not None
+    is_view = isinstance(node.target, torch._ops.OpOverload) and not has_mutable_schema(node)
+    return is_view and node.meta["layout"] is not None and base_of(node) is not None
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
@@ -65,9 +64,9 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether an operator must run whoever reads its results: it writes, or draws."""
+    """Whether an operator must run whoever reads its results: it writes, draws or sends."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        return node.target is not operator.getitem
     return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.graph.ir.ir import Kind
+from merak.ops.recording import recorded_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
         self.is_backward = False
+        self._is_inside = False  # a function that is one operator
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[torch.Tensor] = []
         self._storages: dict[int, int] = {}
@@ -106,10 +108,24 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if self._is_inside:
+            return result
         if isinstance(result, torch.Tensor | tuple | list):
             self._record(func, args, kwargs, result)
         elif func.namespace != "prim":
             raise JointError(f"{func} gives a value, not a tensor")
+        return result
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that is one operator."""
+        if self._is_inside:
+            return function(*args, **kwargs)
+        self._is_inside = True
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        self._record(function, args, kwargs, result)
         return result
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> fx.Node:
@@ -185,6 +201,7 @@ def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.autograd.set_multithreading_enabled(False),
         torch.enable_grad(),
+        recorded_by(recorder.call),
     ):
         arguments = [_fresh(tensor, tensor.stride()) for tensor in like]
         nodes = [recorder.placeholder(f"argument_{i}", a) for i, a in enumerate(arguments)]
@@ -241,7 +258,9 @@ def _forward(graph: fx.Graph, values: dict[fx.Node, Any]) -> Sequence[torch.Tens
             continue
         args: Any = fx.map_arg(node.args, values.__getitem__)
         if node.op == "output":
-            return args[0]
+            outputs: tuple[torch.Tensor, ...] = args[0]
+            return outputs
         kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        function: Any = node.target
+        values[node] = function(*args, **kwargs)
     raise AssertionError("a graph without an output")

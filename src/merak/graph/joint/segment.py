@@ -7,21 +7,25 @@ given, so it is derived when these are first met. Equal segments, such as blocks
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from merak.core.gradients import accumulate
+from merak.core.mesh import Mesh, current_mesh, has_mesh, pretended
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import is_aten_alone
+from merak.graph.ir.operators import is_aten_operator
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, JointError, JointGraph, Strides, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate
 from merak.graph.trace.branches.flags import is_condition
+from merak.ops.collectives import gather_with_partial_grad
+from merak.ops.sharded_dropout import attend_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +89,23 @@ class JointSegment:
         self, strides: tuple[Strides, ...], arguments: Sequence[torch.Tensor], given: Given | None
     ) -> Parts | None:
         devices = tuple(str(argument.device) for argument in arguments)
-        key = (self._structure, strides, devices, given)
+        mesh = _alone(current_mesh()) if has_mesh() else None
+        key = (self._structure, strides, devices, given, mesh)
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.pop(next(iter(_MADE)))
-            _MADE[key] = _make(self._graph, arguments, given)
+            with nullcontext() if mesh is None else pretended(mesh):
+                _MADE[key] = _make(self._graph, arguments, given)
         found = _MADE[key]
         if isinstance(found, str):
             self.obstacle = found
             return None
         return found
+
+
+def _alone(mesh: Mesh) -> Mesh:
+    """The rank's mesh, which exchanges nothing."""
+    return replace(mesh, device_mesh=None, expert_mesh=None)
 
 
 _MADE: dict[Any, Parts | str] = {}
@@ -177,7 +188,30 @@ def joint_segment(graph: fx.Graph, as_run: fx.Graph) -> JointSegment | None:
         graph: of the segment.
         as_run: the same with the operators that run.
     """
-    conditions = any(map(is_condition, graph.nodes))
-    if conditions or not is_aten_alone(graph):
+    if any(map(is_condition, graph.nodes)) or not all(map(_is_recordable, graph.nodes)):
         return None
     return JointSegment(as_run, structure_of_graph(graph))
+
+
+_MODULES = frozenset(
+    f"merak.ops.{name}"
+    for name in (
+        "collectives",
+        "context_parallel",
+        "sharded_dropout",
+        "sharded_statistics",
+        "vocab_parallel",
+        "vocab_parallel_reductions",
+    )
+)
+"""Of functions whose calls on fake tensors run the operators that calls on others run."""
+
+
+def _is_recordable(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_aten_operator(node):
+        return True
+    if node.target is gather_with_partial_grad:  # saved as shards, and gathered again
+        return False
+    if node.target is attend_sharded and node.args[4]:  # may draw from another generator
+        return False
+    return getattr(node.target, "__module__", "") in _MODULES

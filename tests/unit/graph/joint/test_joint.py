@@ -1,0 +1,313 @@
+"""Joint graphs give autograd's bits, and hold no more than autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from merak.core.storages import Storages
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.ir import Kind
+from merak.graph.joint.derive import Given
+from merak.graph.joint.segment import JointSegment, Parts, joint_segment
+
+
+@dataclass(frozen=True)
+class Case:
+    """A segment: a function of parameters and then inputs, all of float32, and of indices last."""
+
+    function: Callable[..., Any]
+    parameters: Sequence[tuple[int, ...]]
+    inputs: Sequence[tuple[int, ...]]
+    indices: Sequence[tuple[int, ...]] = ()
+
+
+def _attention(weight: Tensor, x: Tensor, dropout: float = 0.0) -> Tensor:
+    q, k, v = (x @ weight).view(2, 5, 3, 4, 2).unbind(2)
+    heads = (t.transpose(1, 2) for t in (q, k, v))
+    made = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+    return made.transpose(1, 2).flatten(2)
+
+
+def _dropped(weight: Tensor, x: Tensor) -> Tensor:
+    F.dropout(x, 0.5)  # nobody reads it, and what comes after draws other numbers
+    first = F.dropout(x @ weight, 0.3)
+    return F.dropout(first, 0.3) + F.dropout(x, 0.1)
+
+
+def _in_place(weight: Tensor, x: Tensor) -> Tensor:
+    made = x @ weight
+    made += x
+    made = made.relu_()
+    return made.masked_fill(made > 1, 0.5)
+
+
+def _two_outputs(weight: Tensor, other: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    made = torch.tanh(x @ weight)
+    return made, made * torch.sigmoid(x @ other), made.detach().sum()
+
+
+CASES = {
+    "layer norm": Case(lambda w, b, x: F.layer_norm(x, (6,), w, b), [(6,), (6,)], [(2, 3, 6)]),
+    "group norm": Case(lambda w, x: F.group_norm(x, 2, w), [(4,)], [(2, 4, 5)]),
+    "linear": Case(lambda w, b, x: F.gelu(F.linear(x, w, b)), [(5, 6), (5,)], [(2, 3, 6)]),
+    "silu": Case(lambda w, u, x: F.silu(x @ w) * (x @ u), [(6, 5), (6, 5)], [(2, 3, 6)]),
+    "convolution": Case(lambda w, x: F.hardswish(F.conv2d(x, w)), [(4, 3, 2, 2)], [(2, 3, 5, 5)]),
+    "embedding": Case(lambda w, i: F.embedding(i, w), [(9, 4)], [], [(2, 3)]),
+    "cross entropy": Case(
+        lambda w, x, i: F.cross_entropy((x @ w).flatten(0, 1), i.flatten()),
+        [(6, 9)],
+        [(2, 3, 6)],
+        [(2, 3)],
+    ),
+    "attention": Case(_attention, [(8, 24)], [(2, 5, 8)]),
+    "attention with dropout": Case(lambda w, x: _attention(w, x, 0.2), [(8, 24)], [(2, 5, 8)]),
+    "dropout": Case(_dropped, [(6, 6)], [(2, 3, 6)]),
+    "in place": Case(_in_place, [(6, 6)], [(2, 3, 6)]),
+    "indexing": Case(lambda w, x: x[:, 1:].cumsum(1)[..., ::2] * w, [(3,)], [(2, 4, 6)]),
+    "one gradient for all": Case(lambda a, b, x: x + a + b, [(2, 3), (2, 3)], [(2, 3)]),
+    "sum": Case(lambda a, x: a.sum() + x.mean(), [(3, 4)], [(3, 4)]),
+    "expanded": Case(lambda a, x: a.expand(3, 4) + x, [(4,)], [(3, 4)]),
+    "transposed": Case(lambda w, x: (x @ w).transpose(0, 1), [(6, 5)], [(4, 6)]),
+    "read twice": Case(lambda w, x: torch.tanh(x @ w) @ w + x * x, [(6, 6)], [(4, 6)]),
+    "no gradient": Case(lambda w, v, x: x @ w.detach() + v, [(6, 6), (6,)], [(4, 6)]),
+    "two outputs": Case(_two_outputs, [(6, 6), (6, 6)], [(4, 6)]),
+    "complex": Case(
+        lambda w, x: torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(w).conj()),
+        [(3, 2)],
+        [(4, 3, 2)],
+    ),
+    "where": Case(lambda w, x: torch.where(x > 0, x * w, x.exp()).softmax(-1), [(6,)], [(4, 6)]),
+}
+
+
+def _tensors(case: Case, seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    floats = [torch.randn(shape, generator=draw) for shape in (*case.parameters, *case.inputs)]
+    return floats + [torch.randint(0, 9, shape, generator=draw) for shape in case.indices]
+
+
+def _graph(case: Case) -> fx.Graph:
+    """Graph of a case, whose placeholders say what a segment's say."""
+    tensors = _tensors(case, 0)
+    function = lambda *given: tuple(_flat(case.function(*given)))  # noqa: E731
+    graph = make_fx(function, pre_dispatch=True)(*tensors).graph
+    num_floats = len(case.parameters) + len(case.inputs)
+    for number, node in enumerate(graph.find_nodes(op="placeholder")):
+        is_parameter = number < len(case.parameters)
+        tensor = tensors[number]
+        meta = TensorMeta(tuple(tensor.shape), tensor.dtype, number < num_floats)
+        kind = Kind.PARAMETER if is_parameter else Kind.VALUE
+        kind = kind if number < num_floats else Kind.COLUMN
+        node.meta |= {"kind": kind, "name": f"n{number}", "tensor": meta}
+    return graph
+
+
+def _flat(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def _segment(case: Case) -> JointSegment:
+    graph = _graph(case)
+    made = joint_segment(graph, graph)
+    assert made is not None
+    return made
+
+
+def _autograd(
+    case: Case, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    """Outputs, and gradients of inputs; those of parameters are added to theirs."""
+    torch.manual_seed(3)
+    num = len(case.parameters)
+    own = [
+        *tensors[:num],
+        *(t.detach().requires_grad_(t.is_floating_point()) for t in tensors[num:]),
+    ]
+    outputs = _flat(case.function(*own))
+    pairs = [(o, t) for o, t in zip(outputs, tangents) if t is not None and o.requires_grad]
+    torch.autograd.backward([o for o, _ in pairs], [t for _, t in pairs])
+    return outputs, [t.grad for t in own[num:]]
+
+
+def _joint(
+    parts: Parts, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], saves: bool = True
+) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        torch.manual_seed(3)
+        aliases = [tensor.detach() for tensor in tensors]
+        num = len(parts.carries)
+        outputs = parts.plain(list(aliases))
+        if saves:
+            torch.manual_seed(3)
+            results = parts.forward(list(aliases))
+            assert all(torch.equal(a, b) for a, b in zip(outputs, results[:num], strict=True))
+            outputs, saved = results[:num], results[num:]
+            del results
+        given = [
+            *(aliases[number] for number in parts.reads),
+            *(t for t, carries in zip(tangents, parts.given.tangents) if carries is not None),
+            *saved,
+            *(tensors[number] for number in parts.parameters),
+        ]
+        del saved
+        made = dict(zip(parts.inputs, parts.backward(given), strict=True))
+        assert not given
+    return outputs, [made.get(number) for number in range(len(tensors))]
+
+
+def _leaves(case: Case) -> list[Tensor]:
+    made = _tensors(case, 1)
+    return [t.requires_grad_(number < len(case.parameters)) for number, t in enumerate(made)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_autograd(name: str) -> None:
+    case = CASES[name]
+    segment, ours, theirs = _segment(case), _leaves(case), _leaves(case)
+    for microbatch in range(2):
+        with torch.no_grad():
+            outputs = _flat(case.function(*ours))
+        draw = torch.Generator().manual_seed(microbatch)
+        tangents = [
+            torch.empty_strided(o.shape, o.stride()).normal_(generator=draw) for o in outputs
+        ]
+        parts = segment.parts([tensor.detach() for tensor in ours])
+        assert parts is not None, segment.obstacle
+        made, gradients = _joint(parts, ours, tangents)
+        expected, wanted = _autograd(case, theirs, tangents)
+        for mine, one in zip(made, expected, strict=True):
+            assert torch.equal(mine, one)
+            assert mine.stride() == one.stride()
+            assert mine.grad_fn is None
+            assert not mine.requires_grad
+        num = len(case.parameters)
+        for mine, one in zip(gradients[num:], wanted, strict=True):
+            assert (mine is None) == (one is None)
+            assert mine is None or torch.equal(mine, one)
+    for mine, one in zip(ours, theirs, strict=True):
+        assert (mine.grad is None) == (one.grad is None)
+        if mine.grad is not None and one.grad is not None:
+            assert torch.equal(mine.grad, one.grad)
+            assert mine.grad.stride() == one.grad.stride()
+    held = [p.grad for p in ours if p.grad is not None]
+    assert len({g.untyped_storage().data_ptr() for g in held}) == len(held)
+    for gradient in held:
+        gradient.mul_(2.0)  # as clipping does; a gradient of stride 0 would refuse
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_holds_no_more_than_autograd(name: str) -> None:
+    case = CASES[name]
+    segment = _segment(case)
+    parts = segment.parts(_tensors(case, 1))
+    assert parts is not None
+    with FakeTensorMode():
+        leaves = [[t.new_empty(t.shape) for t in _tensors(case, 1)] for _ in range(2)]
+        for own in leaves:
+            for number, tensor in enumerate(own):
+                tensor.requires_grad_(tensor.is_floating_point())
+                if number < len(case.parameters):
+                    tensor.grad = torch.empty_like(tensor)
+        ours, theirs = leaves
+        known = [[*own, *(t.grad for t in own if t.grad is not None)] for own in leaves]
+        with torch.enable_grad(), Storages(known[1]) as storages:
+            outputs = _flat(case.function(*theirs))
+            autograd_held = storages.live_bytes
+            tangents = [torch.empty_like(o) for o in outputs if o.requires_grad]
+            before = storages.live_bytes
+            storages.restart()
+            torch.autograd.backward([o for o in outputs if o.requires_grad], tangents)
+            autograd_peak = storages.peak_bytes - before
+        tangents = [torch.empty_like(t) for t in tangents]
+        with (
+            torch.no_grad(),
+            torch._C._AutoDispatchBelowAutograd(),
+            Storages([*known[0], *tangents]) as storages,
+        ):
+            results = parts.forward([tensor.detach() for tensor in ours])
+            held = storages.live_bytes
+            num = len(parts.carries)
+            outputs, saved = results[:num], results[num:]
+            given = [
+                *(ours[number].detach() for number in parts.reads),
+                *tangents,
+                *saved,
+                *(ours[number] for number in parts.parameters),
+            ]
+            del results, saved
+            storages.restart()
+            gradients = parts.backward(given)
+            peak = storages.peak_bytes - held
+            del gradients
+    assert held <= autograd_held
+    assert peak <= autograd_peak
+
+
+def test_gradients_that_come_otherwise_than_expected() -> None:
+    case = CASES["two outputs"]
+    segment, ours, theirs = _segment(case), _leaves(case), _leaves(case)
+    aliases = [tensor.detach() for tensor in ours]
+    expected = segment.parts(aliases)
+    assert expected is not None
+    first = torch.randn(6, 4).t()
+    parts = segment.parts(aliases, Given(((1, 4), None, None)))
+    assert parts is not None
+    assert set(parts.saved) < set(expected.saved)
+    _, gradients = _joint(parts, ours, [first, None, None])
+    _, wanted = _autograd(case, theirs, [first, None, None])
+    assert wanted[0] is not None
+    assert gradients[2] is not None
+    assert torch.equal(gradients[2], wanted[0])
+    assert ours[0].grad is not None
+    assert theirs[0].grad is not None
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+    assert ours[1].grad is None
+    assert theirs[1].grad is None
+
+
+def test_sums_of_later_readers_enter_first() -> None:
+    case = CASES["read twice"]
+    segment, ours, theirs = _segment(case), _leaves(case), _leaves(case)
+    tangent, of_weight, of_input = torch.randn(4, 6), torch.randn(6, 6), torch.randn(4, 6)
+    aliases = [tensor.detach() for tensor in ours]
+    parts = segment.parts(aliases, Given(((6, 1),), ((0, (6, 1)), (1, (6, 1)))))
+    assert parts is not None
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        output, *saved = parts.forward(list(aliases))
+        read = [aliases[number] for number in parts.reads]
+        (made,) = parts.backward([*read, of_weight, of_input, tangent, *saved, ours[0]])
+    leaf = theirs[1].requires_grad_()
+    output = case.function(theirs[0], leaf)
+    torch.autograd.backward([theirs[0], leaf, output], [of_weight, of_input, tangent])
+    assert leaf.grad is not None
+    assert torch.equal(made, leaf.grad)
+    assert ours[0].grad is not None
+    assert theirs[0].grad is not None
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+def test_equal_segments_share_their_functions() -> None:
+    one, two = (_segment(CASES["linear"]) for _ in range(2))
+    tensors = _tensors(CASES["linear"], 0)
+    assert one.parts(tensors) is two.parts(tensors)
+
+
+def test_what_is_written_after_it_was_saved_is_refused_as_by_autograd() -> None:
+    def written(weight: Tensor, x: Tensor) -> Tensor:
+        made = x @ weight
+        read = made.exp()
+        read.mul_(2.0)
+        return read
+
+    segment = _segment(Case(written, [(6, 6)], [(4, 6)]))
+    assert segment.parts(_tensors(Case(written, [(6, 6)], [(4, 6)]), 0)) is None
+    assert "modified by an inplace operation" in segment.obstacle
