@@ -47,6 +47,7 @@ class SegmentSummary:
             with its collectives; None without a device.
         backward_seconds: likewise, without recomputation.
         attention: the kernels of its attention on that device, and why they are no better ones.
+        autograd: why autograd runs its backward; empty where that is a graph.
     """
 
     name: str
@@ -61,6 +62,7 @@ class SegmentSummary:
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     attention: list[str] = field(default_factory=list)
+    autograd: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ def _report(
     name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
 ) -> TraceReport:
     from merak.core.elastic import Degrees, check_expert_degree
+    from merak.graph.joint.segment import joint_obstacle
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
@@ -200,7 +203,11 @@ def _report(
         tp_sharded_fraction=sum(shapes[n] for n in parallel.weights) / (num_parameters or 1),
         sequence_parallel=request.sequence_parallel,
         parts=[
-            replace(_part(segment, found, shapes, times), attention=_attention(segment, devices))
+            replace(
+                _part(segment, found, shapes, times),
+                attention=_attention(segment, devices),
+                autograd=joint_obstacle(segment.graph),
+            )
             for segment, found, times in zip(
                 graph.segments, splits, _times(graph, parallel, request.cp, devices), strict=True
             )
@@ -339,7 +346,8 @@ def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
     shown: set[tuple[str, ...]] = set()
     for index, part in enumerate(parts):
         yield f"  {index:>4}  {part.name:<48} {count(part.parameters):>14}{_time(part)}"
-        lines = (*part.attention, *_sharding_lines(part))
+        why = [f"backward by autograd: {part.autograd}"] if part.autograd else []
+        lines = (*part.attention, *why, *_sharding_lines(part))
         if lines not in shown:
             shown.add(lines)
             yield from (f"        {line}" for line in lines)

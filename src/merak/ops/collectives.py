@@ -13,6 +13,7 @@ Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g); Korthi
 from __future__ import annotations
 
 from functools import partial
+from inspect import unwrap
 
 import torch
 import torch.distributed as dist
@@ -367,6 +368,17 @@ def _all_gather(
 
 
 @one_operator
+def _gather_for_split(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    return _all_gather(tensor, dim, parts, axis)
+
+
+GATHERED_AGAIN = frozenset({unwrap(_gather_for_split)})
+"""Of the operators that a recorder sees, those whose result is gathered again for the backward."""
+
+
+@one_operator
 def _reduce_scatter(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -402,4 +414,4 @@ _summand = linear(_divided, _same)
 _gathered = linear(_all_gather, _local_slice)
 _sliced = linear(_local_copy, _all_gather)
 _scattered = linear(_reduce_scatter, _all_gather)
-_gathered_for_split = linear(_all_gather, _reduce_scatter)
+_gathered_for_split = linear(_gather_for_split, _reduce_scatter)

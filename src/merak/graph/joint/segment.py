@@ -17,14 +17,13 @@ from torch import fx
 from merak.core.gradients import accumulate
 from merak.core.mesh import Mesh, current_mesh, has_mesh, pretended
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import is_aten_operator
+from merak.graph.ir.operators import is_aten_operator, multiplies_groups
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, JointError, JointGraph, Strides, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate
 from merak.graph.trace.branches.flags import is_condition
-from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.sharded_dropout import attend_sharded
 
 
@@ -188,9 +187,20 @@ def joint_segment(graph: fx.Graph, as_run: fx.Graph) -> JointSegment | None:
         graph: of the segment.
         as_run: the same with the operators that run.
     """
-    if any(map(is_condition, graph.nodes)) or not all(map(_is_recordable, graph.nodes)):
-        return None
-    return JointSegment(as_run, structure_of_graph(graph))
+    return None if joint_obstacle(graph) else JointSegment(as_run, structure_of_graph(graph))
+
+
+def joint_obstacle(graph: fx.Graph) -> str:
+    """Why the backward of a segment is no graph, as far as its operators tell; "" where it is one.
+
+    Args:
+        graph: of the segment, as a rank runs it.
+    """
+    if any(map(is_condition, graph.nodes)):
+        return "some of its operators run or not, as a condition decides"
+    others = [node for node in graph.nodes if not _is_recordable(node)]
+    names = dict.fromkeys(node.target.__name__.split(".")[0] for node in others)
+    return f"it calls {', '.join(names)}" if others else ""
 
 
 _MODULES = frozenset(
@@ -208,10 +218,8 @@ _MODULES = frozenset(
 
 
 def _is_recordable(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_aten_operator(node):
+    if node.op != "call_function" or is_aten_operator(node) or multiplies_groups(node):
         return True
-    if node.target is gather_with_partial_grad:  # saved as shards, and gathered again
-        return False
     if node.target is attend_sharded and node.args[4]:  # may draw from another generator
         return False
     return getattr(node.target, "__module__", "") in _MODULES
