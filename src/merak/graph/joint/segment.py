@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.gradients import accumulate
 from merak.core.mesh import Mesh, current_mesh, has_mesh, pretended
@@ -93,7 +94,8 @@ class JointSegment:
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.pop(next(iter(_MADE)))
-            with nullcontext() if mesh is None else pretended(mesh):
+            around = nullcontext() if mesh is None else pretended(mesh)
+            with around, _disable_current_modes():  # such as one that counts tensors
                 _MADE[key] = _make(self._graph, arguments, given)
         found = _MADE[key]
         if isinstance(found, str):
