@@ -103,7 +103,7 @@ def backward(
         tuple([None if gradient is None else gradient.stride() for gradient in tangents]),
         tuple([(number, gradient.stride()) for number, gradient in later]),
     )
-    parts = saved.parts if saved.parts.given == given else _changed(run, saved, given, ctx)
+    parts = saved.parts if saved.parts.given == given else _changed(run, saved, given)
     assert saved.saved is not None
     names = run.segment.parameters
     arguments = [
@@ -148,18 +148,13 @@ def _first_input(run: SegmentProgram) -> int:
     return len(segment.parameters) + len(segment.buffers) + len(segment.columns)
 
 
-def _changed(run: SegmentProgram, saved: JointForward, given: Given, ctx: SegmentContext) -> Parts:
+def _changed(run: SegmentProgram, saved: JointForward, given: Given) -> Parts:
     """Functions for gradients that the forward has not expected."""
     assert run.joint is not None and saved.saved is not None
     parts = run.joint.parts(saved.arguments, given)
     assert parts is not None, run.joint.obstacle
     known = dict(zip(saved.parts.saved, saved.saved, strict=True))
-    saved.parts = parts
-    if known.keys() >= set(parts.saved):
-        saved.saved = tuple([known[name] for name in parts.saved])
-    else:
-        saved.saved = None
-        recompute(run, saved, ctx)
+    saved.saved = tuple([known[name] for name in parts.saved])
     return parts
 
 

@@ -75,14 +75,18 @@ class JointSegment:
 
         Args:
             arguments: parameters, buffers, columns, inputs, batch-only values.
-            given: gradients that the backward is given; None for those that are expected.
+            given: gradients that the backward is given; None for those that are expected, at first
+                one of each output. What other backwards read is among what those read.
         """
         strides = tuple([argument.stride() for argument in arguments])
-        if strides in self._expected:
-            found = self._expected[strides]
-            if found is None or given is None or found.given == given:
-                return found
-        found = self._expected[strides] = self._made(strides, arguments, given)
+        if strides not in self._expected:
+            self._expected[strides] = self._made(strides, arguments, None)
+        expected = self._expected[strides]
+        if given is None or expected is None or expected.given == given:
+            return expected
+        found = self._made(strides, arguments, given)
+        if found is not None and found.saved == expected.saved:
+            self._expected[strides] = found
         return found
 
     def _made(
