@@ -32,25 +32,23 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> 
         changed = hook(gradient)
         if changed is not None:
             gradient, owned = changed, False
-    _accumulate(parameter, gradient, owned)
+    if parameter.grad is None:
+        parameter.grad = _first(parameter, gradient, owned)
+    else:
+        parameter.grad.add_(gradient)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)
 
 
-def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> None:
-    known = parameter.grad
-    if known is not None:
-        known.add_(gradient)
-        return
+def _first(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> torch.Tensor:
+    """The first gradient, laid out as its parameter is."""
     made = gradient.to(gradient_dtype(parameter))
-    if parameter.is_contiguous():
-        if not made.is_contiguous():
-            made = made.contiguous()
-        elif made is gradient and not owned:
-            made = made.clone()
-    elif made.stride() != parameter.stride() or (made is gradient and not owned):
-        made = torch.empty_like(parameter, dtype=made.dtype).copy_(made)
-    parameter.grad = made
+    owned = owned or made is not gradient
+    if parameter.is_contiguous() and not made.is_contiguous():
+        return made.contiguous()
+    if parameter.is_contiguous() or made.stride() == parameter.stride():
+        return made if owned else made.clone()
+    return torch.empty_like(parameter, dtype=made.dtype).copy_(made)
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

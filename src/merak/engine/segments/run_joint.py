@@ -15,6 +15,7 @@ from merak.core.random import set_random_state
 from merak.engine.segments.context import SegmentContext
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.joint.derive import Given
+from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import Parts
 from merak.graph.program.program import SegmentProgram
 
@@ -90,13 +91,11 @@ def backward(
         ctx: as in the forward.
     """
     recompute(run, saved, ctx)
-    found = [gradients.pop(name, None) for name in run.segment.outputs]
-    tangents = [
-        gradient if carries else None
-        for gradient, carries in zip(found, saved.parts.carries, strict=True)
-    ]
-    del found
-    if all(gradient is None for gradient in tangents):
+    tangents = [gradients.pop(name, None) for name in run.segment.outputs]
+    for place, carries in enumerate(saved.parts.carries):
+        if not carries:
+            tangents[place] = None
+    if all([gradient is None for gradient in tangents]):
         return
     later = _later(run, gradients, ctx)
     given = Given(
@@ -107,16 +106,15 @@ def backward(
     assert saved.saved is not None
     names = run.segment.parameters
     arguments = [
-        *[saved.arguments[number] for number in parts.reads],
+        *map(saved.arguments.__getitem__, parts.reads),
         *[gradient for _, gradient in later],
         *[gradient for gradient in tangents if gradient is not None],
         *saved.saved,
-        *[ctx.weights[names[number]] for number in parts.parameters],
+        *map(ctx.weights.__getitem__, map(names.__getitem__, parts.parameters)),
     ]
     saved.saved = None
     del later, tangents
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        made = parts.backward(arguments)
+    made = run_part(parts.backward, arguments)
     first = _first_input(run)
     inputs = run.segment.inputs
     gradients.update(zip([inputs[number - first] for number in parts.inputs], made, strict=True))
@@ -159,13 +157,13 @@ def _changed(run: SegmentProgram, saved: JointForward, given: Given) -> Parts:
 
 
 def _arguments(run: SegmentProgram, values: TensorDict, ctx: SegmentContext) -> list[torch.Tensor]:
-    segment = run.segment
+    segment, detached = run.segment, torch.Tensor.detach
     return [
-        *[ctx.weights[name].detach() for name in segment.parameters],
-        *[ctx.buffers[name] for name in segment.buffers],
-        *[ctx.columns[name] for name in segment.columns],
-        *[values[name].detach() for name in segment.inputs],
-        *[ctx.batch_only[name] for name in segment.batch_only],
+        *map(detached, map(ctx.weights.__getitem__, segment.parameters)),
+        *map(ctx.buffers.__getitem__, segment.buffers),
+        *map(ctx.columns.__getitem__, segment.columns),
+        *map(detached, map(values.__getitem__, segment.inputs)),
+        *map(ctx.batch_only.__getitem__, segment.batch_only),
     ]
 
 
@@ -178,8 +176,7 @@ def _compute(
 ) -> tuple[torch.Tensor, ...]:
     if run.draws:
         set_random_state(ctx.device, *ctx.random_key, run.segment.index)
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        results = (made.parts.forward if save else made.parts.plain)(list(arguments))
+    results = run_part(made.parts.forward if save else made.parts.plain, list(arguments))
     outputs = results[: len(run.segment.outputs)]
     if save:
         made.outputs, made.saved = outputs, results[len(outputs) :]

@@ -22,6 +22,22 @@ Part = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 Accumulate = Callable[[torch.Tensor, torch.Tensor, bool], None]
 
 
+def run(part: Part, given: list[Any]) -> tuple[torch.Tensor, ...]:
+    """Run a part beneath autograd, without history: what autograd would do is in it.
+
+    Args:
+        part: the function.
+        given: what it takes.
+    """
+    is_recording = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # of which `torch.no_grad` makes six calls
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return part(given)
+    finally:
+        torch._C._set_grad_enabled(is_recording)
+
+
 def generate(
     reads: Sequence[fx.Node],
     nodes: Sequence[fx.Node],

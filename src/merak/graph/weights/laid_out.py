@@ -414,6 +414,8 @@ def methods_allowed(model: nn.Module) -> Iterator[None]:
 
 def remove_refusals(model: nn.Module) -> list[tuple[nn.Module, dict[str, StandIn]]]:
     """Restore the methods of a model and its modules; returns the refusals in their place."""
+    if not any(issubclass(type(value), StandIn) for value in vars(model).values()):
+        return []  # what has none has been given none inside
     refused = []
     for module in model.modules():
         methods = {n: v for n, v in vars(module).items() if issubclass(type(v), StandIn)}

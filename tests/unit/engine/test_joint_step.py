@@ -1,0 +1,104 @@
+"""Steps whose backwards are graphs: which segments, and what a step calls."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from merak.core import mesh
+from merak.data import signature
+from merak.engine.build import build_engine
+from merak.engine.engine import Engine
+from merak.graph.segment.build import GraphSource
+from merak.plan.engine_options import EngineOptions
+from tests.unit.engine.models import gpt2, text_batch
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def _engine(model: nn.Module, **options: Any) -> Engine:
+    columns = signature(text_batch()).columns
+    chosen = EngineOptions(**{"num_microbatches": 1, **options})
+    return build_engine(GraphSource(model=model), columns, mesh.current_mesh(), chosen)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _python_calls(step: Callable[[], Any]) -> int:
+    """Calls of Python functions inside a step."""
+    count = 0
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(seen)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
+def test_every_backward_of_a_transformer_is_a_graph(options: dict[str, str]) -> None:
+    engine, batch = _engine(gpt2(), **options), text_batch()
+    for _ in range(2):
+        engine.train_step(0, [signature(batch).columns], [batch], 1.0)
+    for program in engine._state.base.stages[0].segments:
+        assert program.joint is not None
+        assert program.joint.obstacle == ""
+
+
+def test_autograd_runs_the_backward_of_what_saves_in_another_way() -> None:
+    engine = _engine(gpt2(), offload_activations="full")
+    assert all(p.joint is None for p in engine._state.base.stages[0].segments if p.offload)
+
+
+def _calls(layers: int, microbatches: int) -> tuple[Counter[str], Counter[str], int]:
+    """Operators of a step and of autograd's, and the step's calls of Python functions."""
+    model, batches = gpt2(layers=layers), [text_batch(seed=i) for i in range(microbatches)]
+    engine = _engine(gpt2(layers=layers), num_microbatches=microbatches)
+
+    def step() -> None:
+        engine.train_step(0, [signature(batch).columns for batch in batches], batches, 1.0)
+
+    step()  # derives the graphs
+    with Operators() as ours:
+        step()
+    with Operators() as theirs:
+        for batch in batches:
+            model(**batch).loss.backward()
+    return ours.found, theirs.found, _python_calls(step)
+
+
+def test_a_layer_calls_less_than_autograds() -> None:
+    found = {(n, m): _calls(n, m) for n in (1, 3) for m in (1, 2)}
+
+    def of_two_layers(what: int) -> Any:
+        """In one microbatch more."""
+        one, two = (found[3, m][what] - found[1, m][what] for m in (1, 2))  # type: ignore[operator]
+        return two - one
+
+    ours, theirs, calls = map(of_two_layers, range(3))
+    aliases = 2 * 12  # of parameters
+    assert ours["aten.mm.default"] == theirs["aten.mm.default"]
+    assert ours.total() - aliases < theirs.total()
+    assert calls < ours.total()  # nothing calls Python for an operator
