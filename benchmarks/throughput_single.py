@@ -25,6 +25,7 @@ from tools import report
 from tools.models import SIZES, build_model, samples
 
 import merak
+from merak.core.start.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def train(of_merak: bool, architecture: str, options: Any, line: Connection) -> 
     transformers.logging.set_verbosity_error()
     if of_merak:
         merak.init()
+    elif options.keep_freed:
+        keep_freed_memory()
     cls = merak.MerakTrainer if of_merak else transformers.Trainer
     turns = Turns(line)
     with tempfile.TemporaryDirectory() as folder:
@@ -167,6 +170,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps that a pair measures")
     parser.add_argument("--pairs", type=int, default=5, help="fresh pairs of processes")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument(
+        "--keep-freed",
+        action="store_true",
+        help="transformers' process keeps freed memory as well, as merak.init has it on CPUs",
+    )
     options = parser.parse_args()
     rows = [row(name, options) for name in ("gpt2", "llama")]
     title = "MerakTrainer against transformers.Trainer at 1 × 1 × 1"
