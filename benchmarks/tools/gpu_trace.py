@@ -18,7 +18,7 @@ ATTENTION = {
     "memory-efficient": "_scaled_dot_product_efficient_attention",
     "cudnn": "_scaled_dot_product_cudnn_attention",
     "overrideable": "_scaled_dot_product_fused_attention_overrideable",
-    "math": "_scaled_dot_product_attention_math",
+    "math": "_safe_softmax",  # of plain operators, among which this is attention's alone
     "inside documents": "torch_attn::_varlen_attn",
 }
 """How torch computes attention, by what its operators' names begin with."""

@@ -33,7 +33,6 @@ from merak.core.mesh import (
     set_mesh,
 )
 from merak.core.rank0 import warn_on_rank0
-from merak.core.start.allocator import keep_freed_memory
 from merak.core.start.connect import connect, describe_place
 from merak.core.start.device import check_backend, pick_device
 from merak.core.start.unused_mesh import watch_for_no_use
@@ -67,9 +66,6 @@ def init(
     **unknown: Never,
 ) -> Mesh:
     """Lay the ranks out as dp × cp × tp × pp and connect them; call it before the trainer.
-
-    On CPUs the process keeps freed memory for its next step, up to 1 GiB, where the C library is
-    glibc; its own variables, such as MALLOC_TRIM_THRESHOLD_, count instead where they are set.
 
     Args:
         dp: data parallel degree; 1 where neither it nor a plan is given.
@@ -111,8 +107,6 @@ def init(
     call = _call_text(given, wanted, chosen, backend, timeout_s, elastic, plan)
     if has_mesh():
         return _same_mesh(call)
-    if chosen.type == "cpu":
-        keep_freed_memory()
     degrees = _check_degrees(wanted, elastic)
     held = _expert_degree(ep, wanted, degrees, plan)
     mesh = replace(connect(degrees, held, chosen, backend, timeout_s), call=call)

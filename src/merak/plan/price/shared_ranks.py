@@ -70,8 +70,8 @@ class RankBalance:
         for cuts in self._promising(start.cuts)[:_PROMISING]:
             found = min(found, tuple(map(int, cuts)), key=self._step_s)
         while self._left > 0:
-            near = map(tuple, self._near(found).tolist())
-            shorter = (own for own in near if self._is_shorter(own, found))
+            neighbors = map(tuple, self._neighbors(found).tolist())
+            shorter = (own for own in neighbors if self._is_shorter(own, found))
             better = next(shorter, None)
             if better is None:
                 break
@@ -87,13 +87,13 @@ class RankBalance:
             return self._fullest_first(np.array(list(every)))
         here = start
         while True:
-            ranked = self._near(here)
+            ranked = self._neighbors(here)
             first = tuple(map(int, ranked[0]))
             if first == here:
                 return ranked
             here = first
 
-    def _near(self, cuts: tuple[int, ...]) -> IntArray:
+    def _neighbors(self, cuts: tuple[int, ...]) -> IntArray:
         """A partition and those beside it, by the work of their fullest rank."""
         return self._fullest_first(np.array([cuts, *_neighbours(cuts, self._num_segments)]))
 
