@@ -20,6 +20,7 @@ from merak.core.health.hosts import choose_interface, exchange_hosts, host_names
 from merak.core.health.quiet import quiet_libraries, quiet_other_ranks
 from merak.core.health.status import named, waiting
 from merak.core.mesh import Mesh
+from merak.core.start.allocator import keep_freed_memory
 
 
 @failure.starting(failed_start.advise)
@@ -39,6 +40,8 @@ def connect(
         The mesh, with groups of ranks along every axis, and the host of every rank.
     """
     dp, tp, pp, cp = degrees
+    if device.type == "cpu":
+        keep_freed_memory()
     quiet_libraries(int(os.environ.get("RANK", "0")))
     if "RANK" not in os.environ:
         return Mesh(dp, tp, pp, 0, device, None, cp=cp, ep=ep)
