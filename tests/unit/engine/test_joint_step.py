@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -9,13 +10,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
+from merak.graph.joint.segment import JointSegment, Parts
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
@@ -102,3 +105,22 @@ def test_a_layer_calls_less_than_autograds() -> None:
     assert ours["aten.mm.default"] == theirs["aten.mm.default"]
     assert ours.total() - aliases < theirs.total()
     assert calls < ours.total()  # nothing calls Python for an operator
+
+
+def test_steps_leave_no_graphs_behind() -> None:
+    engine, batch = _engine(gpt2()), text_batch()
+
+    def count() -> Counter[type]:
+        gc.collect()
+        kinds = (fx.Node, JointSegment, Parts, FakeTensor)
+        return Counter(kind for kind in map(type, gc.get_objects()) if kind in kinds)
+
+    def steps(number: int) -> Counter[type]:
+        for _ in range(number):
+            engine.train_step(0, [signature(batch).columns], [batch], 1.0)
+        return count()
+
+    before = count()
+    after_two = steps(2)
+    assert after_two[fx.Node] == before[fx.Node]  # a joint graph goes when it is a function
+    assert steps(8) == after_two

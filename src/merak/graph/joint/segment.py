@@ -94,7 +94,7 @@ class JointSegment:
     ) -> Parts | None:
         devices = tuple(str(argument.device) for argument in arguments)
         mesh = _alone(current_mesh()) if has_mesh() else None
-        key = (self._structure, strides, devices, given, mesh)
+        key = (self._structure, strides, devices, given, mesh, _switches())
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.pop(next(iter(_MADE)))
@@ -106,6 +106,18 @@ class JointSegment:
             self.obstacle = found
             return None
         return found
+
+
+def _switches() -> tuple[object, ...]:
+    """Switches of torch that decide which operators run for one."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _alone(mesh: Mesh) -> Mesh:

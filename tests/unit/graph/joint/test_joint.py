@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
@@ -299,6 +300,16 @@ def test_equal_segments_share_their_functions() -> None:
     one, two = (_segment(CASES["linear"]) for _ in range(2))
     tensors = _tensors(CASES["linear"], 0)
     assert one.parts(tensors) is two.parts(tensors)
+
+
+def test_kernels_of_attention_that_are_switched_off_do_not_run() -> None:
+    tensors = _tensors(CASES["attention"], 0)
+    fused = _segment(CASES["attention"]).parts(tensors)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = _segment(CASES["attention"]).parts(tensors)
+    assert fused is not None
+    assert plain is not None
+    assert plain.saved != fused.saved
 
 
 def test_what_is_written_after_it_was_saved_is_refused_as_by_autograd() -> None:
