@@ -377,7 +377,8 @@ class Compiler:
         if selective is not None:
             local, saved_ops = save_operators(local, selective)
         program = compile_segment(local, self.graph.values, draws, self._make)
-        joint = joint_segment(local.graph, as_run(local.graph)) if self._joins else None
+        joins = self._joins and program.trains
+        joint = joint_segment(local.graph, as_run(local.graph)) if joins else None
         return replace(program, selective=saved_ops, joint=joint), shards
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
