@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -40,27 +41,29 @@ class Fault:
 
 @contextmanager
 def injected(fault: Fault, rank: int, engine: Engine) -> Iterator[None]:
-    """Inside, the fault happens."""
-    place, name = fault.function.rsplit(".", 1)
-    holder: Any = (
-        engine._state.oom_guard if place == "oom_guard" else importlib.import_module(place)
-    )
-    real = getattr(holder, name)
+    """Inside, the fault happens; calls of all functions that are named count together."""
     calls = iter(range(10**9))
 
-    def may_fail(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls) - fault.after
-        if rank not in fault.ranks or not 0 <= number < fault.times:
-            return real(*args, **kwargs)
-        if place != "oom_guard":
-            raise torch.OutOfMemoryError(WORDS)
-        return real(fail_once(args[0]))
+    def failing(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def may_fail(*args: Any, **kwargs: Any) -> Any:
+            number = next(calls) - fault.after
+            if rank not in fault.ranks or not 0 <= number < fault.times:
+                return real(*args, **kwargs)
+            if place != "oom_guard":
+                raise torch.OutOfMemoryError(WORDS)
+            return real(fail_once(args[0]))
 
-    setattr(holder, name, may_fail)
-    try:
+        return may_fail
+
+    with ExitStack() as patches:
+        for function in fault.function.split():
+            place, name = function.rsplit(".", 1)
+            holder: Any = (
+                engine._state.oom_guard if place == "oom_guard" else importlib.import_module(place)
+            )
+            stand_in = failing(place, getattr(holder, name))
+            patches.enter_context(mock.patch.object(holder, name, stand_in))
         yield
-    finally:
-        setattr(holder, name, real)
 
 
 def fail_once(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -111,7 +114,7 @@ def one_step(
     engine = build_engine(GraphSource(model, cache_dir=cache), sample, mesh, options)
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    with injected(fault or Fault("merak.engine.segments.run.call", ()), mesh.rank, engine):
+    with injected(fault or Fault(CALL, ()), mesh.rank, engine):
         losses = engine.train_step(
             3, [sample] * count, every[mesh.dp_rank :: mesh.dp], 1.0 / (count * mesh.dp)
         )
@@ -155,10 +158,10 @@ def compare(
     return fewer
 
 
-CALL, PROPAGATE = "merak.engine.segments.run.call", "merak.engine.segments.run.propagate"
+CALL = "merak.engine.segments.run.call merak.engine.segments.run_joint.compute"
+PROPAGATE = "merak.engine.segments.run.propagate merak.engine.segments.run_joint.backward"
 BUFFER = "merak.engine.zero.fsdp.make_buffer"
-# Sums in the forward, and those of gradients.
-SUM, SUM_BACK = "merak.ops.collectives._reduced", "merak.ops.collectives._all_reduce"
+SUM = "merak.ops.collectives._copy_to_sum"  # forward and backward
 
 
 def check(pool, degrees, faults, tmp_path, **options):
@@ -228,8 +231,7 @@ def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
 def test_sums_over_tp_are_completed(pool, tmp_path):
     """Memory may run out between the sums of one segment, forward, backward or recomputing."""
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
-    faults = [Fault(SUM, (1,), n, options=off) for n in (1, 12)]
-    faults += [Fault(SUM_BACK, (1,), n, options=off) for n in (1, 8)]
+    faults = [Fault(SUM, (1,), n, options=off) for n in (1, 5, 8, 12)]
     faults += [Fault(CALL, (0,), 9, options=off)]
     halves = "merak.engine.segments.run_sub_pipelined."
     faults += [Fault(f"{halves}start_all_reduce", (1,), n, options=on) for n in (1, 20)]
@@ -242,7 +244,7 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
 @pytest.mark.drains_tp
 def test_tensor_parallel_pipelines_run_the_step_again(pool, tmp_path):
     off = (("sub_pipelining", "off"),)
-    faults = [Fault(SUM, (3,), 7, options=off), Fault(SUM_BACK, (3,), 5, options=off)]
+    faults = [Fault(SUM, (3,), n, options=off) for n in (5, 7)]
     check(pool, (1, 2, 2), faults, tmp_path)
 
 

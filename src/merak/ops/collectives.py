@@ -339,9 +339,13 @@ def _divided(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return tensor / axis_degree(axis)
 
 
+def _copy_to_sum(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 @one_operator
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
+    total = _copy_to_sum(tensor)
     group = current_mesh().group(axis)
     if group is not None:
         dist.all_reduce(total, group=group)

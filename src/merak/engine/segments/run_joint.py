@@ -65,7 +65,7 @@ def forward(
         first = len(run.segment.parameters)
         places = {name: first + i for i, name in enumerate(run.segment.buffers)}
         made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
-    outputs = _compute(run, made, arguments, ctx, save)
+    outputs = compute(run, made, arguments, ctx, save)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     return made
 
@@ -76,7 +76,7 @@ def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> 
         arguments = list(saved.arguments)
         for place, buffer in saved.buffers.items():
             arguments[place] = buffer
-        _compute(run, saved, arguments, ctx, save=True)
+        compute(run, saved, arguments, ctx, save=True)
 
 
 def backward(
@@ -167,13 +167,25 @@ def _arguments(run: SegmentProgram, values: TensorDict, ctx: SegmentContext) -> 
     ]
 
 
-def _compute(
+def compute(
     run: SegmentProgram,
     made: JointForward,
     arguments: Sequence[torch.Tensor],
     ctx: SegmentContext,
     save: bool,
 ) -> tuple[torch.Tensor, ...]:
+    """Run the operators of a segment's forward.
+
+    Args:
+        run: the segment.
+        made: gains the outputs and what is saved, if anything is.
+        arguments: what it reads.
+        ctx: where it draws.
+        save: save what the backward reads.
+
+    Returns:
+        The outputs.
+    """
     if run.draws:
         set_random_state(ctx.device, *ctx.random_key, run.segment.index)
     results = run_part(made.parts.forward if save else made.parts.plain, list(arguments))

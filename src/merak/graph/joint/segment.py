@@ -216,6 +216,9 @@ def joint_obstacle(graph: fx.Graph) -> str:
     """
     if any(map(is_condition, graph.nodes)):
         return "some of its operators run or not, as a condition decides"
+    placeholders = graph.find_nodes(op="placeholder")
+    if any(node.meta["tensor"].is_sparse for node in placeholders):
+        return "it reads sparse tensors"
     others = [node for node in graph.nodes if not _is_recordable(node)]
     names = dict.fromkeys(node.target.__name__.split(".")[0] for node in others)
     return f"it calls {', '.join(names)}" if others else ""

@@ -57,6 +57,18 @@ def peak(found: Forecast, saved: frozenset[int] | None = None) -> int:
     return rank.peak.total_bytes
 
 
+class Counted:
+    """A joint segment whose forwards are counted."""
+
+    def __init__(self, joint, counting):  # type: ignore[no-untyped-def]
+        self._joint, self._counting = joint, counting
+
+    def parts(self, arguments, given=None):  # type: ignore[no-untyped-def]
+        found = self._joint.parts(arguments, given)
+        forward, plain = map(self._counting, (found.forward, found.plain))
+        return replace(found, forward=forward, plain=plain)
+
+
 def count_runs(engine: Engine) -> Counter[int]:
     """Count the calls of every segment from now on."""
     runs: Counter[int] = Counter()
@@ -65,11 +77,16 @@ def count_runs(engine: Engine) -> Counter[int]:
         counted = []
         for segment in stage.segments:
 
-            def call(*args, segment=segment):  # type: ignore[no-untyped-def]
-                runs[segment.segment.index] += 1
-                return segment.function(*args)
+            def counting(function, index=segment.segment.index):  # type: ignore[no-untyped-def]
+                def call(*args):  # type: ignore[no-untyped-def]
+                    runs[index] += 1
+                    return function(*args)
 
-            counted.append(replace(segment, function=call))
+                return call
+
+            joint = None if segment.joint is None else Counted(segment.joint, counting)
+            function = counting(segment.function)
+            counted.append(replace(segment, function=function, joint=joint))
         program.stages[number] = replace(stage, segments=tuple(counted), runs=tuple(counted))
     return runs
 
