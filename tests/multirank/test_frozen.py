@@ -149,8 +149,8 @@ class Costs:
             self.seen["sent"] += sum(tensor.numel() for tensor in tensors)
         self._send(step, tensors)
 
-    def compute(self, run: Any, made: Any, *others: Any) -> Any:
-        outputs = self._compute(run, made, *others)
+    def compute(self, run: Any, made: Any, *others: Any, **named: Any) -> Any:
+        outputs = self._compute(run, made, *others, **named)
         self.seen["saved"] += sum(tensor.numel() for tensor in made.saved or ())
         return outputs
 
