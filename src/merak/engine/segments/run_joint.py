@@ -54,7 +54,7 @@ def forward(
         save: save what the backward reads.
     """
     joint = run.joint
-    if joint is None or ctx.fsdp is not None or ctx.observer is not None:
+    if joint is None or ctx.observer is not None:
         return None
     arguments = _arguments(run, values, ctx)
     parts = joint.parts(arguments)
