@@ -13,11 +13,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -25,13 +22,13 @@ import transformers
 
 import merak
 from benchmarks.tools import report
+from benchmarks.tools.backwards import autograd_alone, obstacles
 from merak.check import Case, CheckOptions, Layout
 from merak.core.errors import MerakError
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.graph.joint.segment import joint_obstacle
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.zoo.check_by_name import small_version
@@ -54,13 +51,6 @@ class Step:
     peak_bytes: int
 
 
-@contextmanager
-def autograd_alone() -> Iterator[None]:
-    """Context in which no backward is made a graph."""
-    with mock.patch("merak.graph.program.program.joint_segment", lambda *_: None):
-        yield
-
-
 def step(case: Case) -> tuple[Step, Counter[str]]:
     """A training step, and why autograd runs how many backwards ("" where it does not)."""
     random.seed(0)
@@ -74,16 +64,11 @@ def step(case: Case) -> tuple[Step, Counter[str]]:
     )
     options = EngineOptions(num_microbatches=MICROBATCHES)
     engine = build_engine(source, columns[0], current_mesh(), options)
-    why: Counter[str] = Counter()
     known = [*engine.parameters.values(), *model.buffers()]
     with Storages(known) as storages:
         losses = engine.train_step(0, columns, batches, 1 / MICROBATCHES)
-    for program in engine._state.base.stages[0].segments:
-        if program.trains:
-            joint = program.joint
-            why[joint_obstacle(program.segment.graph) if joint is None else joint.obstacle] += 1
     gradients = {n: p.grad for n, p in engine.parameters.items() if p.grad is not None}
-    return Step(losses, gradients, storages.peak_bytes), why
+    return Step(losses, gradients, storages.peak_bytes), obstacles(engine)
 
 
 def is_equal(ours: Step, theirs: Step) -> bool:

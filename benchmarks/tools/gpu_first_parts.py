@@ -326,6 +326,7 @@ def columns_of(case: Precision, number: int, device: str) -> Batch:
 def precision(name: str, device: str, case: Precision) -> dict[str, Any]:
     """Some steps in a precision, and how far they are from plain PyTorch's."""
     import merak
+    from tools.backwards import told
     from tools.gpu_trace import attention_of, starting
 
     columns = partial(columns_of, case, device=device)
@@ -349,7 +350,7 @@ def precision(name: str, device: str, case: Precision) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.synchronize()
     profiler.stop()
-    row["attention"] = attention_of(profiler)
+    row |= {"attention": attention_of(profiler), "backwards": told(parallel.engine)}
     if case.columns == "documents" and device == "cuda" and "documents" not in row["attention"]:
         row["failed"] = f"{name}: attention is {row['attention']}, not inside documents"
     return row

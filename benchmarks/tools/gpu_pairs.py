@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -25,6 +26,7 @@ import transformers
 import merak
 from merak.plan import PRESETS
 from merak.trainer import trainer as trainer_module
+from tools.backwards import autograd_alone
 from tools.forked import error_text
 from tools.gpu_cases import (
     FULL,
@@ -52,18 +54,21 @@ class Training:
         of_merak: by MerakTrainer, or else by transformers' Trainer.
         arguments: beside those of all.
         has_low_weights: whether the model's parameters are bfloat16.
+        joins: whether Merak's backwards may be graphs.
     """
 
     name: str
     of_merak: bool
     arguments: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     has_low_weights: bool = False
+    joins: bool = True
 
 
 EAGER = Training("transformers", False)
 TRAININGS = (
     EAGER,
     Training("merak", True),
+    Training("merak, backward by autograd", True, joins=False),
     Training(
         "merak, bfloat16 weights with float32 masters",
         True,
@@ -145,7 +150,8 @@ def train(training: Training, case: Case, line: Connection) -> None:
     """The process of a training; tells how it was, or in a text why it was not."""
     transformers.logging.set_verbosity_error()
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        around = nullcontext() if training.joins else autograd_alone()
+        with around, tempfile.TemporaryDirectory() as folder:
             if training.of_merak:
                 merak.init(device=case.device)
             forecasts = seen_forecasts()

@@ -140,6 +140,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record a call; numbers among its results, such as lengths, follow from its layouts."""
         args, kwargs = self._plain(args), self._plain(kwargs)
         node = self.graph.call_function(func, args, kwargs)
         if isinstance(result, torch.Tensor):
@@ -149,7 +150,7 @@ class _Recorder(TorchDispatchMode):
         for place, one in enumerate(result):
             if isinstance(one, torch.Tensor):
                 self._note(self.graph.call_function(operator.getitem, (node, place)), one)
-            elif one is not None:
+            elif isinstance(one, tuple | list):
                 raise JointError(f"{func} gives lists of tensors")
 
     def _plain(self, value: Any) -> Any:

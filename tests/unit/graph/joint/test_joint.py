@@ -32,10 +32,19 @@ class Case:
 
 
 def _attention(weight: Tensor, x: Tensor, dropout: float = 0.0) -> Tensor:
-    q, k, v = (x @ weight).view(2, 5, 3, 4, 2).unbind(2)
-    heads = (t.transpose(1, 2) for t in (q, k, v))
-    made = F.scaled_dot_product_attention(*heads, dropout_p=dropout, is_causal=True)
+    made = F.scaled_dot_product_attention(*_heads(weight, x), dropout_p=dropout, is_causal=True)
     return made.transpose(1, 2).flatten(2)
+
+
+def _heads(weight: Tensor, x: Tensor) -> list[Tensor]:
+    q, k, v = (x @ weight).view(2, 5, 3, 4, 2).unbind(2)
+    return [t.transpose(1, 2) for t in (q, k, v)]
+
+
+def _on_gpu(kernel: str, *options: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Attention by a kernel of GPUs, which has lengths and empty tensors among its results."""
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    return lambda w, x: operator(*_heads(w, x), *options)[0].transpose(1, 2).flatten(2)
 
 
 def _dropped(weight: Tensor, x: Tensor) -> Tensor:
@@ -89,6 +98,14 @@ CASES = {
     "where": Case(lambda w, x: torch.where(x > 0, x * w, x.exp()).softmax(-1), [(6,)], [(4, 6)]),
 }
 
+GPU_CASES = {
+    "flash": Case(_on_gpu("flash", 0.0, True), [(8, 24)], [(2, 5, 8)]),
+    "flash with dropout": Case(_on_gpu("flash", 0.1, True), [(8, 24)], [(2, 5, 8)]),
+    "cudnn": Case(_on_gpu("cudnn", None, True, 0.0, True), [(8, 24)], [(2, 5, 8)]),
+    "memory-efficient": Case(_on_gpu("efficient", None, True, 0.0, True), [(8, 24)], [(2, 5, 8)]),
+}
+"""Which run on fake tensors alone."""
+
 
 def _tensors(case: Case, seed: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
@@ -100,7 +117,7 @@ def _graph(case: Case) -> fx.Graph:
     """Graph of a case, whose placeholders say what a segment's say."""
     tensors = _tensors(case, 0)
     function = lambda *given: tuple(_flat(case.function(*given)))  # noqa: E731
-    graph = make_fx(function, pre_dispatch=True)(*tensors).graph
+    graph = make_fx(function, pre_dispatch=True, tracing_mode="fake")(*tensors).graph
     num_floats = len(case.parameters) + len(case.inputs)
     for number, node in enumerate(graph.find_nodes(op="placeholder")):
         is_parameter = number < len(case.parameters)
@@ -205,12 +222,12 @@ def test_bits_are_those_of_autograd(name: str) -> None:
         gradient.mul_(2.0)  # as clipping does; a gradient of stride 0 would refuse
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *GPU_CASES])
 def test_it_holds_no_more_than_autograd(name: str) -> None:
-    case = CASES[name]
+    case = (CASES | GPU_CASES)[name]
     segment = _segment(case)
     parts = segment.parts(_tensors(case, 1))
-    assert parts is not None
+    assert parts is not None, segment.obstacle
     with FakeTensorMode():
         leaves = [[t.new_empty(t.shape) for t in _tensors(case, 1)] for _ in range(2)]
         for own in leaves:
