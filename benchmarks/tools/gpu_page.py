@@ -35,7 +35,7 @@ ORDER = (
         "documents",
         "compiled",
     ),
-    *("offload", "rehearsal"),
+    *("offload", "optimizer", "rehearsal"),
 )
 """The order of all parts on the page."""
 
@@ -70,6 +70,8 @@ def section(found: Mapping[str, Any]) -> str:
     lines = [f"### {machine['device']}", "", f"{found['date']}: {told}.", ""]
     for part in found["parts"]:
         lines += [f"#### {part['title']}", ""]
+        earlier = part.get("date", found["date"])
+        lines += [f"Measured {earlier}.", ""] if earlier != found["date"] else []
         lines += [*table(part["rows"]), ""] if part["rows"] else []
         lines += [f"- failed: {escaped(reason)}" for reason in failures(part)]
         lines += [""] if failures(part) else []
@@ -162,7 +164,11 @@ def file_name(device_name: str) -> str:
 
 
 def with_others(file: Path, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Parts that have just been run, and those of an earlier run that have not, in order."""
-    earlier = json.loads(file.read_text("utf-8"))["parts"] if file.exists() else []
-    every: dict[str, Mapping[str, Any]] = {part["name"]: part for part in [*earlier, *parts]}
+    """Parts that have just been run, and those of an earlier run that found no rows now, in order.
+
+    Those of an earlier run have its date.
+    """
+    before = json.loads(file.read_text("utf-8")) if file.exists() else {"parts": []}
+    every = {part["name"]: {"date": before.get("date"), **part} for part in before["parts"]}
+    every |= {p["name"]: dict(p) for p in parts if p["rows"] or p["name"] not in every}
     return [every[name] for name in ORDER if name in every]

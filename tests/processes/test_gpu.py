@@ -257,15 +257,18 @@ def test_what_may_run_on_a_gpu_fits_its_time(folder_of_scripts: None) -> None:
 
 
 def test_what_is_not_run_again_is_kept(gpu: ModuleType, tmp_path: Path) -> None:
+    with_others = gpu.gpu_page.with_others
     file = tmp_path / "device.json"
-    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [1]}]) == [
-        {"name": "memory", "rows": [1]}
-    ]
-    file.write_text(json.dumps({"parts": [{"name": "memory"}, {"name": "profile", "rows": []}]}))
-    assert gpu.gpu_page.with_others(file, [{"name": "memory", "rows": [2]}]) == [
-        {"name": "profile", "rows": []},
+    assert with_others(file, [{"name": "memory", "rows": [1]}]) == [{"name": "memory", "rows": [1]}]
+    earlier = [{"name": "memory"}, {"name": "profile", "rows": [3]}, {"name": "llama", "rows": [4]}]
+    file.write_text(json.dumps({"date": "2000-01-01", "parts": earlier}))
+    left_out = {"name": "llama", "rows": [], "failed": "left out"}
+    assert with_others(file, [{"name": "memory", "rows": [2]}, left_out]) == [
+        {"date": "2000-01-01", "name": "profile", "rows": [3]},
         {"name": "memory", "rows": [2]},
+        {"date": "2000-01-01", "name": "llama", "rows": [4]},
     ]
+    assert set(gpu.PARTS) <= set(gpu.gpu_page.ORDER)
 
 
 def test_the_page_shows_every_device(gpu: ModuleType) -> None:
@@ -276,6 +279,7 @@ def test_the_page_shows_every_device(gpu: ModuleType) -> None:
         "parts": [
             {
                 "title": "Speeds",
+                "date": "1999-12-31",
                 "failed": None,
                 "rows": [{"figure": "a|b", "value": 1234.5}, {"failed": "out of memory"}],
             }
@@ -286,6 +290,7 @@ def test_the_page_shows_every_device(gpu: ModuleType) -> None:
     assert shown.startswith("before\n") and shown.endswith("after\n")
     assert "### Some GPU" in shown and "| a\\|b | 1,234.5 |" in shown
     assert "- failed: out of memory" in shown and "old" not in shown
+    assert "2000-01-01: device" in shown and "Measured 1999-12-31." in shown
     assert page.page_with(shown, [one]) == shown
     assert page.NONE_YET in page.page_with(shown, [])
     with pytest.raises(ValueError, match="lacks the lines"):
