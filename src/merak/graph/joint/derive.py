@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from merak.graph.ir.ir import Kind
 from merak.ops.recording import recorded_by
@@ -110,6 +111,9 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_inside:
             return result
+        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
+        if func in decomposition_table and isinstance(result, torch.Tensor) and not is_seeded:
+            result = _as_kernel_lays(func, args, result) if not kwargs else result
         if isinstance(result, torch.Tensor | tuple | list):
             self._record(func, args, kwargs, result)
         elif func.namespace != "prim":
@@ -246,6 +250,50 @@ def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -
 
 def _fresh(like: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
+
+
+def _as_kernel_lays(func: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
+    """Result of an operator as its kernel lays it out.
+
+    A decomposition, which runs on fake tensors, may lay it out after another of its operands, such
+    as that of `softplus_backward`. The kernel is asked by a few elements that lie alike.
+    """
+    read = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    is_open = len({arg.stride() for arg in read}) > 1 and not any(isinstance(a, list) for a in args)
+    if not is_open or not all(_is_spread(arg, made) for arg in read):
+        return made
+    with _disable_current_modes():
+        few = [_few(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        try:
+            lain = func(*few).stride()
+        except RuntimeError:  # of a kernel that the CPU has not
+            return made
+    order = sorted(range(made.dim()), key=lambda dim: (-lain[dim], dim))
+    long = [made.stride(dim) for dim in order if made.shape[dim] > 1]
+    if long == sorted(long, reverse=True):
+        return made
+    strides, step = [0] * made.dim(), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(made.shape[dim], 1)
+    return _fresh(made, strides)
+
+
+def _is_spread(operand: torch.Tensor, made: torch.Tensor) -> bool:
+    """Whether a tensor of numbers is broadcast to a result that has memory of its own."""
+    sizes = zip(reversed(operand.shape), reversed(made.shape), strict=False)
+    is_own = operand.untyped_storage()._cdata != made.untyped_storage()._cdata
+    is_plain = operand.dtype is torch.bool or operand.is_floating_point()
+    fits = operand.dim() <= made.dim() and all(size in (1, whole) for size, whole in sizes)
+    return is_own and is_plain and fits
+
+
+def _few(like: torch.Tensor) -> torch.Tensor:
+    """At most two elements along each dim, on the CPU, in the order of another tensor's."""
+    order = sorted(range(like.dim()), key=lambda dim: (-like.stride()[dim], dim))
+    shape = [min(size, 2) for size in like.shape]
+    dtype = torch.bool if like.dtype is torch.bool else torch.float32
+    dense = torch.ones([shape[dim] if like.stride(dim) else 1 for dim in order], dtype=dtype)
+    return dense.permute([order.index(dim) for dim in range(like.dim())]).expand(shape)
 
 
 def _carries_gradient(placeholder: fx.Node) -> bool:

@@ -72,6 +72,9 @@ CASES = {
     "silu": Case(lambda w, u, x: F.silu(x @ w) * (x @ u), [(6, 5), (6, 5)], [(2, 3, 6)]),
     "convolution": Case(lambda w, x: F.hardswish(F.conv2d(x, w)), [(4, 3, 2, 2)], [(2, 3, 5, 5)]),
     "embedding": Case(lambda w, i: F.embedding(i, w), [(9, 4)], [], [(2, 3)]),
+    "gradients that lie otherwise": Case(
+        lambda w, v, x: v * F.softplus(x @ w).transpose(1, 2), [(6, 5), (2, 5, 3)], [(2, 3, 6)]
+    ),
     "cross entropy": Case(
         lambda w, x, i: F.cross_entropy((x @ w).flatten(0, 1), i.flatten()),
         [(6, 9)],
