@@ -111,6 +111,8 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._is_inside:
             return result
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise JointError(f"{func} sends to other ranks")
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
         if func in decomposition_table and isinstance(result, torch.Tensor) and not is_seeded:
             result = _as_kernel_lays(func, args, result) if not kwargs else result

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.gradients import accumulate
 from merak.core.mesh import Mesh, current_mesh, has_mesh, pretended
+from merak.graph.ir.custom_operators import Role, role_of
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import is_aten_operator, multiplies_groups
 from merak.graph.ir.structure import Structure, structure_of_graph
@@ -25,6 +26,7 @@ from merak.graph.joint.derive import Given, JointGraph, Strides, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate
 from merak.graph.trace.branches.flags import is_condition
+from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
 from merak.ops.sharded_dropout import attend_sharded
 
 
@@ -241,6 +243,8 @@ _MODULES = frozenset(
 def _is_recordable(node: fx.Node) -> bool:
     if node.op != "call_function" or is_aten_operator(node) or multiplies_groups(node):
         return True
+    if role_of(node) is Role.AUTOGRAD_FUNCTION:
+        return is_of_torch_alone(str(node.args[1]))
     if node.target is attend_sharded and node.args[4]:  # may draw from another generator
         return False
     return getattr(node.target, "__module__", "") in _MODULES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.ir.ir import Kind
 from merak.graph.joint.derive import Given
 from merak.graph.joint.segment import JointSegment, Parts, joint_segment
+from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
+from tests.unit.graph import own_backwards
 
 
 @dataclass(frozen=True)
@@ -314,6 +318,42 @@ def test_sums_of_later_readers_enter_first() -> None:
     assert ours[0].grad is not None
     assert theirs[0].grad is not None
     assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+def _with_function(name: str) -> JointSegment | None:
+    """Segment that applies an autograd function of a test's."""
+    graph = _graph(Case(lambda w, x: F.relu(x @ w), [(6, 5)], [(4, 6)]))
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    packed = pack_arguments([torch.empty(())], {})
+    assert packed is not None
+    function = f"{own_backwards.__name__}:{name}"
+    with graph.inserting_before(node):
+        made = graph.call_function(AUTOGRAD_FUNCTION, (node.args, function, packed[1]))
+        node.replace_all_uses_with(graph.call_function(operator.getitem, (made, 0)))
+    graph.erase_node(node)
+    return joint_segment(graph, graph)
+
+
+def test_autograd_functions_are_written_out() -> None:
+    case = Case(lambda w, x: own_backwards.Clipped.apply(x @ w), [(6, 5)], [(4, 6)])
+    segment, ours, theirs = _with_function("Clipped"), _leaves(case), _leaves(case)
+    assert segment is not None
+    parts = segment.parts([tensor.detach() for tensor in ours])
+    assert parts is not None
+    tangent = torch.randn(4, 5)
+    (made,), gradients = _joint(parts, ours, [tangent])
+    (expected,), wanted = _autograd(case, theirs, [tangent])
+    assert torch.equal(made, expected)
+    assert gradients[1] is not None
+    assert wanted[0] is not None
+    assert torch.equal(gradients[1], wanted[0])
+    assert ours[0].grad is not None
+    assert theirs[0].grad is not None
+    assert torch.equal(ours[0].grad, theirs[0].grad)
+
+
+def test_autograd_functions_that_change_between_steps_are_not_written_out() -> None:
+    assert _with_function("Counting") is None
 
 
 def test_equal_segments_share_their_functions() -> None:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -51,6 +52,36 @@ def call_function(
     args, _ = unpack_arguments(tensors, arguments)
     result = _APPLY(named_function(function), *args)
     return list(result) if isinstance(result, tuple) else [result]
+
+
+def is_of_torch_alone(function: str) -> bool:
+    """Whether an autograd function's Python reads nothing that may change between steps.
+
+    It reads its arguments and constants, and calls torch, `math`, and functions that do likewise.
+
+    Args:
+        function: its name, "module:class".
+    """
+    own = vars(named_function(function)).values()
+    methods = [getattr(method, "__func__", method) for method in own]
+    return all(_reads_constants(m, set()) for m in methods if inspect.isfunction(m))
+
+
+def _reads_constants(function: FunctionType, seen: set[FunctionType]) -> bool:
+    if function in seen:
+        return True
+    seen.add(function)
+    read = inspect.getclosurevars(function)
+    if read.nonlocals:
+        return False
+    for name, value in read.globals.items():
+        module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "")
+        if str(module).partition(".")[0] in ("torch", "math"):
+            continue
+        is_number = isinstance(value, int | float | str) and name.isupper()
+        if not is_number and not (inspect.isfunction(value) and _reads_constants(value, seen)):
+            return False
+    return True
 
 
 AUTOGRAD_FUNCTION = register(
