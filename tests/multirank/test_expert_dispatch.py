@@ -11,18 +11,40 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.data import Dataset
 
 import merak
+from merak.core.errors import ScheduleError
 from merak.core.mesh import Mesh
 from merak.core.shards import ParameterShard, join
 from merak.ops import expert_dispatch
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
-from tests.unit.graph.expert_models import build
+from tests.unit.graph.expert_models import GroupedProducts, PlainTokens, build
 
 Parameters = dict[str, torch.Tensor]
+
+
+class Dropping(GroupedProducts):
+    """Such experts, each of which computes the first rows of its tokens alone, written plainly."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        is_of = nn.functional.one_hot(chosen.flatten(), len(self.up))
+        place = ((is_of.cumsum(0) - 1) * is_of).sum(1)
+        weights = weights.flatten() * (place < math.ceil(CAPACITY * len(place) / len(self.up)))
+        out = x
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            own = weights * is_of[:, expert]
+            rows = (x.repeat_interleave(2, 0) @ up).relu() @ down
+            out = out + (rows * own[:, None]).view(len(x), 2, -1).sum(1)
+        return out
+
+
+CAPACITY = 1.0
+"""A factor with which rows are dropped, as experts are never chosen evenly."""
 
 UNCHOSEN = {"unused": "deepseek_v3", "idle": "separate"}
 """Models of which no token chooses the second half of the experts."""
@@ -44,7 +66,7 @@ def trained(
         part = ids.narrow(0, mesh.dp_rank * num_samples, num_samples)
         return {"input_ids": part, "labels": part.clone()}
 
-    model = build(UNCHOSEN.get(kind, kind), **(NO_DRAWS if kind == "switch" else {}))
+    model = _model(kind)
     with torch.no_grad():
         for name, value in (*model.named_buffers(), *model.named_parameters()):
             if kind in UNCHOSEN and name.endswith(("e_score_correction_bias", "gate.bias")):
@@ -67,6 +89,13 @@ def trained(
         return losses, {
             n: _whole(p.detach(), shards.get(n), mesh) for n, p in own_parameters.items()
         }
+
+
+def _model(kind: str) -> nn.Module:
+    if kind == "dropping":
+        torch.manual_seed(0)
+        return PlainTokens(Dropping())
+    return build(UNCHOSEN.get(kind, kind), **(NO_DRAWS if kind == "switch" else {}))
 
 
 def _whole(own: torch.Tensor, shard: ParameterShard | None, mesh: Mesh) -> torch.Tensor:
@@ -113,7 +142,7 @@ def test_training_equals_one_process(
         assert own_losses == pytest.approx(losses, rel=1e-5)
         cases.assert_gradients_equal(final, {name: expected[name] for name in final})
     assert {name for _, final in ranks for name in final} == expected.keys()
-    before = dict(build(UNCHOSEN.get(kind, kind)).named_parameters())
+    before = dict(_model(kind).named_parameters())
     for name, parameter in expected.items():
         if kind == "idle" and ".experts." in name:
             is_chosen = int(name.partition(".experts.")[2][0]) < 2
@@ -121,6 +150,65 @@ def test_training_equals_one_process(
         elif kind == "unused" and "mlp.experts." in name:
             assert torch.equal(parameter[4:], before[name][4:])
             assert not torch.equal(parameter[:4], before[name][:4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "options"),
+    [
+        ("mixtral", {"dp": 2, "ep": 2}, {}),
+        slow("gpt_oss", {"cp": 2, "ep": 2}, {}),
+        slow("separate", {"dp": 4, "ep": 4}, {"zero": 1}),
+        slow("gshard", {"dp": 2, "ep": 2}, {}),
+        slow("switch", {"dp": 2, "ep": 2}, {}),
+        slow("all_called", {"dp": 4, "ep": 2}, {"zero": 3}),
+        slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
+        slow("deepseek_v3", {"dp": 2}, {"recompute": "selective"}),
+    ],
+)
+def test_a_capacity_that_drops_nothing_changes_nothing(
+    pool: RankPool, kind: str, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    ((losses, expected),) = pool.run(trained, 1, kind, {}, {})
+    num_ranks = math.prod(degrees.get(axis, 1) for axis in ("dp", "pp", "cp"))
+    enough = {"expert_capacity": 8.0} | options
+    for own_losses, final in pool.run(trained, num_ranks, kind, degrees, enough):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        cases.assert_gradients_equal(final, {name: expected[name] for name in final})
+
+
+def test_the_last_rows_of_an_expert_are_dropped(pool: RankPool) -> None:
+    ((losses, expected),) = pool.run(trained, 1, "dropping", {}, {})
+    ((exact, _),) = pool.run(trained, 1, "grouped", {}, {})
+    assert exact != pytest.approx(losses, rel=1e-4)
+    for degrees in ({}, {"dp": 2, "ep": 2}):
+        options = {"expert_capacity": CAPACITY}
+        ranks = pool.run(trained, degrees.get("dp", 1), "grouped", degrees, options)
+        for own_losses, final in ranks:
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            cases.assert_gradients_equal(final, {name: expected[name] for name in final})
+
+
+def refused_lengths() -> str:
+    """The sentence for replicas whose microbatches have other lengths, where places follow them."""
+    mesh = merak.init(dp=2, ep=2, device="cpu")
+
+    def own(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(2 * length).reshape(2, length) % cases.VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+    parallel = merak.parallelize(
+        build("grouped"), own(8), optimizer=torch.optim.SGD, expert_capacity=1.0
+    )
+    parallel.step(own(6))
+    with pytest.raises(ScheduleError) as refusal:
+        parallel.step(own(8 - mesh.dp_rank))
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_replicas_of_other_lengths_have_no_common_places(pool: RankPool) -> None:
+    for sentence in pool.run(refused_lengths, 2):
+        assert "each of ep=2 replicas, but their microbatches differ in shape" in sentence
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):

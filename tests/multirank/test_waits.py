@@ -163,6 +163,12 @@ def test_experts_read_their_sizes_once_a_layer_and_microbatch(pool: RankPool) ->
         assert rank == [IS_FINITE | {("ops/expert_dispatch.py", "cpu"): layers * microbatches}]
 
 
+@pytest.mark.slow
+def test_experts_with_a_capacity_read_no_sizes(pool: RankPool) -> None:
+    for rank in pool.run(waits, 2, "mixtral", {"dp": 2, "ep": 2}, [{"expert_capacity": 1.25}]):
+        assert rank == [IS_FINITE]
+
+
 def waits_by_hierarchy(zero: int) -> list[Any]:
     """What a step of replicas on two nodes reads, whose collectives run where they are counted."""
     done = replica_levels._Done()

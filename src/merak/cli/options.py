@@ -139,7 +139,8 @@ def _hint(name: str) -> Any:
     hint = typing.get_type_hints(options.ParallelOptions)[name]
     if name in _WRITTEN:
         return _WRITTEN[name][0]
-    return (hint if hint in (bool, int, float) or name in options.READS else str) | None
+    numbers = [own for own in (bool, int, float) if hint in (own, own | None)]
+    return (hint if name in options.READS else (*numbers, str)[0]) | None
 
 
 def _value(name: str, typed: Any) -> Any:

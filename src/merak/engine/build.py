@@ -251,7 +251,13 @@ def _forecast(
         source.model,
         Layout(graph, partition, plans),
         mesh,
-        local_rewrite(graph, features, mesh, sequence=options.sequence_parallel),
+        local_rewrite(
+            graph,
+            features,
+            mesh,
+            sequence=options.sequence_parallel,
+            capacity=options.expert_capacity,
+        ),
         options,
     )
     times = partial(segment_times, graph, options, mesh, source.cache_dir)

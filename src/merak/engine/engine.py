@@ -36,8 +36,8 @@ from merak.engine.step.optimizer_step import StepEnd, StepNumbers, gradient_norm
 from merak.engine.step.parameter_writes import apply_parameter_writes
 from merak.engine.step.replica_check import check_replicas
 from merak.engine.step.step_checks import (
-    check_counts,
     check_indices,
+    compare_microbatches,
     make_programs,
     microbatch_counts,
 )
@@ -274,7 +274,7 @@ class Engine:
             state.layer_dropping.start_step(step, state.buffers)
         batches = self._with_numbers(batches)
         check_indices(state, f"step {step + 1}", signatures, batches, True)
-        check_counts(state, len(signatures), update is not None)
+        compare_microbatches(state, signatures, update is not None)
         apply_parameter_writes(state, self._programs(signatures, True), batches)
         while True:
             self._state.optimizer_params.start_step()

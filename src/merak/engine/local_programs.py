@@ -25,7 +25,7 @@ from merak.graph.context_parallel.apply import (
     gathered_operators,
 )
 from merak.graph.context_parallel.padded_rows import ignores_padding
-from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
+from merak.graph.expert_parallel.apply import LocalRewrite, exact, with_experts
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.program.codegen import runnable
 from merak.graph.program.compiled import TorchCompiler
@@ -138,6 +138,11 @@ class ProgramCache:
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
+
+    @property
+    def has_places(self) -> bool:
+        """Whether experts have, in training, a fixed number of places for rows of each replica."""
+        return exact(self._parallel) is not self._parallel
 
     @property
     def base_signature(self) -> Signature:
@@ -256,7 +261,7 @@ class ProgramCache:
         if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
             arrange = partial(arrange_sub_pipelined, samples)
-        parallel = self._parallel
+        parallel = self._parallel if training else exact(self._parallel)
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
@@ -328,7 +333,12 @@ def check_max_shapes(max_shapes: int) -> None:
 
 
 def local_rewrite(
-    graph: ModelGraph, features: Features | None, mesh: Mesh, *, sequence: bool = False
+    graph: ModelGraph,
+    features: Features | None,
+    mesh: Mesh,
+    *,
+    sequence: bool = False,
+    capacity: float | None = None,
 ) -> LocalRewrite | None:
     """The rewrite of segments to those of one rank; every rank checks the whole model.
 
@@ -337,15 +347,14 @@ def local_rewrite(
         features: how weights are split that the graph does not decide.
         mesh: the degrees.
         sequence: whether tensor parallel ranks share the sequence.
+        capacity: the option `expert_capacity`.
 
     Raises:
         ShardError: the degrees do not fit the model.
     """
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     context = _context_parallel_rewrite(graph, tensor, mesh.cp)
-    if mesh.spreads_experts:
-        return expert_parallel(graph, context, mesh.ep)
-    return context or tensor
+    return with_experts(graph, tensor, context, mesh.ep, capacity)
 
 
 def _context_parallel_rewrite(

@@ -60,6 +60,7 @@ _SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
 _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
+_CAPACITY = Range(1, LARGEST, "use a factor of 1 or more, such as 1.25", "is no capacity")
 _FRACTION = Range(SMALLEST, 1.0, "use a fraction such as 0.01", "is no fraction")
 _RANK = Range(1, LARGEST, "use 1 or more", "is no rank")
 _KEEP = Range(SMALLEST, 1, "use a number above 0 and at most 1", "is no probability to keep blocks")
@@ -295,6 +296,16 @@ class ParallelOptions:
         searched=lambda own: (
             ("off", "on") if own.microbatch > 1 and _cuts_blocks(own) else ("off",)
         ),
+    )
+    expert_capacity: float | None = option(
+        None,
+        "FACTOR",
+        "Capacity of experts in training: the rows of a replica's microbatch that each expert "
+        "computes at most, as a factor, 1 or more, of those that it has where tokens are spread "
+        "evenly. Rows are padded to it, so that nothing is counted before they are exchanged; what "
+        "exceeds it is dropped, the last tokens first. If unset, no row is padded or dropped.",
+        within=_CAPACITY,
+        planned=_PRICED,
     )
     sequence_parallel: bool = option(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -92,21 +93,29 @@ def check_indices(
             raise DataError(f"in {what}, {problem}")
 
 
-def check_counts(state: EngineState, num_microbatches: int, has_update: bool) -> None:
-    """Compare the replicas' numbers of microbatches before a training step, where that matters.
+def compare_microbatches(
+    state: EngineState, signatures: Sequence[Signature], has_update: bool
+) -> None:
+    """Compare the replicas' microbatches before a training step, where their numbers matter.
 
     With ZeRO-2 and 3, gradients are reduced after every microbatch if all replicas have equally
-    many, and else at the step's end.
+    many, and else at the step's end. Their shapes matter where experts' places follow from them.
 
     Args:
         state: of this rank's engine.
-        num_microbatches: of this replica.
+        signatures: of each microbatch of this replica.
         has_update: whether the engine is given an optimizer's step to call.
 
     Raises:
         ScheduleError: an asynchronous schedule without an optimizer, or a layout that needs equal
             replicas without having them.
     """
+    _check_counts(state, len(signatures), has_update)
+    if state.mesh.spreads_experts and state.program_for.has_places:
+        _check_shapes(state, signatures)
+
+
+def _check_counts(state: EngineState, num_microbatches: int, has_update: bool) -> None:
     schedule = state.plan_for.base.schedule
     if not schedule.is_synchronous and not has_update:
         raise ScheduleError(
@@ -138,6 +147,24 @@ def check_counts(state: EngineState, num_microbatches: int, has_update: bool) ->
             f"zero=3 gathers parameters on all replicas together, but they have {least} to "
             f"{most} microbatches here; leave the last part of an epoch out "
             "(dataloader_drop_last=True), or use zero=2."
+        )
+
+
+def _check_shapes(state: EngineState, signatures: Sequence[Signature]) -> None:
+    mesh = state.mesh
+    group = mesh.group("dp")
+    if group is None:
+        return
+    shapes = [[meta.shape for _, meta in signature] for signature in signatures]
+    digest = zlib.crc32(repr(shapes).encode())
+    with state.progress.waiting("the shapes of microbatches on", mesh.peers("dp")):
+        most, least = largest([digest, -digest], group)
+    if most != -least:
+        raise ScheduleError(
+            "expert_capacity gives experts places by the shape of a microbatch, equally many for "
+            f"each of ep={mesh.ep} replicas, but their microbatches differ in shape in this step; "
+            "pad to one length (padding='max_length' of the tokenizer), or use "
+            "expert_capacity=None."
         )
 
 

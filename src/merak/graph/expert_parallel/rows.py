@@ -69,18 +69,21 @@ class ExpertRegion:
                 yield node
 
 
-def expert_regions(graph: fx.Graph, weights: Collection[fx.Node]) -> list[ExpertRegion]:
+def expert_regions(
+    graph: fx.Graph, weights: Collection[fx.Node], *, batches: bool = True
+) -> list[ExpertRegion]:
     """The regions of a segment's graph.
 
     Args:
         graph: the segment's graph.
         weights: placeholders of the experts' weights.
+        batches: whether to find those whose rows lie in batches, too.
 
     Raises:
         ShardError: a product with experts whose rows are not in front.
     """
     groups: dict[fx.Node, list[fx.Node]] = {}
-    batches: dict[tuple[int, ...], list[fx.Node]] = {}
+    laid_out: dict[tuple[int, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op != "call_function" or not any(_is_of(n, weights) for n in node.all_input_nodes):
             continue
@@ -90,10 +93,10 @@ def expert_regions(graph: fx.Graph, weights: Collection[fx.Node]) -> list[Expert
             offsets = offsets_of(node.args[1][0])  # as `experts_of` has found it to be
             assert offsets is not None
             groups.setdefault(offsets, []).append(node)
-        elif family(node.target) in MATMULS | {"einsum"}:
-            batches.setdefault(_batch_of(node, weights), []).append(node)
+        elif batches and family(node.target) in MATMULS | {"einsum"}:
+            laid_out.setdefault(_batch_of(node, weights), []).append(node)
     regions = [_region(graph, offsets, anchors) for offsets, anchors in groups.items()]
-    return regions + [_region(graph, None, anchors) for anchors in batches.values()]
+    return regions + [_region(graph, None, anchors) for anchors in laid_out.values()]
 
 
 def rows_of(product: fx.Node) -> fx.Node:

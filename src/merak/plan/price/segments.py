@@ -145,7 +145,7 @@ def model_flops(workload: Workload, microbatch: int) -> float:
     """FLOPs of the whole model for one microbatch, forward and backward, without recomputation."""
 
     def total() -> float:
-        segments = workload.local_graph(Form(microbatch)).segments
+        segments = workload.graph(microbatch).segments  # without places of `expert_capacity`
         first = workload.unique(Form(microbatch))
         known = {index: _flops(segments[index].graph) for index in set(first)}
         return sum(known[index] for index in first)

@@ -14,7 +14,7 @@ from merak.core.gradients import LOW_PRECISION
 from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import Signature
 from merak.graph.context_parallel.apply import context_parallel
-from merak.graph.expert_parallel.apply import LocalRewrite, expert_parallel
+from merak.graph.expert_parallel.apply import LocalRewrite, with_experts
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.build import GraphSource
@@ -220,9 +220,7 @@ class Workload:
             graph = self.graph(form.microbatch)
             tensor = self.tensor_rewrite(form) if form.tp > 1 else None
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
-            if form.spreads_experts:
-                return expert_parallel(graph, context, form.ep)
-            return context or tensor
+            return with_experts(graph, tensor, context, form.ep, self.common.expert_capacity)
 
         return self.once(("rewrite", form), made)
 

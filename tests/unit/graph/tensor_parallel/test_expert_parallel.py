@@ -15,12 +15,13 @@ from torch import nn
 
 from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
-from merak.graph.expert_parallel.apply import expert_parallel
+from merak.graph.expert_parallel.apply import exact, expert_parallel, with_experts
 from merak.graph.ir.operators import GROUPED_GEMMS, SEPARATE_GEMMS, family
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
+from merak.ops.expert_capacity import to_places
 from merak.ops.expert_dispatch import from_experts, to_experts
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
@@ -254,6 +255,32 @@ def test_rows_go_to_their_experts_once() -> None:
     nodes = [n for segment in graph.segments for n in parallel(segment)[0].graph.nodes]
     assert sum(n.target is to_experts for n in nodes) == 1
     assert sum(n.target is from_experts for n in nodes) == 1
+
+
+def test_places_are_multiplied_in_batches_and_drop_the_last_tokens() -> None:
+    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
+    parallel = with_experts(graph, None, None, 1, 1.0)
+    assert parallel is not None
+    segments = [parallel(segment)[0] for segment in graph.segments]
+    for segment in segments:
+        targets = [node.target for node in segment.graph.nodes]
+        products = sum(target is torch.ops.aten.bmm.default for target in targets)
+        assert products == 2 * targets.count(to_places)
+        assert torch.ops.aten.sort.default not in targets  # of rows of one expert, in any order
+        assert not any(family(target) in GROUPED_GEMMS for target in targets)
+    assert any(to_places in (n.target for n in s.graph.nodes) for s in segments)
+    assert exact(parallel) is None  # evaluations
+
+
+def test_capacities_of_no_experts_and_over_tp_are_refused() -> None:
+    columns = cases.batch(padded=False)
+    graph = cases.traced(build("mixtral"), columns)
+    parallel = tensor_parallel(graph, None, 2)
+    with pytest.raises(ShardError, match=r"expert_capacity=1.5 gives .* use tp=1, or expert_cap"):
+        with_experts(graph, parallel, None, 1, 1.5)
+    plain = cases.traced(PlainTokens(nn.Linear(16, 16)), columns)
+    with pytest.raises(ShardError, match=r"expert_capacity=1.5 finds no experts .* use expert_cap"):
+        with_experts(plain, None, None, 1, 1.5)
 
 
 @pytest.mark.parametrize("layer", [Separate, Dispatched])

@@ -24,15 +24,21 @@ from merak.graph.tensor_parallel.search.cost import parameter_nodes
 from merak.graph.trace.opaque.operator import opaque_nodes
 
 
-def no_experts(model: ModelGraph, ep: int) -> ShardError:
+def no_experts(model: ModelGraph, ep: int, capacity: float | None = None) -> ShardError:
     """Sentence that says why a model has no experts to split, and what to use in place of `ep`.
 
     Args:
         model: the traced model, without stacks of expert weights.
-        ep: the expert parallel degree that is refused.
+        ep: the expert parallel degree that is refused; 1 where it is the capacity that is.
+        capacity: the option `expert_capacity`.
     """
     why = next(_reasons(model), "no stack of weights is read by grouped or batched products")
     what, _, fix = why.partition("; ")
+    if ep == 1 and capacity is not None:
+        return ShardError(
+            f"expert_capacity={capacity:g} finds no experts whose rows it could count: {what}; use "
+            "expert_capacity=None."
+        )
     return ShardError(f"ep={ep} finds no experts to split: {what}; use {fix or 'ep=1'}.")
 
 
