@@ -13,7 +13,6 @@ from merak.core.errors import ArgumentsError, TraceError
 from merak.core.mesh import Mesh
 from merak.core.precision import refuse_autocast_around
 from merak.core.rank0 import warn_on_rank0
-from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature, known_masks
 from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
@@ -41,7 +40,7 @@ from merak.graph.program.program import (
     arrange_whole,
     compile_program,
 )
-from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
+from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.program.sub_pipelined import arrange_sub_pipelined
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
@@ -132,9 +131,8 @@ class ProgramCache:
             if self.densified:
                 rewrites[stage].append(partial(densify, self.densified))
             if self._splits_backwards:
-                rewrites[stage].append(
-                    partial(_split_weight_gradients, self._shared, self.weight_gradients[stage])
-                )
+                split = SplitBackward(self.weight_gradients[stage], self._shared)
+                rewrites[stage].append(split)
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
@@ -379,12 +377,6 @@ def _tensor_parallel_rewrite(
     if warning is not None:
         warn_on_rank0(logger, "%s", warning)
     return parallel
-
-
-def _split_weight_gradients(
-    tied: frozenset[str], weight_gradients: WeightGradients, segment: Segment
-) -> tuple[Segment, dict[str, ParameterShard]]:
-    return split_weight_gradients(segment, tied, weight_gradients), {}
 
 
 def num_readers(graph: ModelGraph) -> Counter[str]:

@@ -217,6 +217,7 @@ class Stage:
             fsdp=self.fsdp,
             offload=self.offload,
             observer=self.observer,
+            weight_gradients=self.weight_gradients,
         )
 
 

@@ -20,7 +20,7 @@ from merak.engine.segments.context import SegmentContext
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.program.program import SegmentProgram, compile_segment, has_draws
-from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
+from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.weights.materialize import materialize
 from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
@@ -157,7 +157,7 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
         return PassSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
     backward_s, _ = plain.backward_s()
     deferred = WeightGradients()
-    segment = split_weight_gradients(inputs.segment, frozenset(), deferred)
+    segment, _ = SplitBackward(deferred)(inputs.segment)
     split = compile_segment(segment, inputs.graph.values, draws)
     split = replace(split, gradient_inputs=program.gradient_inputs)
     split_passes = _Passes(split, lambda save: forward(split, save), ctx, watch, deferred)

@@ -18,6 +18,7 @@ from merak.engine.tensors_by_name import (
 from merak.graph.ir.ir import Segment
 from merak.graph.program.codegen import Function
 from merak.graph.program.program import PieceProgram, SegmentProgram
+from merak.graph.program.split_backward import WeightGradients
 
 
 class ShardedParameters(Protocol):
@@ -60,6 +61,7 @@ class SegmentContext:
         offload: offloads activations to host memory; None for none.
         leaf_gradients: gives what enters the backward of a segment besides its outputs' gradients.
         observer: looks at every operator; None for nobody.
+        weight_gradients: takes what a backward leaves for later; None where it leaves nothing.
     """
 
     weights: ParamLeaves
@@ -72,6 +74,7 @@ class SegmentContext:
     offload: ActivationOffload | None = None
     leaf_gradients: GiveLeafGradients = no_leaf_gradients
     observer: OperatorObserver | None = None
+    weight_gradients: WeightGradients | None = None
 
     def function(self, program: SegmentProgram | PieceProgram) -> Function:
         """The function of a segment or a piece of one, which may be looked at."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -115,9 +116,17 @@ def backward(
     saved.saved = None
     del later, tangents
     made = run_part(parts.backward, arguments)
-    first = _first_input(run)
+    first, num = _first_input(run), len(parts.inputs)
     inputs = run.segment.inputs
-    gradients.update(zip([inputs[number - first] for number in parts.inputs], made, strict=True))
+    gradients.update(zip([inputs[n - first] for n in parts.inputs], made[:num], strict=True))
+    if parts.weights is not None:
+        assert ctx.weight_gradients is not None
+        arguments = [
+            *map(saved.arguments.__getitem__, parts.weight_reads),
+            *made[num:],
+            *map(ctx.weights.__getitem__, map(names.__getitem__, parts.weight_parameters)),
+        ]
+        ctx.weight_gradients.add(partial(run_part, parts.weights, arguments))
 
 
 def _later(

@@ -72,7 +72,7 @@ class JointGraph:
     Args:
         graph: its placeholders are those of the segment, later sums, and gradients of outputs.
         given: gradients that its backward is given.
-        arguments: placeholders of the segment, in order.
+        arguments: placeholders of the segment, in order, with their kind.
         later: placeholders of later sums, by number of the argument.
         tangents: placeholders of the gradients of outputs, by number of the output.
         outputs: of the segment, in order.
@@ -88,6 +88,12 @@ class JointGraph:
     outputs: list[fx.Node]
     gradients: dict[int, fx.Node]
     carries: tuple[bool, ...]
+
+    @property
+    def inputs(self) -> frozenset[int]:
+        """Numbers of the arguments that other segments have made."""
+        kinds = [node.meta["kind"] for node in self.arguments]
+        return frozenset(number for number, kind in enumerate(kinds) if kind is Kind.VALUE)
 
 
 class JointError(Exception):
@@ -212,6 +218,8 @@ def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -
     ):
         arguments = [_fresh(tensor, tensor.stride()) for tensor in like]
         nodes = [recorder.placeholder(f"argument_{i}", a) for i, a in enumerate(arguments)]
+        for node, placeholder in zip(nodes, placeholders, strict=True):
+            node.meta["kind"] = placeholder.meta["kind"]
         leaves = {
             number: arguments[number].requires_grad_()
             for number, placeholder in enumerate(placeholders)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import fx
 
 from merak.graph.joint.clean import is_view
+from merak.graph.joint.deferred import Deferred, find_deferred
 from merak.graph.joint.derive import JointGraph
 from merak.ops.collectives import GATHERED_AGAIN
 
@@ -20,29 +21,60 @@ class Division:
         forward: operators of the forward, in order.
         backward: operators of the backward, in order; with what it makes again.
         saved: values that the forward makes and the backward reads.
+        weights: operators that are left for later, in order; with what they make again.
+        held: values that these read of what the forward and the backward have made or were given.
+        deferred: numbers of the parameters whose gradients these make.
     """
 
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
+    weights: tuple[fx.Node, ...] = ()
+    held: tuple[fx.Node, ...] = ()
+    deferred: frozenset[int] = frozenset()
 
 
-def divide(joint: JointGraph) -> Division:
+def divide(joint: JointGraph, deferrable: Collection[int] = ()) -> Division:
     """Divide a joint graph at the values that the backward reads.
 
     Views of arguments are made again in the backward, and what was gathered is gathered again.
+
+    Args:
+        joint: the graph.
+        deferrable: numbers of the parameters whose gradients may be made later, behind what other
+            stages wait for.
     """
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
     forward = [node for node in calls if not node.meta["is_backward"]]
     backward = [node for node in calls if node.meta["is_backward"]]
     read = [n for node in backward for n in node.all_input_nodes] + list(joint.gradients.values())
     again, saved = _made_again(dict.fromkeys(filter(_is_of_forward, read)))
+    later = find_deferred(joint, backward, deferrable) if deferrable else Deferred()
+    now = [node for node in backward if node not in later.nodes]
+    kept = [g for number, g in joint.gradients.items() if number not in later.parameters]
+    behind = [node for node in backward if node in later.nodes]
+    views = {node for node in again if is_view(node)}
+    weights = _ordered(behind, [], views)
+    made = {*weights, *joint.arguments}
+    held = dict.fromkeys(n for node in weights for n in node.all_input_nodes if n not in made)
+    return Division(
+        tuple(forward),
+        _ordered([*now, *held], kept, again),  # which gathers in the order of all ranks
+        tuple(saved),
+        weights,
+        tuple(held),
+        later.parameters,
+    )
+
+
+def _ordered(
+    nodes: Iterable[fx.Node], results: Iterable[fx.Node], again: set[fx.Node]
+) -> tuple[fx.Node, ...]:
+    """Nodes in order, each behind those of `again` that it reads."""
     order: dict[fx.Node, None] = {}
-    for node in backward:
+    for node in (*nodes, *results):
         _append(order, node, again)
-    for node in joint.gradients.values():
-        _append(order, node, again)
-    return Division(tuple(forward), tuple(order), tuple(saved))
+    return tuple(order)
 
 
 def _is_of_forward(node: fx.Node) -> bool:

@@ -6,9 +6,10 @@ given, so it is derived when these are first met. Equal segments, such as blocks
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from merak.graph.ir.operators import is_aten_operator, multiplies_groups
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, JointGraph, Strides, derive
-from merak.graph.joint.divide import divide
+from merak.graph.joint.divide import Division, divide
 from merak.graph.joint.generate import Part, generate
 from merak.graph.trace.branches.flags import is_condition
 from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
@@ -39,11 +40,16 @@ class Parts:
         forward: arguments → outputs, then what is saved.
         plain: arguments → outputs.
         backward: (arguments of `reads`, later sums, gradients of outputs, what is saved, parameters
-            of `parameters`) → gradients of `inputs`; the parameters gain theirs.
+            of `parameters`) → gradients of `inputs`, then what `weights` reads; the parameters gain
+            theirs.
+        weights: where the backward is split, (arguments of `weight_reads`, what the backward gives
+            for it, parameters of `weight_parameters`) → nothing; the parameters gain theirs.
         saved: names of what is saved.
         reads: numbers of the arguments that the backward reads.
         parameters: numbers of the parameters that have a gradient.
         inputs: numbers of the inputs that have one.
+        weight_reads: numbers of the arguments that `weights` reads.
+        weight_parameters: numbers of the parameters that gain their gradient from it.
         carries: per output, whether a gradient goes back through it.
     """
 
@@ -51,10 +57,13 @@ class Parts:
     forward: Part
     plain: Part
     backward: Part
+    weights: Part | None
     saved: tuple[str, ...]
     reads: tuple[int, ...]
     parameters: tuple[int, ...]
     inputs: tuple[int, ...]
+    weight_reads: tuple[int, ...]
+    weight_parameters: tuple[int, ...]
     carries: tuple[bool, ...]
 
 
@@ -64,11 +73,15 @@ class JointSegment:
     Args:
         graph: its operators as they run, with the placeholders of the segment.
         structure: of the segment's graph.
+        deferrable: numbers of the parameters whose gradients may be left for later.
     """
 
-    def __init__(self, graph: fx.Graph, structure: Structure) -> None:
+    def __init__(
+        self, graph: fx.Graph, structure: Structure, deferrable: tuple[int, ...] = ()
+    ) -> None:
         self._graph = graph
         self._structure = structure
+        self._deferrable = deferrable
         self._expected: dict[tuple[Strides, ...], Parts | None] = {}
         self.obstacle = ""
 
@@ -96,13 +109,14 @@ class JointSegment:
     ) -> Parts | None:
         devices = tuple(str(argument.device) for argument in arguments)
         mesh = _alone(current_mesh()) if has_mesh() else None
-        key = (self._structure, strides, devices, given, mesh, _switches())
+        kind = (self._structure, self._deferrable)
+        key = (kind, strides, devices, given, mesh, _switches())
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.pop(next(iter(_MADE)))
             around = nullcontext() if mesh is None else pretended(mesh)
             with around, _disable_current_modes():  # such as one that counts tensors
-                _MADE[key] = _make(self._graph, arguments, given)
+                _MADE[key] = _make(self._graph, arguments, given, self._deferrable)
         found = _MADE[key]
         if isinstance(found, str):
             self.obstacle = found
@@ -133,46 +147,58 @@ _MADE: dict[Any, Parts | str] = {}
 _MOST_MADE = 512
 
 
-def _make(graph: fx.Graph, arguments: Sequence[torch.Tensor], given: Given | None) -> Parts | str:
+def _make(
+    graph: fx.Graph,
+    arguments: Sequence[torch.Tensor],
+    given: Given | None,
+    deferrable: tuple[int, ...],
+) -> Parts | str:
     try:
         joint = derive(graph, arguments, given)
     except Exception as error:  # of an operator on fake tensors; autograd runs the backward
         return str(error) or type(error).__name__
     clean(joint)
-    return _parts(joint, graph)
+    return _parts(joint, divide(joint, deferrable))
 
 
-def _parts(joint: JointGraph, graph: fx.Graph) -> Parts:
-    division = divide(joint)
-    read = {n for node in division.backward for n in node.all_input_nodes}
-    read.update(joint.gradients.values())
-    reads = tuple(number for number, node in enumerate(joint.arguments) if node in read)
-    kinds = [node.meta["kind"] for node in graph.find_nodes(op="placeholder")]
-    of_parameters = {n: g for n, g in joint.gradients.items() if kinds[n] is Kind.PARAMETER}
-    of_inputs = {n: g for n, g in joint.gradients.items() if kinds[n] is Kind.VALUE}
+def _parts(joint: JointGraph, division: Division) -> Parts:
+    of_inputs = {n: g for n, g in joint.gradients.items() if n in joint.inputs}
+    of_parameters = {n: g for n, g in joint.gradients.items() if n not in joint.inputs}
+    later = {n: g for n, g in of_parameters.items() if n in division.deferred}
+    now = {n: g for n, g in of_parameters.items() if n not in division.deferred}
+    results = [*(joint.gradients[n] for n in of_inputs), *division.held]
+    reads = _reads(joint, division.backward, [*results, *now.values()])
+    weight_reads = _reads(joint, division.weights, later.values())
     given = [
         *(joint.arguments[number] for number in reads),
         *joint.later.values(),
         *joint.tangents.values(),
         *division.saved,
     ]
+    held = [*(joint.arguments[number] for number in weight_reads), *division.held]
+    add = partial(_accumulated, joint)
     return Parts(
         given=joint.given,
         forward=generate(joint.arguments, division.forward, [*joint.outputs, *division.saved]),
         plain=generate(joint.arguments, division.forward, joint.outputs),
-        backward=generate(
-            given,
-            division.backward,
-            list(of_inputs.values()),
-            _accumulated(joint, of_parameters),
-            accumulate,
-        ),
+        backward=generate(given, division.backward, results, add(now), accumulate),
+        weights=generate(held, division.weights, [], add(later), accumulate) if later else None,
         saved=tuple(node.name for node in division.saved),
         reads=reads,
-        parameters=tuple(sorted(of_parameters)),
+        parameters=tuple(sorted(now)),
         inputs=tuple(of_inputs),
+        weight_reads=weight_reads,
+        weight_parameters=tuple(sorted(later)),
         carries=joint.carries,
     )
+
+
+def _reads(
+    joint: JointGraph, nodes: Iterable[fx.Node], results: Iterable[fx.Node]
+) -> tuple[int, ...]:
+    """Numbers of the arguments that some nodes read, or that are among their results."""
+    read = {n for node in nodes for n in node.all_input_nodes} | {*results}
+    return tuple(number for number, node in enumerate(joint.arguments) if node in read)
 
 
 def _accumulated(
@@ -200,14 +226,25 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def joint_segment(graph: fx.Graph, as_run: fx.Graph) -> JointSegment | None:
+def joint_segment(
+    graph: fx.Graph, as_run: fx.Graph, deferrable: Container[str] = ()
+) -> JointSegment | None:
     """Functions of a segment; None where its backward is no graph for sure.
 
     Args:
         graph: of the segment.
         as_run: the same with the operators that run.
+        deferrable: names of the parameters whose gradients may be left for later.
     """
-    return None if joint_obstacle(graph) else JointSegment(as_run, structure_of_graph(graph))
+    if joint_obstacle(graph):
+        return None
+    placeholders = enumerate(graph.find_nodes(op="placeholder"))
+    numbers = tuple(
+        number
+        for number, node in placeholders
+        if node.meta["kind"] is Kind.PARAMETER and node.meta["name"] in deferrable
+    )
+    return JointSegment(as_run, structure_of_graph(graph), numbers)
 
 
 def joint_obstacle(graph: fx.Graph) -> str:

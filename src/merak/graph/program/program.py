@@ -16,6 +16,7 @@ from merak.graph.joint.segment import JointSegment, joint_segment
 from merak.graph.program.codegen import BranchValues, Function, as_run, branch_values, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
+from merak.graph.program.split_backward import SplitBackward
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.pieces import PieceAllReduce
@@ -369,17 +370,22 @@ class Compiler:
             selective: its operators whose results are saved where it recomputes; None for none.
         """
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
-        shards: dict[str, ParameterShard] = {}
-        local, saved_ops = segment, None
-        for rewrite in rewrites:
-            local, split = rewrite(local)
-            shards |= split
+        splits = [rewrite for rewrite in rewrites if isinstance(rewrite, SplitBackward)]
+        local, shards = _rewritten(segment, [r for r in rewrites if r not in splits])
+        joint = None if selective is not None else self._joint(local, splits)
+        if joint is None:
+            local, _ = _rewritten(local, splits)
+        saved_ops = None
         if selective is not None:
             local, saved_ops = save_operators(local, selective)
         program = compile_segment(local, self.graph.values, draws, self._make)
-        joins = self._joins and program.trains
-        joint = joint_segment(local.graph, as_run(local.graph)) if joins else None
         return replace(program, selective=saved_ops, joint=joint), shards
+
+    def _joint(self, segment: Segment, splits: Sequence[SplitBackward]) -> JointSegment | None:
+        if not self._joins or not _trains(segment, self.graph.values):
+            return None
+        late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
+        return joint_segment(segment.graph, as_run(segment.graph), late)
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.
@@ -395,6 +401,21 @@ class Compiler:
         return compile_segment(fixed, values), compile_segment(rest, values)
 
 
+def _rewritten(
+    segment: Segment, rewrites: Sequence[Rewrite]
+) -> tuple[Segment, dict[str, ParameterShard]]:
+    """A segment to which rewrites are done in turn, and how its parameters are split over tp."""
+    shards: dict[str, ParameterShard] = {}
+    for rewrite in rewrites:
+        segment, split = rewrite(segment)
+        shards |= split
+    return segment, shards
+
+
+def _trains(segment: Segment, values: Mapping[str, TensorMeta]) -> bool:
+    return any(values[name].requires_grad for name in segment.outputs)
+
+
 def compile_segment(
     segment: Segment,
     values: Mapping[str, TensorMeta],
@@ -406,7 +427,7 @@ def compile_segment(
         segment=segment,
         function=make(segment.graph),
         gradient_inputs=tuple(values[name].requires_grad for name in segment.inputs),
-        trains=any(values[name].requires_grad for name in segment.outputs),
+        trains=_trains(segment, values),
         draws=draws,
         written=written_buffers(segment.graph),
         repeated=tuple(

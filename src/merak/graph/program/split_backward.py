@@ -11,7 +11,7 @@ Source: arXiv:2401.10241, section 2.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from merak.core.gradients import add_gradient
+from merak.core.shards import ParameterShard
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import SPLIT_GEMMS
@@ -26,7 +27,7 @@ from merak.graph.segment.cut import copy_graph
 
 aten = torch.ops.aten
 
-WeightGradient = Callable[[], None]
+WeightGradient = Callable[[], object]
 """Adds one microbatch's gradient of a weight to its gradient."""
 
 
@@ -56,32 +57,44 @@ class WeightGradients:
         self._deferred.clear()
 
 
-def split_weight_gradients(
-    segment: Segment, immediate: frozenset[str], deferred: WeightGradients
-) -> Segment:
-    """Segment whose GEMMs defer the gradients of their weights.
+@dataclass(frozen=True, slots=True)
+class SplitBackward:
+    """Rewriting of a segment whose backward autograd runs: its GEMMs defer gradients of weights.
 
     Args:
-        segment: the segment; left as it is.
+        deferred: where to leave them.
         immediate: names of parameters whose gradient is not to be deferred.
-        deferred: where to leave the shards.
-
-    Returns:
-        The same computation; its backward gives the gradients of inputs and of other parameters.
     """
-    graph, _ = copy_graph(segment.graph)
-    functions = {aten.linear.default: _linear(deferred), aten.addmm.default: _addmm(deferred)}
-    assert functions.keys() == SPLIT_GEMMS.keys()
-    for node in list(graph.nodes):
-        if node.target not in SPLIT_GEMMS or node.kwargs:
-            continue
-        position = SPLIT_GEMMS[node.target].weight
-        weight = _unconverted(node.args[position])
-        if _is_weight(weight, immediate):
-            node.target = functions[node.target]
-            node.update_arg(position, weight)
-    eliminate_dead_code(graph, graph.find_nodes(op="placeholder"))
-    return replace(segment, graph=graph)
+
+    deferred: WeightGradients
+    immediate: frozenset[str] = frozenset()
+
+    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """The same computation; its backward gives the gradients of inputs and other parameters.
+
+        Args:
+            segment: the segment; left as it is.
+        """
+        graph, _ = copy_graph(segment.graph)
+        functions = {
+            aten.linear.default: _linear(self.deferred),
+            aten.addmm.default: _addmm(self.deferred),
+        }
+        assert functions.keys() == SPLIT_GEMMS.keys()
+        for node in list(graph.nodes):
+            if node.target not in SPLIT_GEMMS or node.kwargs:
+                continue
+            position = SPLIT_GEMMS[node.target].weight
+            weight = _unconverted(node.args[position])
+            if _is_weight(weight, self.immediate):
+                node.target = functions[node.target]
+                node.update_arg(position, weight)
+        eliminate_dead_code(graph, graph.find_nodes(op="placeholder"))
+        return replace(segment, graph=graph), {}
+
+    def deferrable(self, segment: Segment) -> frozenset[str]:
+        """Names of a segment's parameters whose gradients may be deferred."""
+        return frozenset(segment.parameters) - self.immediate
 
 
 def _unconverted(argument: Any) -> Any:

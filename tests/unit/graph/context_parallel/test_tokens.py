@@ -15,7 +15,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.program.split_backward import WeightGradients, split_weight_gradients
+from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.plan.engine_options import EngineOptions
@@ -154,7 +154,7 @@ def test_arguments_that_tokens_leave_unread_are_passed_to_split_backwards() -> N
     num_unread = 0
     for segment in fitted.segments:
         local, _ = parallel(segment)
-        split = split_weight_gradients(local, frozenset(), WeightGradients())
+        split, _ = SplitBackward(WeightGradients())(local)
         read = local.graph.find_nodes(op="placeholder")
         num_unread += sum(not node.users for node in read)
         assert [n.meta["name"] for n in split.graph.find_nodes(op="placeholder")] == [

@@ -140,9 +140,10 @@ def _flat(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _segment(case: Case) -> JointSegment:
+def _segment(case: Case, splits: bool = False) -> JointSegment:
     graph = _graph(case)
-    made = joint_segment(graph, graph)
+    late = [f"n{number}" for number in range(len(case.parameters))] if splits else ()
+    made = joint_segment(graph, graph, late)
     assert made is not None
     return made
 
@@ -184,8 +185,16 @@ def _joint(
             *(tensors[number] for number in parts.parameters),
         ]
         del saved
-        made = dict(zip(parts.inputs, parts.backward(given), strict=True))
+        results = parts.backward(given)
+        made = dict(zip(parts.inputs, results))
         assert not given
+        if parts.weights is not None:
+            given = [
+                *(aliases[number] for number in parts.weight_reads),
+                *results[len(parts.inputs) :],
+                *(tensors[number] for number in parts.weight_parameters),
+            ]
+            assert parts.weights(given) == ()
     return outputs, [made.get(number) for number in range(len(tensors))]
 
 
@@ -194,10 +203,11 @@ def _leaves(case: Case) -> list[Tensor]:
     return [t.requires_grad_(number < len(case.parameters)) for number, t in enumerate(made)]
 
 
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_autograd(name: str) -> None:
+def test_bits_are_those_of_autograd(name: str, splits: bool) -> None:
     case = CASES[name]
-    segment, ours, theirs = _segment(case), _leaves(case), _leaves(case)
+    segment, ours, theirs = _segment(case, splits), _leaves(case), _leaves(case)
     for microbatch in range(2):
         with torch.no_grad():
             outputs = _flat(case.function(*ours))
@@ -382,3 +392,32 @@ def test_what_is_written_after_it_was_saved_is_refused_as_by_autograd() -> None:
     segment = _segment(Case(written, [(6, 6)], [(4, 6)]))
     assert segment.parts(_tensors(Case(written, [(6, 6)], [(4, 6)]), 0)) is None
     assert "modified by an inplace operation" in segment.obstacle
+
+
+def _mlp(w: Tensor, b: Tensor, up: Tensor, bias: Tensor, down: Tensor, x: Tensor) -> Tensor:
+    return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (6,), w, b), up, bias)), down)
+
+
+def test_gradients_of_products_are_left_for_later() -> None:
+    case = Case(_mlp, [(6,), (6,), (24, 6), (24,), (6, 24)], [(4, 6)])
+    parts = _segment(case, splits=True).parts(_tensors(case, 0))
+    assert parts is not None
+    # A bias's sum reads what its weight's product reads; a norm's are made with its input's.
+    assert parts.weight_parameters == (2, 3, 4)
+    assert parts.parameters == (0, 1)
+
+
+def test_what_no_product_leads_to_is_left_only_where_it_holds_nothing_more() -> None:
+    scaled = Case(lambda w, x: torch.tanh(x) * w, [(6,)], [(64, 6)])
+    whole = Case(lambda w, x: torch.tanh(x) + w, [(64, 6)], [(64, 6)])
+    for case in (scaled, whole):
+        parts = _segment(case, splits=True).parts(_tensors(case, 0))
+        assert parts is not None
+        assert parts.weights is None
+
+
+def test_without_a_gradient_of_an_input_products_alone_are_left() -> None:
+    case = Case(lambda e, w, i: torch.tanh(F.embedding(i, e) @ w), [(9, 4), (4, 4)], [], [(2, 3)])
+    parts = _segment(case, splits=True).parts(_tensors(case, 0))
+    assert parts is not None
+    assert parts.weight_parameters == (1,)
