@@ -268,6 +268,7 @@ _MODULES = frozenset(
     for name in (
         "collectives",
         "context_parallel",
+        "expert_capacity",
         "sharded_dropout",
         "sharded_statistics",
         "vocab_parallel",

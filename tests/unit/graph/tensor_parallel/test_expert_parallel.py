@@ -17,6 +17,7 @@ from merak.core.errors import ShardError
 from merak.core.mesh import Mesh
 from merak.graph.expert_parallel.apply import exact, expert_parallel, with_experts
 from merak.graph.ir.operators import GROUPED_GEMMS, SEPARATE_GEMMS, family
+from merak.graph.joint.segment import joint_obstacle
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
@@ -268,6 +269,7 @@ def test_places_are_multiplied_in_batches_and_drop_the_last_tokens() -> None:
         assert products == 2 * targets.count(to_places)
         assert torch.ops.aten.sort.default not in targets  # of rows of one expert, in any order
         assert not any(family(target) in GROUPED_GEMMS for target in targets)
+        assert joint_obstacle(segment.graph) == ""
     assert any(to_places in (n.target for n in s.graph.nodes) for s in segments)
     assert exact(parallel) is None  # evaluations
 
