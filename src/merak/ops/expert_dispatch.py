@@ -16,6 +16,7 @@ from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.flat_collectives import all_gather
 from merak.ops.linear import linear, sends
+from merak.ops.recording import counted, one_operator
 
 _exchanges = sends(
     "all_to_all", "all_to_all", size=lambda own, _, counts, *__: own * counts.shape[0]
@@ -24,6 +25,7 @@ _exchanges = sends(
 
 
 @sends("all_gather", counts=True)
+@one_operator
 def expert_counts(offsets: torch.Tensor, axis: str) -> torch.Tensor:
     """Numbers of rows that every rank has for every expert.
 
@@ -43,6 +45,7 @@ def expert_counts(offsets: torch.Tensor, axis: str) -> torch.Tensor:
     return counts.view(shape).cpu()
 
 
+@one_operator
 def own_offsets(offsets: torch.Tensor, counts: torch.Tensor, axis: str) -> torch.Tensor:
     """End offsets of the rows of the rank's own experts, over the rows of all ranks.
 
@@ -167,14 +170,26 @@ def value_of_each_row(
     Returns:
         (rows of the own experts, …).
     """
+    return values.index_select(0, _expert_of_each_row(counts, num_rows, axis, values.device))
+
+
+def num_own_rows(counts: torch.Tensor, axis: str) -> int:
+    """Number of rows that the ranks have for this rank's experts."""
+    return int(_own(counts, axis).sum())
+
+
+@counted(num_own_rows)
+def _expert_of_each_row(
+    counts: torch.Tensor, num_rows: int, axis: str, device: torch.device
+) -> torch.Tensor:
+    """Number of its expert, among the rank's own, for each row of these."""
     if current_mesh().group(axis) is None:
-        return values.index_select(
-            0, torch.zeros(num_rows, dtype=torch.int64, device=values.device)
-        )
-    counted = _own(counts, axis).sum(0)
-    return _repeat_each(values, counted)
+        return torch.zeros(num_rows, dtype=torch.int64, device=device)
+    rows = _own(counts, axis).sum(0)
+    return _repeat_each(torch.arange(rows.shape[0], device=device), rows)
 
 
+@counted(num_own_rows)
 def _to_experts(rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str) -> torch.Tensor:
     group = current_mesh().group(axis)
     if group is None:  # of a mesh that is only pretended: as many rows as in the mean
@@ -186,6 +201,7 @@ def _to_experts(rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: s
     return arrived.index_select(0, _by_expert(counts, axis, rows.device))
 
 
+@one_operator
 def _from_experts(
     rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str
 ) -> torch.Tensor:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -17,6 +19,9 @@ Record = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Is called with a function and its arguments, in place of it, and returns its results."""
 
 _RECORDS: list[Record] = []
+
+_COUNTED: dict[Callable[..., Any], Callable[[Any, str], int]] = {}
+"""Functions whose results have as many rows as values say, and what counts them."""
 
 
 def one_operator(function: F) -> F:
@@ -29,6 +34,42 @@ def one_operator(function: F) -> F:
         return function(*args, **kwargs)
 
     return called  # type: ignore[return-value]
+
+
+def counted(count: Callable[[Any, str], int]) -> Callable[[F], F]:
+    """Decorator of one operator whose result has a number of rows that its `counts` say.
+
+    Args:
+        count: number of rows, of its arguments `counts` and `axis`.
+    """
+
+    def decorated(function: F) -> F:
+        _COUNTED[function] = count
+        return one_operator(function)
+
+    return decorated
+
+
+@dataclass(frozen=True, slots=True)
+class RowCount:
+    """What says how many rows the result of a call has: `count(counts, axis)`."""
+
+    count: Callable[[Any, str], int]
+    counts: Any
+    axis: str
+
+
+def row_count(function: Callable[..., Any], args: tuple[Any, ...]) -> RowCount | None:
+    """What says how many rows a call's result has; None where its shape does.
+
+    Args:
+        function: as a recorder is given it.
+        args: its arguments.
+    """
+    if function not in _COUNTED:
+        return None
+    given = signature(function).bind(*args).arguments
+    return RowCount(_COUNTED[function], given["counts"], given["axis"])
 
 
 @contextmanager

@@ -63,8 +63,11 @@ def _find(target: torch._ops.OpOverload, node: fx.Node) -> Callable[..., Any]:
     return fallback
 
 
-def _fake(node: fx.Node) -> torch.Tensor:
-    layout: Layout = node.meta["layout"]
+def _fake(node: fx.Node) -> torch.Tensor | int:
+    layout: Layout | None = node.meta["layout"]
+    if layout is None:
+        number: int = node.meta["number"]
+        return number
     return torch.empty_strided(
         layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
     )

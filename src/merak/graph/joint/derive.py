@@ -7,8 +7,9 @@ would run, in its order: gradients are equal to the bit.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from merak.graph.ir.ir import Kind
-from merak.ops.recording import recorded_by
+from merak.ops.recording import RowCount, recorded_by, row_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,29 @@ class JointError(Exception):
     """A segment whose backward is no graph, with the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A number of rows that values say.
+
+    Args:
+        number: of it among the graph's.
+        size: that the graph is recorded with.
+        says: what says it.
+    """
+
+    number: int
+    size: int
+    says: RowCount
+
+
 class _Recorder(TorchDispatchMode):
     """Records the operators that run beneath autograd, as nodes of a graph."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, doubled: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
+        self.counts: dict[fx.Node, _Rows] = {}
+        self._doubled = doubled  # which numbers of rows are twice as large
         self.is_backward = False
         self._is_inside = False  # a function that is one operator
         self._nodes: dict[int, fx.Node] = {}
@@ -134,11 +152,20 @@ class _Recorder(TorchDispatchMode):
             return function(*args, **kwargs)
         self._is_inside = True
         try:
-            result = function(*args, **kwargs)
+            result = self._counted(function, args, function(*args, **kwargs))
         finally:
             self._is_inside = False
         self._record(function, args, kwargs, result)
         return result
+
+    def _counted(self, function: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Result of a call, with as many rows as it is recorded with."""
+        found = row_count(function, args)
+        if found is None:
+            return result
+        counts, shape = self.node(found.counts), result.shape
+        rows = self.counts.setdefault(counts, _Rows(len(self.counts), shape[0], found))
+        return result if rows.number != self._doubled else torch.cat([result, result])
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """Placeholder of a tensor."""
@@ -200,6 +227,9 @@ class _Recorder(TorchDispatchMode):
 def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -> JointGraph:
     """Joint graph of a segment's graph.
 
+    Where values decide how many rows some tensors have, as of experts' rows that ranks exchange,
+    the graph holds for any number: what changes with it is computed where it runs.
+
     Args:
         graph: operators as they run; its placeholders carry their kind and metadata.
         like: its arguments, or what is laid out as they are.
@@ -208,7 +238,81 @@ def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -
     Raises:
         JointError: the backward is no graph.
     """
-    recorder = _Recorder(fx.Graph())
+    joint, counts = _derive(graph, like, given, None)
+    others = [_derive(graph, like, given, rows.number)[0].graph for rows in counts.values()]
+    _free_sizes(joint.graph, counts, others)
+    return joint
+
+
+def _free_sizes(
+    graph: fx.Graph, counts: Mapping[fx.Node, _Rows], others: Sequence[fx.Graph]
+) -> None:
+    """Compute what changes with the number of rows, as graphs with twice as many show, each."""
+    nodes = list(graph.nodes)
+    for (said, rows), other in zip(counts.items(), others, strict=True):
+        made: dict[Any, fx.Node] = {}
+
+        def size_of(
+            node: fx.Node,
+            one: int,
+            two: int,
+            said: fx.Node = said,
+            rows: _Rows = rows,
+            made: dict[Any, fx.Node] = made,
+        ) -> fx.Node:
+            key = one, two, node.meta["is_backward"]
+            if key not in made:
+                line = rows.size, one, two
+                args: Any = (rows.says.count, said, rows.says.axis, line)
+                with graph.inserting_before(node):
+                    made[key] = graph.call_function(number_at, args)
+                made[key].meta = {**node.meta, "layout": None, "number": one}
+            return made[key]
+
+        twins = list(other.nodes)
+        if [node.target for node in nodes] != [twin.target for twin in twins]:
+            raise JointError("its operators depend on a number of rows")
+        for node, twin in zip(nodes, twins, strict=True):
+            node.args = _where_different(node.args, twin.args, partial(size_of, node))
+            node.kwargs = _where_different(node.kwargs, twin.kwargs, partial(size_of, node))
+
+
+def _where_different(one: Any, two: Any, size_of: Callable[[int, int], fx.Node]) -> Any:
+    """Arguments of a call, with nodes for sizes in which those of another one differ."""
+    if isinstance(one, tuple | list) and len(one) == len(two):
+        return type(one)(_where_different(a, b, size_of) for a, b in zip(one, two, strict=True))
+    if isinstance(one, dict):
+        return {key: _where_different(value, two[key], size_of) for key, value in one.items()}
+    if isinstance(one, fx.Node):
+        other = two.name if isinstance(two, fx.Node) else two
+        if other in (one.name, one.meta.get("number")):
+            return one
+    elif type(one) is type(two) and (one == two or one != one):  # not a number
+        return one
+    elif type(one) is int and type(two) is int:
+        return size_of(one, two)
+    raise JointError("what an operator is given depends on a number of rows")
+
+
+def number_at(
+    count: Callable[[Any, str], int], counts: torch.Tensor, axis: str, line: tuple[int, int, int]
+) -> int:
+    """A size that grows with a number of rows.
+
+    Args:
+        count: gives the number of rows, of `counts` and `axis`.
+        counts: of the rows.
+        axis: of the ranks that have them.
+        line: a number of rows, and the size with so many and with twice as many.
+    """
+    rows, size, doubled = line
+    return size + (doubled - size) * (count(counts, axis) - rows) // rows
+
+
+def _derive(
+    graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None, doubled: int | None
+) -> tuple[JointGraph, Mapping[fx.Node, _Rows]]:
+    recorder = _Recorder(fx.Graph(), doubled)
     placeholders = list(graph.find_nodes(op="placeholder"))
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -255,7 +359,7 @@ def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -
     recorder.graph.output((tuple(results), tuple(gradients.values())))
     return JointGraph(
         recorder.graph, given, nodes, later_nodes, tangent_nodes, results, gradients, carries
-    )
+    ), recorder.counts
 
 
 def _fresh(like: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

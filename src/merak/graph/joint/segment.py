@@ -20,7 +20,13 @@ from merak.core.gradients import accumulate
 from merak.core.mesh import Mesh, current_mesh, has_mesh, pretended
 from merak.graph.ir.custom_operators import Role, role_of
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import is_aten_operator, multiplies_groups
+from merak.graph.ir.operators import (
+    SEPARATE_EXPERTS,
+    SEPARATE_GEMMS,
+    family,
+    is_aten_operator,
+    multiplies_groups,
+)
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, JointGraph, Strides, derive
@@ -269,6 +275,8 @@ _MODULES = frozenset(
         "collectives",
         "context_parallel",
         "expert_capacity",
+        "expert_dispatch",
+        "expert_rows",
         "sharded_dropout",
         "sharded_statistics",
         "vocab_parallel",
@@ -283,6 +291,8 @@ def _is_recordable(node: fx.Node) -> bool:
         return True
     if role_of(node) is Role.AUTOGRAD_FUNCTION:
         return is_of_torch_alone(str(node.args[1]))
+    if family(node.target) in SEPARATE_GEMMS | SEPARATE_EXPERTS:  # read sizes on the host
+        return False
     if node.target is attend_sharded and node.args[4]:  # may draw from another generator
         return False
     return getattr(node.target, "__module__", "") in _MODULES

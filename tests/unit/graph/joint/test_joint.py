@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,9 +19,12 @@ from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.structure import structure_of_graph
 from merak.graph.joint.derive import Given
 from merak.graph.joint.segment import JointSegment, Parts, joint_segment
 from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
+from merak.ops.linear import linear
+from merak.ops.recording import counted, one_operator
 from tests.unit.graph import own_backwards
 
 
@@ -421,3 +424,78 @@ def test_without_a_gradient_of_an_input_products_alone_are_left() -> None:
     parts = _segment(case, splits=True).parts(_tensors(case, 0))
     assert parts is not None
     assert parts.weight_parameters == (1,)
+
+
+@counted(lambda counts, _: int(counts.sum()))
+def _spread(rows: Tensor, counts: Tensor, axis: str) -> Tensor:
+    if isinstance(counts, FakeTensor):
+        return rows.clone()
+    return rows.repeat_interleave(counts, 0)
+
+
+@one_operator
+def _summed(rows: Tensor, counts: Tensor, axis: str) -> Tensor:
+    if isinstance(counts, FakeTensor):
+        return rows.new_zeros((len(counts), *rows.shape[1:]))
+    places = torch.arange(len(counts)).repeat_interleave(counts)
+    return rows.new_zeros((len(counts), *rows.shape[1:])).index_add_(0, places, rows)
+
+
+_there, _back = linear(_spread, _summed), linear(_summed, _spread)
+
+
+def _to_many(rows: Tensor, counts: Tensor, axis: str) -> Tensor:
+    return _there(rows, counts, axis)
+
+
+def _from_many(rows: Tensor, counts: Tensor, axis: str) -> Tensor:
+    return _back(rows, counts, axis)
+
+
+def test_numbers_of_rows_that_values_say() -> None:
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    weight, x, *counts = [
+        _placeholder(graph, Kind.PARAMETER, (3, 4), torch.float32),
+        _placeholder(graph, Kind.VALUE, (5, 3), torch.float32),
+        _placeholder(graph, Kind.COLUMN, (5,), torch.int64),
+        _placeholder(graph, Kind.COLUMN, (5,), torch.int64),
+    ]
+
+    def call(function: Callable[..., Any], *args: Any) -> fx.Node:
+        return graph.call_function(function, args)
+
+    found = x
+    for number in counts:
+        many = call(aten.mm.default, call(_to_many, found, number, "ep"), weight)
+        pairs = call(aten.mean.dim, call(aten.view.default, many, [-1, 2, 2]), [1], True)
+        spread = call(aten.reshape.default, call(aten.expand.default, pairs, [-1, 3, -1]), [-1, 6])
+        found = call(_from_many, call(aten.slice.Tensor, spread, 1, 0, 3), number, "ep")
+    graph.output((found,))
+    segment = JointSegment(graph, structure_of_graph(graph))
+    for numbers in ([1, 2, 0, 3, 1], [0, 0, 0, 0, 0], [4, 1, 1, 2, 9]):
+        own = [torch.randn(3, 4), torch.randn(5, 3), torch.tensor(numbers), torch.ones(5).long()]
+        parts = segment.parts(own)
+        assert parts is not None, segment.obstacle
+        leaves = [own[0].clone().requires_grad_(), own[1].clone().requires_grad_()]
+        (expected,) = fx.GraphModule(nn.Module(), graph)(*leaves, *own[2:])
+        tangent = torch.randn(5, 3)
+        expected.backward(tangent)
+        parameters = [own[0].requires_grad_(), *own[1:]]
+        (made,), gradients = _joint(parts, parameters, [tangent])
+        assert torch.equal(made, expected)
+        assert gradients[1] is not None
+        assert leaves[0].grad is not None
+        assert leaves[1].grad is not None
+        assert torch.equal(gradients[1], leaves[1].grad)
+        assert own[0].grad is not None
+        assert torch.equal(own[0].grad, leaves[0].grad)
+
+
+def _placeholder(
+    graph: fx.Graph, kind: Kind, shape: tuple[int, ...], dtype: torch.dtype
+) -> fx.Node:
+    node = graph.placeholder(f"n{len(graph.nodes)}")
+    meta = TensorMeta(shape, dtype, dtype.is_floating_point)
+    node.meta |= {"kind": kind, "name": node.name, "tensor": meta}
+    return node
