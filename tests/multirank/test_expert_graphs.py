@@ -64,7 +64,8 @@ def both(
         slow("gshard", {"dp": 2, "ep": 2}, {}),
         slow("mixtral", {"tp": 2, "ep": 2}, {}),
         slow("mixtral", {"dp": 2, "cp": 2, "ep": 4}, {}),
-        slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {}),
+        slow("mixtral", {"dp": 2, "pp": 2, "ep": 2}, {"schedule": "zero_bubble_h1"}),
+        slow("mixtral", {"dp": 2, "ep": 2}, {"expert_capacity": 1.0}),
     ],
 )
 def test_bits_are_those_of_autograd(
