@@ -68,6 +68,11 @@ LAYOUTS: Mapping[str, LayoutCase] = MappingProxyType(
         "dp-zero3": LayoutCase({"dp": 2}, {"zero": 3}),
         "pp-dp-zero2": LayoutCase({"pp": 2, "dp": 2}, {"schedule": "1f1b", "zero": 2}),
         "ep": LayoutCase({"dp": 2, "ep": 2}, architecture="mixtral"),
+        "ep-capacity": LayoutCase(
+            {"dp": 2, "ep": 2},
+            {"expert_capacity": 4.0},
+            architecture="mixtral",  # drops none
+        ),
         "cp": LayoutCase({"cp": 2}),
         "tp-sub-pipelined": LayoutCase({"tp": 2}, {"sub_pipelining": "on"}),
     }

@@ -152,6 +152,7 @@ def test_training_equals_one_process(
             assert not torch.equal(parameter[:4], before[name][:4])
 
 
+@pytest.mark.nccl_rules
 @pytest.mark.parametrize(
     ("kind", "degrees", "options"),
     [
