@@ -71,6 +71,11 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
         in_float32 = float32_products((segment.graph, 1) for segment in graph.segments)
         attention = attention_sentence((s.graph for s in graph.segments), graph.queried)
         lines += [f"  {sentence}" for sentence in (attention, in_float32) if sentence is not None]
+    if (factor := forecast.options.expert_capacity) is not None:
+        lines.append(
+            f"  expert_capacity={factor:g}: each expert computes at most {factor:g} times its even "
+            "share of a replica's microbatch; rows beyond it are dropped"
+        )
     lines += [f"  {sentence}" for sentence in _tied_across_hosts(forecast)]
     return "\n".join(lines)
 

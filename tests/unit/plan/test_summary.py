@@ -90,6 +90,15 @@ def test_ranks_with_several_stages() -> None:
     ]
 
 
+@pytest.mark.parametrize(("factor", "said"), [(None, False), (1.25, True)])
+def test_a_capacity_of_experts_is_said(factor: float | None, said: bool) -> None:
+    options = EngineOptions(partition=None, num_microbatches=1, expert_capacity=factor)
+    model = GraphSource(families.mixtral(2))
+    lines = summary(forecast_of(model, SAMPLE, mesh_of(1, 1, 1), options), SAMPLE).splitlines()
+    words = "  expert_capacity=1.25: each expert computes at most 1.25 times its even share"
+    assert any(line.startswith(words) for line in lines) is said
+
+
 @pytest.mark.parametrize(("device", "said"), [("cuda", True), ("cpu", False)])
 def test_experts_in_float32_under_autocast_are_said_on_gpus(device: str, said: bool) -> None:
     chosen = EngineOptions(partition=None, num_microbatches=1)
