@@ -16,6 +16,7 @@ from merak.core.random import set_random_state
 from merak.engine.segments.context import SegmentContext
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.joint.derive import Given
+from merak.graph.joint.generate import Part
 from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import Parts
 from merak.graph.program.program import SegmentProgram
@@ -28,8 +29,8 @@ class JointForward:
     Args:
         parts: the functions of the segment.
         arguments: what the forward has read.
-        outputs: what it has given; none until they are recomputed.
         saved: what the backward reads besides; None until it is recomputed.
+        kept: what the recomputation reads besides.
         buffers: numbers of the arguments that the segment writes into, and what the forward found
             there; for the recomputation alone.
         offloaded: nothing is.
@@ -37,8 +38,8 @@ class JointForward:
 
     parts: Parts
     arguments: list[torch.Tensor]
-    outputs: tuple[torch.Tensor, ...]
-    saved: tuple[torch.Tensor, ...] | None
+    saved: tuple[torch.Tensor, ...] | None = None
+    kept: tuple[torch.Tensor, ...] = ()
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
     offloaded: None = None
 
@@ -61,12 +62,13 @@ def forward(
     parts = joint.parts(arguments)
     if parts is None:
         return None
-    made = JointForward(parts, arguments, (), None)
+    made = JointForward(parts, arguments)
     if not save:
         first = len(run.segment.parameters)
         places = {name: first + i for i, name in enumerate(run.segment.buffers)}
         made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
-    outputs = compute(run, made, arguments, ctx, save)
+    part = parts.forward if save else parts.plain
+    outputs = compute(run, made, part, arguments, ctx)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     return made
 
@@ -77,7 +79,7 @@ def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> 
         arguments = list(saved.arguments)
         for place, buffer in saved.buffers.items():
             arguments[place] = buffer
-        compute(run, saved, arguments, ctx, save=True)
+        compute(run, saved, saved.parts.recompute, arguments, ctx)
 
 
 def backward(
@@ -179,26 +181,31 @@ def _arguments(run: SegmentProgram, values: TensorDict, ctx: SegmentContext) -> 
 def compute(
     run: SegmentProgram,
     made: JointForward,
+    part: Part,
     arguments: Sequence[torch.Tensor],
     ctx: SegmentContext,
-    save: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Run the operators of a segment's forward.
+    """Run the operators of a segment's forward, or some of them again.
 
     Args:
         run: the segment.
-        made: gains the outputs and what is saved, if anything is.
+        made: gains what is saved, or kept for a recomputation.
+        part: of its parts.
         arguments: what it reads.
         ctx: where it draws.
-        save: save what the backward reads.
 
     Returns:
-        The outputs.
+        The outputs; none of a recomputation.
     """
     if run.draws:
         set_random_state(ctx.device, *ctx.random_key, run.segment.index)
-    results = run_part(made.parts.forward if save else made.parts.plain, list(arguments))
-    outputs = results[: len(run.segment.outputs)]
-    if save:
-        made.outputs, made.saved = outputs, results[len(outputs) :]
-    return outputs
+    results = run_part(part, [*arguments, *made.kept])
+    if part is made.parts.recompute:
+        made.saved, made.kept = results, ()
+        return ()
+    num = len(run.segment.outputs)
+    if part is made.parts.forward:
+        made.saved = results[num:]
+    else:
+        made.kept = results[num:]
+    return results[:num]

@@ -68,7 +68,8 @@ class JointGraph:
     """Forward and backward of a segment as one graph.
 
     Every node has its `Layout` in `meta["layout"]`, None where it is no tensor. Nodes of the
-    backward have `meta["is_backward"]`.
+    backward have `meta["is_backward"]`, those of the forward the name of the segment's operator
+    that runs them in `meta["origin"]`.
 
     Args:
         graph: its placeholders are those of the segment, later sums, and gradients of outputs.
@@ -125,6 +126,7 @@ class _Recorder(TorchDispatchMode):
         self.counts: dict[fx.Node, _Rows] = {}
         self._doubled = doubled  # which numbers of rows are twice as large
         self.is_backward = False
+        self.origin = ""  # the operator of the segment that runs
         self._is_inside = False  # a function that is one operator
         self._nodes: dict[int, fx.Node] = {}
         self._kept: list[torch.Tensor] = []
@@ -185,7 +187,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self._note(node, result)
             return
-        node.meta = {"layout": None, "is_backward": self.is_backward}
+        node.meta = self._meta(None)
         for place, one in enumerate(result):
             if isinstance(one, torch.Tensor):
                 self._note(self.graph.call_function(operator.getitem, (node, place)), one)
@@ -204,8 +206,11 @@ class _Recorder(TorchDispatchMode):
     def _note(self, node: fx.Node, tensor: torch.Tensor) -> fx.Node:
         self._nodes[id(tensor)] = node
         self._kept.append(tensor)
-        node.meta = {"layout": self._layout(tensor), "is_backward": self.is_backward}
+        node.meta = self._meta(self._layout(tensor))
         return node
+
+    def _meta(self, layout: Layout | None) -> dict[str, Any]:
+        return {"layout": layout, "is_backward": self.is_backward, "origin": self.origin}
 
     def _layout(self, tensor: torch.Tensor) -> Layout:
         if tensor.layout is not torch.strided:
@@ -330,12 +335,12 @@ def _derive(
             if _carries_gradient(placeholder)
         }
         with recorder:
-            outputs = _forward(graph, dict(zip(placeholders, arguments, strict=True)))
+            outputs = _forward(graph, dict(zip(placeholders, arguments, strict=True)), recorder)
         results = [recorder.node(output) for output in outputs]
         carries = tuple(output.requires_grad for output in outputs)
         if given is None:
             given = Given(tuple(out.stride() if out.requires_grad else None for out in outputs))
-        recorder.is_backward = True
+        recorder.is_backward, recorder.origin = True, ""
         later = {number: _fresh(leaves[number], stride) for number, stride in given.later}
         tangents = {
             number: _fresh(out, stride)
@@ -415,7 +420,9 @@ def _carries_gradient(placeholder: fx.Node) -> bool:
     return bool(meta.requires_grad and kind in (Kind.PARAMETER, Kind.VALUE))
 
 
-def _forward(graph: fx.Graph, values: dict[fx.Node, Any]) -> Sequence[torch.Tensor]:
+def _forward(
+    graph: fx.Graph, values: dict[fx.Node, Any], recorder: _Recorder
+) -> Sequence[torch.Tensor]:
     for node in graph.nodes:
         if node.op == "placeholder":
             continue
@@ -425,5 +432,6 @@ def _forward(graph: fx.Graph, values: dict[fx.Node, Any]) -> Sequence[torch.Tens
             return outputs
         kwargs: Any = fx.map_arg(node.kwargs, values.__getitem__)
         function: Any = node.target
+        recorder.origin = node.name
         values[node] = function(*args, **kwargs)
     raise AssertionError("a graph without an output")

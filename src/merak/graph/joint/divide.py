@@ -10,6 +10,7 @@ from torch import fx
 from merak.graph.joint.clean import is_view
 from merak.graph.joint.deferred import Deferred, find_deferred
 from merak.graph.joint.derive import JointGraph
+from merak.graph.joint.recomputed import Recomputation, find_recomputed
 from merak.ops.collectives import GATHERED_AGAIN
 
 
@@ -24,17 +25,21 @@ class Division:
         weights: operators that are left for later, in order; with what they make again.
         held: values that these read of what the forward and the backward have made or were given.
         deferred: numbers of the parameters whose gradients these make.
+        recomputation: what makes the saved values again, where the forward saves less.
     """
 
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     saved: tuple[fx.Node, ...]
-    weights: tuple[fx.Node, ...] = ()
-    held: tuple[fx.Node, ...] = ()
-    deferred: frozenset[int] = frozenset()
+    weights: tuple[fx.Node, ...]
+    held: tuple[fx.Node, ...]
+    deferred: frozenset[int]
+    recomputation: Recomputation
 
 
-def divide(joint: JointGraph, deferrable: Collection[int] = ()) -> Division:
+def divide(
+    joint: JointGraph, deferrable: Collection[int] = (), keeps: Collection[str] = ()
+) -> Division:
     """Divide a joint graph at the values that the backward reads.
 
     Views of arguments are made again in the backward, and what was gathered is gathered again.
@@ -43,6 +48,8 @@ def divide(joint: JointGraph, deferrable: Collection[int] = ()) -> Division:
         joint: the graph.
         deferrable: numbers of the parameters whose gradients may be made later, behind what other
             stages wait for.
+        keeps: names of the segment's operators whose results a forward keeps that saves nothing
+            else.
     """
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
     forward = [node for node in calls if not node.meta["is_backward"]]
@@ -64,6 +71,7 @@ def divide(joint: JointGraph, deferrable: Collection[int] = ()) -> Division:
         weights,
         tuple(held),
         later.parameters,
+        find_recomputed(forward, saved, keeps),
     )
 
 

@@ -44,7 +44,8 @@ class Parts:
     Args:
         given: gradients that the backward is given.
         forward: arguments → outputs, then what is saved.
-        plain: arguments → outputs.
+        plain: arguments → outputs, then what is kept for a recomputation.
+        recompute: arguments, then what was kept → what is saved.
         backward: (arguments of `reads`, later sums, gradients of outputs, what is saved, parameters
             of `parameters`) → gradients of `inputs`, then what `weights` reads; the parameters gain
             theirs.
@@ -62,6 +63,7 @@ class Parts:
     given: Given
     forward: Part
     plain: Part
+    recompute: Part
     backward: Part
     weights: Part | None
     saved: tuple[str, ...]
@@ -80,14 +82,25 @@ class JointSegment:
         graph: its operators as they run, with the placeholders of the segment.
         structure: of the segment's graph.
         deferrable: numbers of the parameters whose gradients may be left for later.
+        keeps: names of the operators whose results are kept where others are recomputed.
+
+    Attributes:
+        kept: places of those operators in the graph.
     """
 
     def __init__(
-        self, graph: fx.Graph, structure: Structure, deferrable: tuple[int, ...] = ()
+        self,
+        graph: fx.Graph,
+        structure: Structure,
+        deferrable: tuple[int, ...] = (),
+        keeps: Container[str] = (),
     ) -> None:
         self._graph = graph
-        self._structure = structure
         self._deferrable = deferrable
+        self._keeps = {node.name: place for place, node in enumerate(graph.nodes)}
+        self._keeps = {name: place for name, place in self._keeps.items() if name in keeps}
+        self.kept = tuple(self._keeps.values())
+        self._kind = (structure, deferrable, self.kept)
         self._expected: dict[tuple[Strides, ...], Parts | None] = {}
         self.obstacle = ""
 
@@ -115,19 +128,26 @@ class JointSegment:
     ) -> Parts | None:
         devices = tuple(str(argument.device) for argument in arguments)
         mesh = _alone(current_mesh()) if has_mesh() else None
-        kind = (self._structure, self._deferrable)
-        key = (kind, strides, devices, given, mesh, _switches())
+        key = (self._kind, strides, devices, given, mesh, _switches())
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:
                 _MADE.pop(next(iter(_MADE)))
             around = nullcontext() if mesh is None else pretended(mesh)
             with around, _disable_current_modes():  # such as one that counts tensors
-                _MADE[key] = _make(self._graph, arguments, given, self._deferrable)
+                _MADE[key] = self._make(arguments, given)
         found = _MADE[key]
         if isinstance(found, str):
             self.obstacle = found
             return None
         return found
+
+    def _make(self, arguments: Sequence[torch.Tensor], given: Given | None) -> Parts | str:
+        try:
+            joint = derive(self._graph, arguments, given)
+        except Exception as error:  # of an operator on fake tensors; autograd runs the backward
+            return str(error) or type(error).__name__
+        clean(joint)
+        return _parts(joint, divide(joint, self._deferrable, self._keeps))
 
 
 def _switches() -> tuple[object, ...]:
@@ -153,20 +173,6 @@ _MADE: dict[Any, Parts | str] = {}
 _MOST_MADE = 512
 
 
-def _make(
-    graph: fx.Graph,
-    arguments: Sequence[torch.Tensor],
-    given: Given | None,
-    deferrable: tuple[int, ...],
-) -> Parts | str:
-    try:
-        joint = derive(graph, arguments, given)
-    except Exception as error:  # of an operator on fake tensors; autograd runs the backward
-        return str(error) or type(error).__name__
-    clean(joint)
-    return _parts(joint, divide(joint, deferrable))
-
-
 def _parts(joint: JointGraph, division: Division) -> Parts:
     of_inputs = {n: g for n, g in joint.gradients.items() if n in joint.inputs}
     of_parameters = {n: g for n, g in joint.gradients.items() if n not in joint.inputs}
@@ -182,11 +188,12 @@ def _parts(joint: JointGraph, division: Division) -> Parts:
         *division.saved,
     ]
     held = [*(joint.arguments[number] for number in weight_reads), *division.held]
-    add = partial(_accumulated, joint)
+    add, again = partial(_accumulated, joint), division.recomputation
     return Parts(
         given=joint.given,
         forward=generate(joint.arguments, division.forward, [*joint.outputs, *division.saved]),
-        plain=generate(joint.arguments, division.forward, joint.outputs),
+        plain=generate(joint.arguments, again.first, [*joint.outputs, *again.kept]),
+        recompute=generate([*joint.arguments, *again.kept], again.nodes, division.saved),
         backward=generate(given, division.backward, results, add(now), accumulate),
         weights=generate(held, division.weights, [], add(later), accumulate) if later else None,
         saved=tuple(node.name for node in division.saved),
@@ -233,7 +240,10 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def joint_segment(
-    graph: fx.Graph, as_run: fx.Graph, deferrable: Container[str] = ()
+    graph: fx.Graph,
+    as_run: fx.Graph,
+    deferrable: Container[str] = (),
+    keeps: Container[str] = (),
 ) -> JointSegment | None:
     """Functions of a segment; None where its backward is no graph for sure.
 
@@ -241,6 +251,7 @@ def joint_segment(
         graph: of the segment.
         as_run: the same with the operators that run.
         deferrable: names of the parameters whose gradients may be left for later.
+        keeps: names of the operators whose results are kept where others are recomputed.
     """
     if joint_obstacle(graph):
         return None
@@ -250,7 +261,7 @@ def joint_segment(
         for number, node in placeholders
         if node.meta["kind"] is Kind.PARAMETER and node.meta["name"] in deferrable
     )
-    return JointSegment(as_run, structure_of_graph(graph), numbers)
+    return JointSegment(as_run, structure_of_graph(graph), numbers, keeps)
 
 
 def joint_obstacle(graph: fx.Graph) -> str:

@@ -44,7 +44,8 @@ class SegmentProgram:
         written: names of the buffers it writes into.
         repeated: names of the parameters that several of its operators read.
         saved: whether its activations are saved where its stage recomputes others.
-        selective: its operators whose results are saved where it recomputes; None for none.
+        selective: its operators whose results are saved where autograd recomputes it; None for
+            none, and where it has a joint graph.
         offload: where its activations are offloaded to host memory, the values that it reads or
             makes and that stay on the device for other segments; else None.
         joint: its forward and backward as a graph; None where autograd runs the backward.
@@ -372,20 +373,22 @@ class Compiler:
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
         splits = [rewrite for rewrite in rewrites if isinstance(rewrite, SplitBackward)]
         local, shards = _rewritten(segment, [r for r in rewrites if r not in splits])
-        joint = None if selective is not None else self._joint(local, splits)
+        joint = self._joint(local, splits, selective or ())
+        saved_ops = None
         if joint is None:
             local, _ = _rewritten(local, splits)
-        saved_ops = None
-        if selective is not None:
-            local, saved_ops = save_operators(local, selective)
+            if selective is not None:
+                local, saved_ops = save_operators(local, selective)
         program = compile_segment(local, self.graph.values, draws, self._make)
         return replace(program, selective=saved_ops, joint=joint), shards
 
-    def _joint(self, segment: Segment, splits: Sequence[SplitBackward]) -> JointSegment | None:
+    def _joint(
+        self, segment: Segment, splits: Sequence[SplitBackward], keeps: Container[str]
+    ) -> JointSegment | None:
         if not self._joins or not _trains(segment, self.graph.values):
             return None
         late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
-        return joint_segment(segment.graph, as_run(segment.graph), late)
+        return joint_segment(segment.graph, as_run(segment.graph), late, keeps)
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program import selective
-from merak.graph.program.program import ActivationChoices, compile_program
+from merak.graph.program.program import ActivationChoices, Compiler, compile_program
 from merak.graph.program.selective import SavedResults
 from tests.tiers import one_in
 from tests.unit.engine.models import (
@@ -55,13 +55,14 @@ def operators(graph: ModelGraph, part: str = "") -> dict[int, set[str]]:
     }
 
 
-def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any], Counter[str]]:
+def run(
+    model: torch.nn.Module, batch: Any, part: str | None, joins: bool = True
+) -> tuple[list[Any], Counter[str]]:
     """Gradients of a microbatch whose segments recompute, and the kernels of the second forward."""
     graph = graph_of(model, batch)
-    partly = {} if part is None else operators(graph, part)
-    program = compile_program(
-        graph, [0, len(graph.segments)], {0: ()}, choices=ActivationChoices(selective=partly)
-    )
+    choices = ActivationChoices(selective={} if part is None else operators(graph, part))
+    compiler = Compiler(graph, joins=joins)
+    program = compile_program(graph, [0, len(graph.segments)], {0: ()}, choices, compiler=compiler)
     (stage,) = stages_of(model, graph, 1, set())
     microbatch = microbatch_of(program, batch, buffers_of(model, graph))
     stage.forward(0, microbatch, {}, save=False)
@@ -74,19 +75,21 @@ def run(model: torch.nn.Module, batch: Any, part: str | None) -> tuple[list[Any]
 
 
 @one_in(3)
+@pytest.mark.parametrize("joins", [True, False])
 @pytest.mark.parametrize("part", ["", "addmm", "dropout", "attention", "layer_norm"])
-def test_gradients_are_the_same_whatever_is_saved(part: str) -> None:
+def test_gradients_are_the_same_whatever_is_saved(part: str, joins: bool) -> None:
     """Also where operators are kept that draw random numbers, and others draw after them."""
-    expected, _ = run(gpt2(dropout=0.5), text_batch(), None)
-    found, _ = run(gpt2(dropout=0.5), text_batch(), part)
+    expected, _ = run(gpt2(dropout=0.5), text_batch(), None, joins=False)
+    found, _ = run(gpt2(dropout=0.5), text_batch(), part, joins)
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected):
         assert torch.equal(one, other)
 
 
-def test_a_plain_model_keeps_any_operator() -> None:
-    expected, _ = run(Skips(), number_batch(), None)
-    found, counts = run(Skips(), number_batch(), "")
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_plain_model_keeps_any_operator(joins: bool) -> None:
+    expected, _ = run(Skips(), number_batch(), None, joins=False)
+    found, counts = run(Skips(), number_batch(), "", joins)
     for one, other in zip(found, expected):
         assert torch.equal(one, other)
     assert not counts["addmm"]
@@ -97,7 +100,15 @@ def test_kernels_of_saved_operators_run_once() -> None:
     _, kept = run(gpt2(), text_batch(), "attention")
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert without[name] == 2 and kept[name] == 0
-    assert kept["addmm"] == without["addmm"] > 0
+    # What its result was made of is made again only where the backward reads it.
+    assert 0 < kept["addmm"] <= without["addmm"]
+
+
+def test_what_only_later_segments_read_is_not_recomputed() -> None:
+    _, by_autograd = run(gpt2(), text_batch(), None, joins=False)
+    _, joined = run(gpt2(), text_batch(), None)
+    # The last product of both attentions and of one MLP; that of the other enters the last norm.
+    assert joined["addmm"] == by_autograd["addmm"] - 3
 
 
 def test_saved_results_are_counted_by_storage() -> None:

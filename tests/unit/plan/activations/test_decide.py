@@ -65,8 +65,8 @@ class Counted:
 
     def parts(self, arguments, given=None):  # type: ignore[no-untyped-def]
         found = self._joint.parts(arguments, given)
-        forward, plain = map(self._counting, (found.forward, found.plain))
-        return replace(found, forward=forward, plain=plain)
+        names = ("forward", "plain", "recompute")
+        return replace(found, **{name: self._counting(getattr(found, name)) for name in names})
 
 
 def count_runs(engine: Engine) -> Counter[int]:

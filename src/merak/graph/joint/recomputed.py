@@ -1,0 +1,150 @@
+"""What a recomputation runs again of a segment's forward, and what the forward keeps for it.
+
+It makes what the backward reads, and nothing else: not a segment's last product, say, whose result
+only later segments read. It draws what the forward drew, and leaves out operators whose results
+were kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from merak.core.random import random_state, restore_random_state
+from merak.graph.joint.clean import is_view
+from merak.ops import sharded_dropout
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A second run of some operators of a forward.
+
+    Args:
+        first: operators of the first run, in order, with what notes the generator's state.
+        nodes: operators of the second, in order, with what restores that state.
+        kept: values that the first run gives the second.
+    """
+
+    first: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    kept: tuple[fx.Node, ...]
+
+
+def find_recomputed(
+    forward: Sequence[fx.Node], wanted: Iterable[fx.Node], keeps: Collection[str]
+) -> Recomputation:
+    """Find what makes some values of a forward again.
+
+    Args:
+        forward: its operators, in order.
+        wanted: the values.
+        keeps: names of the segment's operators whose results are kept.
+    """
+    writers = _writers(forward)
+    can_keep = {node for node in forward if is_kept(node, keeps, writers)}
+    waiting, found, kept = [*wanted], set[fx.Node](), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in can_keep:
+            kept.add(node)
+        elif node not in found:
+            found.add(node)
+            around = [node, *node.all_input_nodes]
+            waiting += [n for n in around if n.op == "call_function"]
+            waiting += [w for n in around for w in writers.get(_storage(n), ())]
+        if not waiting:
+            waiting += _missed_draws(forward, found, kept)
+    states = {draw: _state_behind(draw) for draw in _draws_between(forward, found, kept)}
+    return Recomputation(
+        tuple(n for node in forward for n in (node, *states.get(node, ())[:1])),
+        tuple(n for node in forward for n in _second(node, found, states)),
+        (*(node for node in forward if node in kept), *(note for note, _ in states.values())),
+    )
+
+
+def is_kept(
+    node: fx.Node, keeps: Collection[str], writers: dict[int | None, list[fx.Node]]
+) -> bool:
+    """Whether a node yields a result of its own, of an operator to keep, that nobody writes into.
+
+    Args:
+        node: of a joint graph.
+        keeps: names of the segment's operators whose results are kept.
+        writers: by storage, the nodes that write into it.
+    """
+    if node.meta["origin"] not in keeps or node.meta["layout"] is None or is_view(node):
+        return False
+    return _storage(node) not in writers
+
+
+def _writers(forward: Iterable[fx.Node]) -> dict[int | None, list[fx.Node]]:
+    """By storage, the operators that write into it."""
+    found: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in forward:
+        if isinstance(node.target, torch._ops.OpOverload):
+            arguments = node.target._schema.arguments
+            values = {a.name: value for a, value in zip(arguments, node.args)} | node.kwargs
+            written = [values.get(argument.name) for argument in arguments if argument.is_write]
+            for value in written:
+                if isinstance(value, fx.Node):
+                    found[_storage(value)].append(node)
+    return dict(found)
+
+
+def _storage(node: fx.Node) -> int | None:
+    layout = node.meta["layout"]
+    return None if layout is None else int(layout.storage)
+
+
+# ---- draws ----
+
+
+def _draws(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return getattr(node.target, "__module__", "") == sharded_dropout.__name__
+
+
+def _is_kept_draw(node: fx.Node, kept: set[fx.Node]) -> bool:
+    return node in kept or any(user in kept for user in node.users)
+
+
+def _missed_draws(
+    forward: Sequence[fx.Node], found: set[fx.Node], kept: set[fx.Node]
+) -> list[fx.Node]:
+    """Draws that the second run needs for those behind them, and that are not kept."""
+    last = max((i for i, node in enumerate(forward) if node in found and _draws(node)), default=0)
+    before = (node for node in forward[:last] if _draws(node))
+    return [n for n in before if n not in found and not _is_kept_draw(n, kept)]
+
+
+def _draws_between(
+    forward: Sequence[fx.Node], found: set[fx.Node], kept: set[fx.Node]
+) -> list[fx.Node]:
+    """Draws that are kept, and have others behind them that are not."""
+    last = max((i for i, node in enumerate(forward) if node in found and _draws(node)), default=0)
+    return [n for n in forward[:last] if n not in found and _draws(n) and _is_kept_draw(n, kept)]
+
+
+def _state_behind(draw: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Nodes that note and restore the state in which a draw leaves its generator."""
+    layouts = [node.meta["layout"] for node in (draw, *draw.users)]
+    device = next(layout.device for layout in layouts if layout is not None)
+    with draw.graph.inserting_before(draw.graph.output_node()):
+        note = draw.graph.call_function(random_state, (device,))
+        restored = draw.graph.call_function(restore_random_state, (device, note))
+    for node in (note, restored):
+        node.meta = {"layout": None, "is_backward": False, "origin": ""}
+    return note, restored
+
+
+def _second(
+    node: fx.Node, found: set[fx.Node], states: dict[fx.Node, tuple[fx.Node, fx.Node]]
+) -> tuple[fx.Node, ...]:
+    if node in states:
+        return (states[node][1],)
+    return (node,) if node in found else ()
