@@ -10,6 +10,7 @@ Source: arXiv:2401.10241, section 2.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -91,8 +92,7 @@ def _needed(nodes: Iterable[fx.Node], among: frozenset[fx.Node]) -> frozenset[fx
         if node not in found:
             found.add(node)
             waiting += [n for n in node.all_input_nodes if n in among]
-            if node.meta["layout"] is None:  # several results, which are got one by one
-                waiting += node.users
+            waiting += [user for user in node.users if user.target is operator.getitem]
     return frozenset(found)
 
 

@@ -254,21 +254,21 @@ def _free_sizes(
 ) -> None:
     """Compute what changes with the number of rows, as graphs with twice as many show, each."""
     nodes = list(graph.nodes)
-    for (said, rows), other in zip(counts.items(), others, strict=True):
+    for (counted, rows), other in zip(counts.items(), others, strict=True):
         made: dict[Any, fx.Node] = {}
 
         def size_of(
             node: fx.Node,
             one: int,
             two: int,
-            said: fx.Node = said,
+            counted: fx.Node = counted,
             rows: _Rows = rows,
             made: dict[Any, fx.Node] = made,
         ) -> fx.Node:
             key = one, two, node.meta["is_backward"]
             if key not in made:
                 line = rows.size, one, two
-                args: Any = (rows.says.count, said, rows.says.axis, line)
+                args: Any = (rows.says.count, counted, rows.says.axis, line)
                 with graph.inserting_before(node):
                     made[key] = graph.call_function(number_at, args)
                 made[key].meta = {**node.meta, "layout": None, "number": one}
