@@ -33,6 +33,7 @@ from merak.graph.joint.derive import Given, JointGraph, Strides, derive
 from merak.graph.joint.divide import Division, divide
 from merak.graph.joint.generate import Part, generate
 from merak.graph.trace.branches.flags import is_condition
+from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
 from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
 from merak.ops.sharded_dropout import attend_sharded
 
@@ -82,6 +83,7 @@ class JointSegment:
         graph: its operators as they run, with the placeholders of the segment.
         structure: of the segment's graph.
         deferrable: numbers of the parameters whose gradients may be left for later.
+        outcomes: of its conditions, for which the graph is specialized.
         keeps: names of the operators whose results are kept where others are recomputed.
 
     Attributes:
@@ -94,13 +96,18 @@ class JointSegment:
         structure: Structure,
         deferrable: tuple[int, ...] = (),
         keeps: Container[str] = (),
+        outcomes: BranchValues = (),
     ) -> None:
         self._graph = graph
+        self._structure = structure
         self._deferrable = deferrable
         self._keeps = {node.name: place for place, node in enumerate(graph.nodes)}
         self._keeps = {name: place for name, place in self._keeps.items() if name in keeps}
         self.kept = tuple(self._keeps.values())
-        self._kind = (structure, deferrable, self.kept)
+        self._kind = (structure, deferrable, self.kept, outcomes)
+        placeholders = enumerate(graph.find_nodes(op="placeholder"))
+        self._conditions = [n for n, node in placeholders if is_condition(node) and not outcomes]
+        self._chosen: dict[BranchValues, JointSegment] = {}
         self._expected: dict[tuple[Strides, ...], Parts | None] = {}
         self.obstacle = ""
 
@@ -112,6 +119,8 @@ class JointSegment:
             given: gradients that the backward is given; None for those that are expected, at first
                 one of each output. What other backwards read is among what those read.
         """
+        if self._conditions:
+            return self._parts_of_outcomes(arguments, given)
         strides = tuple([argument.stride() for argument in arguments])
         if strides not in self._expected:
             self._expected[strides] = self._made(strides, arguments, None)
@@ -121,6 +130,26 @@ class JointSegment:
         found = self._made(strides, arguments, given)
         if found is not None and found.saved == expected.saved:
             self._expected[strides] = found
+        return found
+
+    def _parts_of_outcomes(
+        self, arguments: Sequence[torch.Tensor], given: Given | None
+    ) -> Parts | None:
+        """Functions for what conditions among the arguments say, without what they leave out."""
+        outcomes = branch_values([arguments[number] for number in self._conditions])
+        if outcomes is None:
+            self.obstacle = "fake tensors say nothing of what runs"
+            return None
+        if outcomes not in self._chosen:
+            if len(self._chosen) == _MOST_OUTCOMES:
+                self.obstacle = f"its conditions have more than {_MOST_OUTCOMES} outcomes"
+                return None
+            graph = specialize_branches(self._graph, outcomes)
+            args = (graph, self._structure, self._deferrable, self._keeps, outcomes)
+            self._chosen[outcomes] = JointSegment(*args)
+        chosen = self._chosen[outcomes]
+        found = chosen.parts(arguments, given)
+        self.obstacle = chosen.obstacle
         return found
 
     def _made(
@@ -171,6 +200,9 @@ _MADE: dict[Any, Parts | str] = {}
 """Functions that this process has made, or what stands against them."""
 
 _MOST_MADE = 512
+
+_MOST_OUTCOMES = 16
+"""Of a segment's conditions, for which functions are made."""
 
 
 def _parts(joint: JointGraph, division: Division) -> Parts:
@@ -270,8 +302,6 @@ def joint_obstacle(graph: fx.Graph) -> str:
     Args:
         graph: of the segment, as a rank runs it.
     """
-    if any(map(is_condition, graph.nodes)):
-        return "some of its operators run or not, as a condition decides"
     placeholders = graph.find_nodes(op="placeholder")
     if any(node.meta["tensor"].is_sparse for node in placeholders):
         return "it reads sparse tensors"

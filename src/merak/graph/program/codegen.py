@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.segment.cut import copy_graph
-from merak.graph.trace.branches.flags import is_branch_select, is_condition
+from merak.graph.trace.branches.flags import is_condition
+from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
 from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
 from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
@@ -24,9 +22,6 @@ from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.grouped_product import grouped_product
 from merak.ops.packed_attention import attend_packed
 from merak.ops.sharded_saved import saving_shards
-
-BranchValues = tuple[bool, ...]
-"""Outcomes of a graph's conditions, in the order of its placeholders."""
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -77,35 +72,6 @@ def runnable(
         return (whole if answers is None else chosen(answers))(*args)
 
     return run
-
-
-def branch_values(conditions: Sequence[torch.Tensor]) -> BranchValues | None:
-    """Outcomes of conditions; None for fake tensors, with which every branch runs."""
-    if any(isinstance(condition, FakeTensor) or condition.is_meta for condition in conditions):
-        return None
-    with _disable_current_modes():  # such as one that makes all tensors fake
-        return tuple(map(bool, conditions))
-
-
-def specialize_branches(graph: fx.Graph, answers: BranchValues) -> fx.Graph:
-    """Graph for given outcomes of its conditions, without the branches that are not taken.
-
-    Args:
-        graph: left as it is.
-        answers: outcomes of its conditions, in the order of its placeholders, which it still has.
-    """
-    env: dict[fx.Node, fx.Node] = {}
-    made = fx.Graph()
-    made.output(made.graph_copy(graph, env))
-    placeholders = list(made.find_nodes(op="placeholder"))
-    conditions = dict(zip(filter(is_condition, placeholders), answers, strict=True))
-    for node in list(made.nodes):
-        if is_branch_select(node):
-            condition, if_true, if_false = node.args
-            node.replace_all_uses_with(if_true if conditions[condition] else if_false)
-            made.erase_node(node)
-    eliminate_dead_code(made, placeholders)
-    return made
 
 
 def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:

@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
 from merak.graph.joint.segment import JointSegment, joint_segment
-from merak.graph.program.codegen import BranchValues, Function, as_run, branch_values, runnable
+from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.program.split_backward import SplitBackward
@@ -21,6 +21,7 @@ from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.pieces import PieceAllReduce
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
+from merak.graph.trace.branches.outcomes import BranchValues, branch_values
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 

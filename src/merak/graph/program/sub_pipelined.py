@@ -14,7 +14,6 @@ from torch import fx
 from merak.core.errors import ShardError
 from merak.core.rank0 import warn_on_rank0
 from merak.graph.ir.ir import Segment, returned_nodes
-from merak.graph.program.codegen import BranchValues, specialize_branches
 from merak.graph.program.logical_draws import draw_in_logical_order
 from merak.graph.program.program import (
     PieceProgram,
@@ -32,6 +31,7 @@ from merak.graph.sub_pipelining.leading_part import leading_cuts
 from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment, sub_microbatches
 from merak.graph.trace.branches.flags import is_condition
+from merak.graph.trace.branches.outcomes import BranchValues, specialize_branches
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)

@@ -499,3 +499,34 @@ def _placeholder(
     meta = TensorMeta(shape, dtype, dtype.is_floating_point)
     node.meta |= {"kind": kind, "name": node.name, "tensor": meta}
     return node
+
+
+def test_what_a_condition_leaves_out_gets_no_gradient() -> None:
+    aten = torch.ops.aten
+    graph = fx.Graph()
+    weight = _placeholder(graph, Kind.PARAMETER, (4, 4), torch.float32)
+    condition = _placeholder(graph, Kind.COLUMN, (), torch.bool)
+    condition.meta["is_condition"] = True
+    x = _placeholder(graph, Kind.VALUE, (3, 4), torch.float32)
+    made = graph.call_function(aten.mm.default, (x, weight))
+    made = graph.call_function(aten.tanh.default, (made,))
+    graph.output((graph.call_function(aten.where.self, (condition, made, x)),))
+    segment = joint_segment(graph, graph)
+    assert segment is not None
+    for runs in (True, False, True):
+        own = [torch.randn(4, 4), torch.tensor(runs), torch.randn(3, 4)]
+        parts = segment.parts(own)
+        assert parts is not None, segment.obstacle
+        leaves = [own[0].clone().requires_grad_(), own[2].clone().requires_grad_()]
+        expected = (leaves[1] @ leaves[0]).tanh() if runs else leaves[1] * 1
+        tangent = torch.randn(3, 4)
+        expected.backward(tangent)
+        own[0].requires_grad_()
+        (result,), gradients = _joint(parts, own, [tangent])
+        assert torch.equal(result, expected)
+        assert leaves[1].grad is not None
+        assert gradients[2] is not None
+        assert torch.equal(gradients[2], leaves[1].grad)
+        assert (own[0].grad is None) is not runs
+        if own[0].grad is not None and leaves[0].grad is not None:
+            assert torch.equal(own[0].grad, leaves[0].grad)
