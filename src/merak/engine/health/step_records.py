@@ -260,18 +260,17 @@ def gather_records(records: StepRecords, mesh: Mesh) -> tuple[StepRecord, ...]:
 def _offset_s(mesh: Mesh) -> float:
     """The seconds by which this rank's clock is ahead of the pipeline's first rank's.
 
-    A message goes there and back; the first rank's clock is read half way. The quickest of several
-    round trips errs by half its time at most.
+    A message goes there and back between hosts' memories, which no GPU delays; the first rank's
+    clock is read half way. The quickest of several round trips errs by half its time at most.
     """
     group = mesh.group("pp")
     if group is None:
         return 0.0
-    first, mine = mesh.rank_at(0), torch.zeros(1, dtype=torch.int64, device=mesh.device)
+    first, mine = mesh.rank_at(0), torch.zeros(1, dtype=torch.int64, device="cpu")
     if mesh.pp_rank == 0:
         for peer in range(1, mesh.pp):
             for _ in range(_NUM_ROUND_TRIPS):
                 dist.recv(mine, mesh.rank_at(peer), group)
-                mine.item()  # a GPU's receive does not keep the host waiting
                 mine.fill_(time.perf_counter_ns())
                 dist.send(mine, mesh.rank_at(peer), group)
         return 0.0

@@ -49,10 +49,10 @@ def clock_offsets(mesh: Mesh, hosts: Sequence[str]) -> dict[str, Offset]:
     for host in dict.fromkeys(hosts):
         rank = hosts.index(host)
         if rank and mesh.rank == 0:
-            found[host] = fastest([_exchange(mesh, rank) for _ in range(ROUNDS)])
+            found[host] = fastest([_exchange(rank) for _ in range(ROUNDS)])
         elif rank and mesh.rank == rank:
             for _ in range(ROUNDS):
-                _answer(mesh)
+                _answer()
     return found
 
 
@@ -68,25 +68,23 @@ def fastest(exchanges: Sequence[tuple[float, float, float]]) -> Offset:
     return Offset(there_s - (left_s + back_s) / 2, (back_s - left_s) / 2)
 
 
-def _exchange(mesh: Mesh, rank: int) -> tuple[float, float, float]:
-    message = _message(mesh)
+def _exchange(rank: int) -> tuple[float, float, float]:
+    message = _message()
     left_s = time.time()
     dist.send(message, rank)
     dist.recv(message, rank)
-    there_s = float(message)  # which waits for it where it comes over NCCL
-    return left_s, there_s, time.time()
+    return left_s, float(message), time.time()
 
 
-def _answer(mesh: Mesh) -> None:
-    message = _message(mesh)
+def _answer() -> None:
+    message = _message()
     dist.recv(message, 0)
-    float(message)
     dist.send(message.fill_(time.time()), 0)
 
 
-def _message(mesh: Mesh) -> torch.Tensor:
-    device = mesh.device if dist.get_backend() == "nccl" else torch.device("cpu")
-    return torch.zeros(1, dtype=torch.float64, device=device)
+def _message() -> torch.Tensor:
+    """A number that travels between hosts' memories: a receive then keeps the host waiting."""
+    return torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 def judge_clocks(offsets: Mapping[str, Offset], hosts: Sequence[str]) -> list[Finding]:

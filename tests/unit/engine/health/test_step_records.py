@@ -11,6 +11,7 @@ import torch
 
 from merak.core.mesh import Mesh, reset
 from merak.core.start.init import init
+from merak.engine.health import step_records
 from merak.engine.health.status import Progress, Wait
 from merak.engine.health.step_records import DeviceClock, HostClock, clock_of, gather_records
 from merak.schedule.ir import parse_action
@@ -163,6 +164,25 @@ def test_where_a_host_stands() -> None:
         assert after.since_s > before.since_s  # an action's own work is timed from its last wait
     assert not progress.status.is_busy
     assert not progress.behind
+
+
+def test_clocks_are_compared_between_hosts_memories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A receive of a GPU's tensor does not keep the host waiting, whose clock is read then."""
+    seen: list[str] = []
+
+    def send(tensor: torch.Tensor, *_: object) -> None:
+        seen.append(tensor.device.type)
+
+    def receive(tensor: torch.Tensor, *_: object) -> None:
+        seen.append(tensor.device.type)
+        tensor.fill_(time.perf_counter_ns() - 5 * 10**9)
+
+    monkeypatch.setattr(step_records.dist, "send", send)
+    monkeypatch.setattr(step_records.dist, "recv", receive)
+    monkeypatch.setattr(Mesh, "group", lambda *_: object())
+    mesh = Mesh(1, 1, 2, 1, torch.device("meta"), None)  # nothing can be read there
+    assert step_records._offset_s(mesh) == pytest.approx(5, abs=1)
+    assert set(seen) == {"cpu"}
 
 
 @pytest.mark.gpu
