@@ -22,7 +22,7 @@ from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.search.cost import FORWARD
 from merak.ops import collectives
-from merak.ops.expert_capacity import to_places
+from merak.ops.expert_capacity import from_places
 from merak.ops.expert_dispatch import from_experts, to_experts
 from merak.ops.expert_rows import grouped_mm_fallback_rows, grouped_mm_rows
 from merak.plan.cost.operators import node_work
@@ -266,11 +266,11 @@ def test_places_are_multiplied_in_batches_and_drop_the_last_tokens() -> None:
     for segment in segments:
         targets = [node.target for node in segment.graph.nodes]
         products = sum(target is torch.ops.aten.bmm.default for target in targets)
-        assert products == 2 * targets.count(to_places)
+        assert products == 2 * targets.count(from_places)
         assert torch.ops.aten.sort.default not in targets  # of rows of one expert, in any order
         assert not any(family(target) in GROUPED_GEMMS for target in targets)
         assert joint_obstacle(segment.graph) == ""
-    assert any(to_places in (n.target for n in s.graph.nodes) for s in segments)
+    assert any(from_places in (n.target for n in s.graph.nodes) for s in segments)
     assert exact(parallel) is None  # evaluations
 
 
