@@ -1,19 +1,25 @@
 """Backwards of transformers' architectures: which are graphs, and whether bits are autograd's.
 
     python -m benchmarks.joint [NAME …]
+    python -m benchmarks.joint --all --rows FILE
 
 Each architecture trains a step of two microbatches in its small version, once with the backwards
 of its segments as graphs, once with autograd, on the same weights. Losses and gradients are
 compared to the bit, and the memory of live storages is counted. Dropout stays on. Without names
-it takes a sample, with `--all` every architecture of `make zoo`.
+it takes a sample, with `--all` every architecture of `make zoo`, which takes hours: `--rows` is a
+file that gains a line for each, so that a second call continues where the first has stopped, and
+the table is by task.
 """
 
 from __future__ import annotations
 
+import json
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,14 +96,78 @@ def row(name: str) -> dict[str, Any]:
             theirs, _ = step(case)
     except MerakError as error:
         return {"architecture": name, "reason": f"{type(error).__name__}: {error}"[:100]}
-    reasons = "; ".join(f"{count}: {reason}"[:100] for reason, count in why.items() if reason)
+    except Exception as error:  # our own bug, which main reports
+        return {"architecture": name, "reason": f"{FAILED}{error!r}"[:100]}
     return {
         "architecture": name,
         "segments": why.total(),
         "graphs": why[""],
         "equal bits": is_equal(ours, theirs),
         "peak, of autograd's": ours.peak_bytes / theirs.peak_bytes,
-        "reason": reasons,
+        "reason": "; ".join(f"{n}: {reason}"[:100] for reason, n in why.items() if reason),
+    }
+
+
+FAILED = "does not train: "
+"""Begins the reason of a row whose training has failed by itself."""
+
+Rows = Sequence[dict[str, Any]]
+
+
+def known_rows(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows of a file by architecture."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {found["architecture"]: found for found in map(json.loads, lines)}
+
+
+def new_rows(names: Sequence[str], path: Path) -> Rows:
+    """Rows of architectures, those that a file has not from now on, which gains them."""
+    for name in [name for name in names if name not in known_rows(path)]:
+        with path.open("a", encoding="utf-8") as file:
+            # In its place stays a process that ends in it.
+            first = {"architecture": name, "reason": f"{FAILED}the process ends"}
+            file.write(json.dumps(first) + "\n")
+            file.flush()
+            file.write(json.dumps(row(name)) + "\n")
+    found = known_rows(path)
+    return [found[name] for name in names]
+
+
+def by_task(rows: Rows, tasks: dict[str, str]) -> dict[str, Rows]:
+    """Tables of the rows of many architectures: by task, and the reasons that autograd runs some.
+
+    Args:
+        rows: of architectures.
+        tasks: by architecture.
+    """
+    groups = defaultdict(list)
+    for found in rows:
+        if "segments" in found:
+            groups[tasks[found["architecture"]]].append(found)
+    groups["all"] = [found for group in groups.values() for found in group]
+    reasons = defaultdict(list)
+    for found in groups["all"]:
+        for part in filter(None, found["reason"].split("; ")):
+            reasons[part.partition(": ")[2]].append(found["architecture"])
+    tables: dict[str, Rows] = {
+        "Backwards as graphs": [_sums(task, group) for task, group in groups.items()],
+        "Why autograd runs the others": [
+            {"reason": why, "architectures": len(names), "such as": ", ".join(sorted(names)[:3])}
+            for why, names in sorted(reasons.items(), key=lambda pair: -len(pair[1]))
+        ],
+    }
+    return {title: table for title, table in tables.items() if table}
+
+
+def _sums(task: str, rows: Rows) -> dict[str, Any]:
+    return {
+        "task": task,
+        "architectures": len(rows),
+        "all graphs": sum(found["segments"] == found["graphs"] for found in rows),
+        "segments": sum(found["segments"] for found in rows),
+        "graphs": sum(found["graphs"] for found in rows),
+        "equal bits": sum(found["equal bits"] for found in rows),
+        "largest peak, of autograd's": max(found["peak, of autograd's"] for found in rows),
     }
 
 
@@ -105,19 +175,25 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--all", action="store_true", help="every architecture of `make zoo`")
+    parser.add_argument("--rows", type=Path, help="file with a line for each, which grows")
     options = parser.parse_args()
-    names = options.names or SAMPLE
-    if options.all:
-        from tests.zoo.architectures import architectures
+    from tests.zoo.architectures import architectures
 
-        names = list(architectures())
+    tasks = architectures()
+    names = list(tasks) if options.all else options.names or SAMPLE
     transformers.logging.set_verbosity_error()
     merak.init(device="cpu")
-    rows = [row(name) for name in names]
-    report.show({"Backwards as graphs": rows}, options.json)
+    if options.rows is None:
+        rows: Rows = [row(name) for name in names]
+        tables: dict[str, Rows] = {"Backwards as graphs": rows}
+    else:
+        rows = new_rows(names, options.rows)
+        tables = by_task(rows, tasks)
+    report.show(tables, options.json)
     wrong = [r["architecture"] for r in rows if r.get("equal bits") is False]
+    wrong += [r["architecture"] for r in rows if r["reason"].startswith(FAILED)]
     if wrong:
-        sys.exit(f"other bits than autograd's: {', '.join(wrong)}")
+        sys.exit(f"other bits than autograd's, or none: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":
