@@ -334,6 +334,6 @@ def _is_recordable(node: fx.Node) -> bool:
         return is_of_torch_alone(str(node.args[1]))
     if family(node.target) in SEPARATE_GEMMS | SEPARATE_EXPERTS:  # read sizes on the host
         return False
-    if node.target is attend_sharded and node.args[4]:  # may draw from another generator
-        return False
+    if node.target is attend_sharded and node.args[4]:  # on a GPU from a generator of its own
+        return has_mesh() and current_mesh().device.type == "cpu"
     return getattr(node.target, "__module__", "") in _MODULES
