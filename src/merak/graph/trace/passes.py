@@ -21,7 +21,7 @@ from merak.graph.trace.normalize import (
 )
 from merak.graph.trace.opaque.aliasing import refuse_lost_writes
 from merak.graph.trace.parameter_writes import hoist_parameter_writes
-from merak.graph.trace.plain_masks import drop_plain_masks
+from merak.graph.trace.plain_masks import drop_plain_masks, lay_out_learned_masks
 from merak.graph.trace.verify import is_fake_or_meta, verify_constants
 
 Pass = Callable[[Rewriting], None]
@@ -71,6 +71,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
         lambda r: refuse_lost_writes(r.graph),
         "last of those that look at writes: marks opaque calls beside which there are some",
     ),
+    (lay_out_learned_masks, "behind what erases copies, of which it makes one"),
     (_drop_unread_constants, "a fake constant that nothing reads, now that dead code is gone"),
 )
 """Passes in the order in which they run, and why each runs there."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.tensor_meta import TensorMeta
+from merak.core.tensor_meta import TensorMeta, requires_grad
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
 from merak.graph.ir.operators import (
@@ -76,6 +76,30 @@ def drop_plain_masks(rewriting: Rewriting) -> None:
         given["is_causal"] = is_causal
         node.args = tuple(given.pop(name) for name in _ARGUMENTS)
         node.kwargs = given
+
+
+def lay_out_learned_masks(rewriting: Rewriting) -> None:
+    """Lay masks that get a gradient out row by row, as GPUs' fused attention reads them.
+
+    T5's comes as a permutation, from which torch makes products of matrices there.
+
+    Args:
+        rewriting: its graph is changed in place.
+    """
+    laid_out: dict[fx.Node, fx.Node] = {}
+    for node in rewriting.graph.find_nodes(op="call_function", target=_ATTENTION):
+        given = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
+        mask = given.get("attn_mask")
+        if (
+            isinstance(mask, fx.Node)
+            and mask.op != "placeholder"
+            and requires_grad(mask.meta["tensor"])
+        ):
+            if mask not in laid_out:
+                with rewriting.graph.inserting_after(mask):
+                    made = rewriting.graph.call_function(torch.ops.aten.contiguous.default, (mask,))
+                made.meta, laid_out[mask] = dict(mask.meta), made
+            node.replace_input_with(mask, laid_out[mask])
 
 
 @dataclass(frozen=True, slots=True)

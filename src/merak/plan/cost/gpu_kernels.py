@@ -130,7 +130,8 @@ def _attention(
     if kernel == FLASH:
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if kernel == EFFICIENT:
-        needs_grad = any(x.requires_grad for x in (query, key, value))
+        given = (query, key, value, attn_mask)
+        needs_grad = any(x is not None and x.requires_grad for x in given)
         found = _aten._scaled_dot_product_efficient_attention.default(
             query,
             key,
@@ -249,8 +250,8 @@ def _flash_obstacle(query: _Operand, key: _Operand, value: _Operand, mask: objec
 def _efficient_obstacle(
     query: _Operand, key: _Operand, value: _Operand, mask: _Operand | None, enable_gqa: bool
 ) -> str:
-    if mask is not None and mask.requires_grad:
-        return "a mask that gets a gradient"
+    if isinstance(mask, torch.Tensor) and mask.stride(-1) != 1:
+        return "a mask whose rows lie apart"
     if mask is not None and len(mask.shape) not in (2, 4):
         return f"a mask of {len(mask.shape)} dims"
     if enable_gqa and query.shape[-3] != key.shape[-3]:

@@ -125,24 +125,21 @@ def test_the_kernel_follows_the_operands(shape, mask, dtype, kernel):
 
 
 @pytest.mark.parametrize(
-    ("shape", "learned", "kernel"),
-    [
-        ((1, 4, 16, 16), True, "products of matrices"),
-        ((1, 4, 16, 16), False, "memory-efficient"),
-        ((4, 16, 16), False, "products of matrices"),
-    ],
+    ("shape", "kernel"),
+    [((1, 4, 16, 16), "memory-efficient"), ((4, 16, 16), "products of matrices")],
 )
-def test_a_mask_that_no_fused_kernel_takes(shape, learned, kernel):
-    """torch has none for a bias with a gradient, as T5's, nor for masks of 3 dims."""
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_mask_of_three_dims_is_taken_by_no_fused_kernel(shape, learned, kernel):
     query = TensorMeta((2, 4, 16, 8), torch.bfloat16, requires_grad=True)
     bias = TensorMeta(shape, torch.bfloat16, requires_grad=learned)
     assert attention_kernel(query, query, query, bias, False).name == kernel
 
 
-def saved_bytes_of_attention(device, drops):
-    """With a bias that gets a gradient, in bfloat16."""
+def saved_bytes_of_attention(device, drops, together=True):
+    """With a bias that gets a gradient, in bfloat16, whose rows lie together or apart."""
     meta = {"dtype": torch.bfloat16, "device": device, "requires_grad": True}
     query, bias = torch.empty((2, 4, 16, 8), **meta), torch.empty((1, 4, 16, 16), **meta)
+    bias = bias if together else bias.mT
     saved = {}
 
     def keep(tensor):
@@ -161,26 +158,42 @@ SCORES_OF_ONE, NUMBERS_OF_ONE = 2 * 4 * 16 * 16, 2 * 4 * 16 * 8
 def test_what_attention_by_products_saves_on_a_gpu():
     """Scores and what dropout leaves of them in float32, and one byte a score of its mask."""
     with kernels_of("cuda", CPU):
-        kept, dropped = (saved_bytes_of_attention("meta", drops) for drops in (0.0, 0.1))
+        kept, dropped = (saved_bytes_of_attention("meta", p, together=False) for p in (0.0, 0.1))
     assert kept == 4 * SCORES_OF_ONE + 3 * 4 * NUMBERS_OF_ONE
     assert dropped == kept + (4 + 1) * SCORES_OF_ONE
 
 
+@pytest.mark.parametrize("drops", [0.0, 0.1])
+def test_what_attention_with_a_bias_saves_on_a_gpu(drops):
+    """As an H200 did, with torch 2.11: memory-efficient attention gives a bias its gradient."""
+    with kernels_of("cuda", CPU):
+        assert saved_bytes_of_attention("meta", drops) == 9232
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("drops", [0.0, 0.1])
-def test_what_attention_by_products_saves_is_what_a_gpu_saves(drops):
+@pytest.mark.parametrize("together", [True, False])
+def test_what_attention_saves_is_what_a_gpu_saves(drops, together):
     with kernels_of("cuda", CPU):
-        expected = saved_bytes_of_attention("meta", drops)
-    assert saved_bytes_of_attention("cuda", drops) == expected
+        expected = saved_bytes_of_attention("meta", drops, together)
+    assert saved_bytes_of_attention("cuda", drops, together) == expected
 
 
-def test_t5_adds_what_it_learns_to_its_scores():
+def test_what_t5_adds_to_its_scores_lies_as_memory_efficient_attention_reads_it():
     model = families.t5(1).to(torch.bfloat16)
     columns = metas(families.batch_for("t5"))
     graph = build_graph(GraphSource(model), columns, training=True)
     found = [str(k) for segment in graph.segments for k in attention_kernels(segment.graph)]
-    reason = "since a mask that gets a gradient rules out memory-efficient attention"
-    assert found.count(f"products of matrices, {reason}") == 2
+    assert found.count("memory-efficient, since its mask rules out flash") == 2
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    nodes = [n for s in graph.segments for n in s.graph.nodes if n.target is attention]
+    laid_out = [
+        read
+        for node in nodes
+        for read in node.all_input_nodes[3:]
+        if read.target is torch.ops.aten.contiguous.default
+    ]
+    assert len(laid_out) == 2
 
 
 def test_on_other_devices_nothing_changes():
