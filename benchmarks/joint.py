@@ -156,7 +156,7 @@ def by_task(rows: Rows, tasks: dict[str, str]) -> dict[str, Rows]:
         for part in filter(None, found["reason"].split("; ")):
             reasons[part.partition(": ")[2]].append(found["architecture"])
     tables: dict[str, Rows] = {
-        "Backwards as graphs": [_sums(task, group) for task, group in groups.items()],
+        "Backwards as graphs": [_sums(task, group) for task, group in groups.items() if group],
         "Why autograd runs the others": [
             {"reason": why, "architectures": len(names), "such as": ", ".join(sorted(names)[:3])}
             for why, names in sorted(reasons.items(), key=lambda pair: -len(pair[1]))
