@@ -142,6 +142,8 @@ class _Recorder(TorchDispatchMode):
         is_seeded = torch.Tag.nondeterministic_seeded in func.tags
         if func in decomposition_table and isinstance(result, torch.Tensor) and not is_seeded:
             result = _as_kernel_lays(func, args, result) if not kwargs else result
+        if func in _BATCH_NORMS and isinstance(result[0], torch.Tensor):
+            result = (_as_kernel_lays(func, args, result[0]), *result[1:])
         if isinstance(result, torch.Tensor | tuple | list):
             self._record(func, args, kwargs, result)
         elif func.namespace != "prim":
@@ -371,6 +373,13 @@ def _fresh(like: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
 
 
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.native_batch_norm_backward.default,
+)
+"""Whose first result is laid out by itself, whatever lies otherwise among what they read."""
+
+
 def _as_kernel_lays(func: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
     """Result of an operator as its kernel lays it out.
 
@@ -379,12 +388,14 @@ def _as_kernel_lays(func: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
     """
     read = [arg for arg in args if isinstance(arg, torch.Tensor)]
     is_open = len({arg.stride() for arg in read}) > 1 and not any(isinstance(a, list) for a in args)
-    if not is_open or not all(_is_spread(arg, made) for arg in read):
+    is_spread = is_open and all(_is_spread(arg, made) for arg in read)
+    if not is_spread and func not in _BATCH_NORMS:
         return made
     with _disable_current_modes():
         few = [_few(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
         try:
-            lain = func(*few).stride()
+            found = func(*few)
+            lain = (found[0] if isinstance(found, tuple) else found).stride()
         except RuntimeError:  # of a kernel that the CPU has not
             return made
     order = sorted(range(made.dim()), key=lambda dim: (-lain[dim], dim))

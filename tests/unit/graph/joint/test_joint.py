@@ -82,6 +82,11 @@ CASES = {
     "gradients that lie otherwise": Case(
         lambda w, v, x: v * F.softplus(x @ w).transpose(1, 2), [(6, 5), (2, 5, 3)], [(2, 3, 6)]
     ),
+    "batch norm of what is transposed": Case(
+        lambda w, u, x: F.batch_norm(x.mT, None, None, w, training=True).mT @ u,
+        [(5,), (5, 4)],
+        [(2, 3, 5)],
+    ),
     "cross entropy": Case(
         lambda w, x, i: F.cross_entropy((x @ w).flatten(0, 1), i.flatten()),
         [(6, 9)],
