@@ -54,7 +54,7 @@ PARTS: dict[str, Part] = {
     "documents": part("Throughput in bf16: rows of eight documents", DOCUMENTS, 25.0, 60.0),
     "launches": part("Kernels of a step in bf16", gpu_pairs.launches, 30.0, 50.0),
     "offload": part("Offloaded activations", gpu_jobs.offload, 25.0, 50.0),
-    "optimizer": part("The optimizer in host memory", gpu_jobs.offload_optimizer, 15.0, 40.0),
+    "optimizer": part("The optimizer in host memory", gpu_jobs.offload_optimizer, 15.0, 70.0),
     "rehearsal": part("One rank of an 8B on h100:8", gpu_jobs.rehearsed, 50.0, 110.0),
     "gpt2": throughput("GPT-2 1.5B", 50.0, 90.0),
 }
