@@ -50,6 +50,22 @@ class Masked(Stack):
         return x
 
 
+class Replaced(Stack):
+    """Masked places get a parameter, as SpecAugment's do, in a model that notes its first call."""
+
+    began = False
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.began:
+            self.began = True
+        mask = torch.tensor(spans((x.shape[0], WIDTH), 0.3), device=x.device, dtype=torch.bool)
+        x = x.clone()
+        x[mask] = self.head.weight.sum()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Lengthy(Stack):
     """A mask that depends on the batch, and one for all rows."""
 

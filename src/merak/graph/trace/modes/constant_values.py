@@ -64,10 +64,11 @@ class ConstantValues(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _T)]
         is_like = func in _LIKE and bool(tensors)
-        known = is_like or all(self._known(tensor) is not None for tensor in tensors)
+        read = tensors[1:] if is_like else tensors  # of the first its shape alone
+        known = all(self._known(tensor) is not None for tensor in read)
         if _writes(func, kwargs) and tensors and not known:
             self._forget(tensors if isinstance(func, torch._ops.OpOverload) else tensors[:1])
-        if not (known and tensors) and func not in _FACTORIES:
+        if not known or not (tensors or func in _FACTORIES):
             if func in _SELECTS and len(args) == 2 and self._selects(*args):
                 func = _T.__getitem__  # equal for a mask of the tensor's shape
             return func(*self._placed(func, args), **kwargs)

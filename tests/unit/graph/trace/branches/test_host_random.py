@@ -16,7 +16,7 @@ from merak.core.errors import TraceError
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from tests.tiers import one_in
 from tests.unit.graph.dropped_layers import WIDTH, Batch, Stack, plain_batch
-from tests.unit.graph.masked import Lengthy, Masked, same_masks
+from tests.unit.graph.masked import Lengthy, Masked, Replaced, same_masks
 from tests.unit.graph.stages import Pipeline, built, gradients_of
 
 
@@ -24,7 +24,7 @@ def lengthy_batch() -> Batch:
     return {**plain_batch(), "lengths": torch.tensor([3, WIDTH, 5])}
 
 
-MODELS = {Masked: plain_batch, Lengthy: lengthy_batch}
+MODELS = {Masked: plain_batch, Replaced: plain_batch, Lengthy: lengthy_batch}
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merak.graph.trace.modes.constant_values import ConstantValues
 from tests.unit.graph.odd_models import Layers, rows
 from tests.unit.graph.stages import Pipeline, built, gradients_of
 
@@ -62,3 +64,16 @@ def test_a_mask_that_holds_numbers_of_the_batch_is_not_known() -> None:
         torch.manual_seed(seed)
         batch = rows()
         torch.testing.assert_close(pipeline.train(batch), model(**batch).detach())
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+def test_what_is_made_of_unknown_values_is_not_known() -> None:
+    """Else a trace would hold what memory held: SpecAugment's mask, made of one that is drawn."""
+    fakes = FakeTensorMode()
+    unknown = fakes.from_tensor(torch.ones(3, dtype=torch.bool))
+    values = ConstantValues()
+    with fakes, values:
+        made = [torch.tensor(unknown), unknown.new_tensor(unknown), unknown.clone()]
+        known = [torch.ones(3), torch.zeros_like(unknown)]
+    assert [values.follows(tensor) for tensor in made] == [False] * 3
+    assert [values.follows(tensor) for tensor in known] == [True] * 2
