@@ -18,7 +18,7 @@ from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure
 from tests.multirank.test_asynchronous import batch_of as texts
 from tests.multirank.test_asynchronous import loss_fn, make_optimizer, uneven
 from tests.multirank.test_memory import assert_close
-from tests.multirank.test_oom_replan import Fault, check
+from tests.multirank.test_oom_replan import CALL, PROPAGATE, Fault, check
 from tests.multirank.test_schedules import batches, tiny_gpt2
 
 Case = tuple[str, dict[str, Any]]
@@ -123,8 +123,7 @@ def test_tensor_parallel_jobs_train_the_same(pool):
 @pytest.mark.slow
 def test_a_step_that_runs_out_of_memory_runs_again(pool, tmp_path):
     away = (("offload_activations", "full"),)
-    faults = [Fault("merak.engine.segments.run.call", (1,), 3, options=away)]
-    faults += [Fault("merak.engine.segments.run_offloaded.backward", (0,), 2, options=away)]
+    faults = [Fault(CALL, (1,), 3, options=away), Fault(PROPAGATE, (0,), 2, options=away)]
     check(pool, (1, 1, 2), faults, tmp_path)
 
 

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,9 +71,17 @@ def test_every_backward_of_a_transformer_is_a_graph(options: dict[str, str]) -> 
         assert program.joint.obstacle == ""
 
 
-def test_autograd_runs_the_backward_of_what_saves_in_another_way() -> None:
-    engine = _engine(gpt2(), offload_activations="full")
-    assert all(p.joint is None for p in engine._state.base.stages[0].segments if p.offload)
+def test_what_is_offloaded_has_graphs_too() -> None:
+    found = []
+    for choice in ("off", "full"):
+        torch.manual_seed(0)
+        engine, batch = _engine(gpt2(), offload_activations=choice), text_batch()
+        programs = engine._state.base.stages[0].segments
+        assert all((p.offload is not None) == (choice == "full") for p in programs)
+        steps = [engine.train_step(i, [signature(batch).columns], [batch], 1.0) for i in range(2)]
+        assert all(p.joint is not None and p.joint.obstacle == "" for p in programs)
+        found.append([*steps, *(p.grad for p in engine.parameters.values() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
 
 
 def _calls(layers: int, microbatches: int) -> tuple[Counter[str], Counter[str], int]:

@@ -124,19 +124,36 @@ class ActivationOffload:
             held: tensors that are on the device anyway.
         """
         stays = storages_of(held)
-
-        def pack(tensor: torch.Tensor) -> Any:
-            saved = _SavedTensor(tensor.detach(), tensor._version)  # itself, it might hold itself
-            if not can_move(tensor, self._device, stays):
-                return saved
-            offloaded.saved.append(saved)
-            stored = self._find(tensor.untyped_storage(), offloaded)
-            return _SavedView(
-                stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
-
-        with saved_by(pack, _unpack):
+        with saved_by(lambda tensor: self._packed(tensor, offloaded, stays), unpacked):
             yield
+
+    def pack(
+        self,
+        tensors: Iterable[torch.Tensor],
+        offloaded: OffloadedTensors,
+        held: Iterable[torch.Tensor],
+    ) -> list[Any]:
+        """Collect saved tensors to be offloaded; what stands for each, for `unpacked`.
+
+        Args:
+            tensors: that are saved.
+            offloaded: gains the storages to offload.
+            held: tensors that are on the device anyway.
+        """
+        stays = storages_of(held)
+        return [self._packed(tensor, offloaded, stays) for tensor in tensors]
+
+    def _packed(self, tensor: Any, offloaded: OffloadedTensors, stays: frozenset[int]) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        saved = _SavedTensor(tensor.detach(), tensor._version)  # itself, it might hold itself
+        if not can_move(tensor, self._device, stays):
+            return saved
+        offloaded.saved.append(saved)
+        stored = self._find(tensor.untyped_storage(), offloaded)
+        return _SavedView(
+            stored, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _find(
         self, storage: torch.UntypedStorage, offloaded: OffloadedTensors
@@ -243,10 +260,17 @@ def _host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _unpack(saved: Any) -> torch.Tensor:
+def unpacked(saved: Any) -> Any:
+    """A saved tensor, once its storage has been fetched.
+
+    Args:
+        saved: what stands for it.
+    """
     if isinstance(saved, _SavedTensor):
         return saved.unwritten()
-    view: _SavedView = saved
+    if not isinstance(saved, _SavedView):  # a number
+        return saved
+    view = saved
     assert view.stored.on_device is not None, "what autograd asks for is still in host memory"
     tensor = torch.empty(0, dtype=view.dtype, device=view.stored.on_device.device)
     storage = view.stored.on_device.untyped_storage()

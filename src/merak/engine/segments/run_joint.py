@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from merak.core.random import set_random_state
+from merak.engine.segments.activation_offload import ActivationOffload, unpacked
 from merak.engine.segments.context import SegmentContext
+from merak.engine.segments.run_offloaded import OffloadedForward
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.joint.derive import Given
 from merak.graph.joint.generate import Part
 from merak.graph.joint.generate import run as run_part
-from merak.graph.joint.segment import Parts
+from merak.graph.joint.segment import Like, Parts
 from merak.graph.program.program import SegmentProgram
 
 
@@ -28,20 +31,21 @@ class JointForward:
 
     Args:
         parts: the functions of the segment.
-        arguments: what the forward has read.
+        arguments: what the forward has read; of what the backward does not read, its layout alone
+            where activations are offloaded.
         saved: what the backward reads besides; None until it is recomputed.
         kept: what the recomputation reads besides.
         buffers: numbers of the arguments that the segment writes into, and what the forward found
             there; for the recomputation alone.
-        offloaded: nothing is.
+        offloaded: where activations are offloaded to host memory, what is there; else None.
     """
 
     parts: Parts
-    arguments: list[torch.Tensor]
-    saved: tuple[torch.Tensor, ...] | None = None
+    arguments: list[Any]
+    saved: tuple[Any, ...] | None = None
     kept: tuple[torch.Tensor, ...] = ()
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
-    offloaded: None = None
+    offloaded: OffloadedForward | None = None
 
 
 def forward(
@@ -70,7 +74,50 @@ def forward(
     part = parts.forward if save else parts.plain
     outputs = compute(run, made, part, arguments, ctx)
     values.update(zip(run.segment.outputs, outputs, strict=True))
+    if save and run.offload is not None and ctx.offload is not None:
+        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
     return made
+
+
+def _offload(
+    run: SegmentProgram,
+    made: JointForward,
+    offload: ActivationOffload,
+    held: Sequence[torch.Tensor],
+) -> None:
+    """Offload what a forward leaves, without what is on the device anyway.
+
+    Args:
+        run: the segment.
+        made: tensors of which what stands for them takes the place.
+        offload: offloads them.
+        held: values that other segments hold on the device.
+    """
+    first = _first_input(run)
+    inputs = range(first, first + len(run.segment.inputs))
+    others = [tensor for place, tensor in enumerate(made.arguments) if place not in inputs]
+    read = {*made.parts.reads, *made.parts.weight_reads}
+    made.offloaded = OffloadedForward()
+    tensors = made.offloaded.tensors
+    for place in inputs:
+        argument = made.arguments[place]
+        own = offload.pack([argument], tensors, others) if place in read else [Like.of(argument)]
+        made.arguments[place] = own[0]
+    assert made.saved is not None
+    made.saved = tuple(offload.pack(made.saved, tensors, others))
+    offload.offload_saved(tensors, held)
+
+
+def _fetch(run: SegmentProgram, saved: JointForward, offload: ActivationOffload) -> None:
+    """Fetch what has been offloaded."""
+    assert saved.offloaded is not None and saved.saved is not None
+    offload.fetch(saved.offloaded.tensors)
+    first = _first_input(run)
+    for place in range(first, first + len(run.segment.inputs)):
+        if not isinstance(saved.arguments[place], Like):
+            saved.arguments[place] = unpacked(saved.arguments[place])
+    saved.saved = tuple(map(unpacked, saved.saved))
+    saved.offloaded = None
 
 
 def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> None:
@@ -94,6 +141,9 @@ def backward(
         ctx: as in the forward.
     """
     recompute(run, saved, ctx)
+    if saved.offloaded is not None:
+        assert ctx.offload is not None
+        _fetch(run, saved, ctx.offload)
     tangents = [gradients.pop(name, None) for name in run.segment.outputs]
     for place, carries in enumerate(saved.parts.carries):
         if not carries:

@@ -231,7 +231,7 @@ class _Recorder(TorchDispatchMode):
         )
 
 
-def derive(graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None) -> JointGraph:
+def derive(graph: fx.Graph, like: Sequence[Any], given: Given | None) -> JointGraph:
     """Joint graph of a segment's graph.
 
     Where values decide how many rows some tensors have, as of experts' rows that ranks exchange,
@@ -317,7 +317,7 @@ def number_at(
 
 
 def _derive(
-    graph: fx.Graph, like: Sequence[torch.Tensor], given: Given | None, doubled: int | None
+    graph: fx.Graph, like: Sequence[Any], given: Given | None, doubled: int | None
 ) -> tuple[JointGraph, Mapping[fx.Node, _Rows]]:
     recorder = _Recorder(fx.Graph(), doubled)
     placeholders = list(graph.find_nodes(op="placeholder"))
@@ -369,7 +369,7 @@ def _derive(
     ), recorder.counts
 
 
-def _fresh(like: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def _fresh(like: Any, stride: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(like.shape, stride, dtype=like.dtype, device=like.device)
 
 

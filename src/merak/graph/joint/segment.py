@@ -76,6 +76,35 @@ class Parts:
     carries: tuple[bool, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What stands for an argument that is not there any more, to make functions for.
+
+    Args:
+        shape: of the argument.
+        strides: of the argument.
+        dtype: of its elements.
+        device: where it was.
+    """
+
+    shape: torch.Size
+    strides: Strides
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Like:
+        """What stands for a tensor."""
+        return Like(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def stride(self) -> Strides:
+        """Its strides, as a tensor tells them."""
+        return self.strides
+
+
+Argument = torch.Tensor | Like
+
+
 class JointSegment:
     """Functions of a segment, made when layouts of its arguments are first met.
 
@@ -111,11 +140,12 @@ class JointSegment:
         self._expected: dict[tuple[Strides, ...], Parts | None] = {}
         self.obstacle = ""
 
-    def parts(self, arguments: Sequence[torch.Tensor], given: Given | None = None) -> Parts | None:
+    def parts(self, arguments: Sequence[Argument], given: Given | None = None) -> Parts | None:
         """Functions for some arguments; None where the backward is no graph.
 
         Args:
-            arguments: parameters, buffers, columns, inputs, batch-only values.
+            arguments: parameters, buffers, columns, inputs, batch-only values; of inputs, what is
+                like them is enough.
             given: gradients that the backward is given; None for those that are expected, at first
                 one of each output. What other backwards read is among what those read.
         """
@@ -132,9 +162,7 @@ class JointSegment:
             self._expected[strides] = found
         return found
 
-    def _parts_of_outcomes(
-        self, arguments: Sequence[torch.Tensor], given: Given | None
-    ) -> Parts | None:
+    def _parts_of_outcomes(self, arguments: Sequence[Any], given: Given | None) -> Parts | None:
         """Functions for what conditions among the arguments say, without what they leave out."""
         outcomes = branch_values([arguments[number] for number in self._conditions])
         if outcomes is None:
@@ -153,7 +181,7 @@ class JointSegment:
         return found
 
     def _made(
-        self, strides: tuple[Strides, ...], arguments: Sequence[torch.Tensor], given: Given | None
+        self, strides: tuple[Strides, ...], arguments: Sequence[Argument], given: Given | None
     ) -> Parts | None:
         devices = tuple(str(argument.device) for argument in arguments)
         mesh = _alone(current_mesh()) if has_mesh() else None
@@ -170,7 +198,7 @@ class JointSegment:
             return None
         return found
 
-    def _make(self, arguments: Sequence[torch.Tensor], given: Given | None) -> Parts | str:
+    def _make(self, arguments: Sequence[Argument], given: Given | None) -> Parts | str:
         try:
             joint = derive(self._graph, arguments, given)
         except Exception as error:  # of an operator on fake tensors; autograd runs the backward

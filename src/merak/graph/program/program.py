@@ -458,9 +458,7 @@ def with_offloading(
             # What recomputes holds its inputs alone.
             held.update(program.segment.inputs, program.segment.outputs if program.saved else ())
     return [
-        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs}), joint=None)
-        if goes
-        else p
+        replace(p, offload=frozenset(held & {*p.segment.inputs, *p.segment.outputs})) if goes else p
         for p, goes in zip(programs, away, strict=True)
     ]
 
