@@ -275,7 +275,8 @@ class Precision:
     Args:
         autocast: to which plain PyTorch is compared; None for float32.
         options: of `merak.parallelize`.
-        columns: more columns of the batch: positions of "documents" that fill the rows.
+        columns: more columns of the batch: positions of "documents" that fill the rows, or the
+            attention "mask" of rows that are padded.
         architecture: as of `LayoutCase`.
         limit: most that losses and weights may be off.
     """
@@ -291,6 +292,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         "float32": Precision(None, limit=1e-4),
         "autocast": Precision(),
+        "autocast, mask": Precision(columns="mask", limit=2e-3),
         "autocast, documents": Precision(columns="documents", limit=2e-3),
         "autocast, recompute": Precision(options={"recompute": "auto"}),
         "autocast, offload": Precision(options={"offload_activations": "full"}),
@@ -318,13 +320,16 @@ def precisions(device: str, folder: Path) -> Rows:
 
 
 def columns_of(case: Precision, number: int, device: str) -> Batch:
-    """The whole batch of a step, with the columns of a case: positions are on the host."""
+    """The whole batch of a step, with the columns of a case, which are on the host."""
     found = batch(number, device)
     tokens = found["input_ids"]
     if case.columns == "documents":
         positions = torch.arange(SIZE.sequence).expand(len(tokens), -1)
         begins = SIZE.sequence // 3 + torch.arange(len(tokens))[:, None]
         found["position_ids"] = torch.where(positions < begins, positions, positions - begins)
+    if case.columns == "mask":
+        lengths = SIZE.sequence - torch.arange(len(tokens))[:, None]
+        found["attention_mask"] = (torch.arange(SIZE.sequence) < lengths).long()
     return found
 
 
