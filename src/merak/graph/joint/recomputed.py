@@ -45,7 +45,7 @@ def find_recomputed(
         keeps: names of the segment's operators whose results are kept.
     """
     writers = _writers(forward)
-    can_keep = {node for node in forward if is_kept(node, keeps, writers)}
+    can_keep = {node for node in forward if _is_kept(node, keeps, writers)}
     waiting, found, kept = [*wanted], set[fx.Node](), set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -57,8 +57,9 @@ def find_recomputed(
             waiting += [n for n in around if n.op == "call_function"]
             waiting += [w for n in around for w in writers.get(_storage(n), ())]
         if not waiting:
-            waiting += _missed_draws(forward, found, kept)
-    states = {draw: _state_behind(draw) for draw in _draws_between(forward, found, kept)}
+            left_out = _draws_before_the_last(forward, found)
+            waiting += [draw for draw in left_out if not _is_kept_draw(draw, kept)]
+    states = {draw: _state_behind(draw) for draw in _draws_before_the_last(forward, found)}
     return Recomputation(
         tuple(n for node in forward for n in (node, *states.get(node, ())[:1])),
         tuple(n for node in forward for n in _second(node, found, states)),
@@ -66,16 +67,10 @@ def find_recomputed(
     )
 
 
-def is_kept(
+def _is_kept(
     node: fx.Node, keeps: Collection[str], writers: dict[int | None, list[fx.Node]]
 ) -> bool:
-    """Whether a node yields a result of its own, of an operator to keep, that nobody writes into.
-
-    Args:
-        node: of a joint graph.
-        keeps: names of the segment's operators whose results are kept.
-        writers: by storage, the nodes that write into it.
-    """
+    """Whether a node is a result of its own, of an operator to keep, that nobody writes into."""
     if node.meta["origin"] not in keeps or node.meta["layout"] is None or is_view(node):
         return False
     return _storage(node) not in writers
@@ -113,21 +108,10 @@ def _is_kept_draw(node: fx.Node, kept: set[fx.Node]) -> bool:
     return node in kept or any(user in kept for user in node.users)
 
 
-def _missed_draws(
-    forward: Sequence[fx.Node], found: set[fx.Node], kept: set[fx.Node]
-) -> list[fx.Node]:
-    """Draws that the second run needs for those behind them, and that are not kept."""
+def _draws_before_the_last(forward: Sequence[fx.Node], found: set[fx.Node]) -> list[fx.Node]:
+    """Draws that the second run does not make, and behind which it makes one."""
     last = max((i for i, node in enumerate(forward) if node in found and _draws(node)), default=0)
-    before = (node for node in forward[:last] if _draws(node))
-    return [n for n in before if n not in found and not _is_kept_draw(n, kept)]
-
-
-def _draws_between(
-    forward: Sequence[fx.Node], found: set[fx.Node], kept: set[fx.Node]
-) -> list[fx.Node]:
-    """Draws that are kept, and have others behind them that are not."""
-    last = max((i for i, node in enumerate(forward) if node in found and _draws(node)), default=0)
-    return [n for n in forward[:last] if n not in found and _draws(n) and _is_kept_draw(n, kept)]
+    return [node for node in forward[:last] if _draws(node) and node not in found]
 
 
 def _state_behind(draw: fx.Node) -> tuple[fx.Node, fx.Node]:
