@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.joint.clean import has_effect, is_view
 from merak.graph.joint.derive import JointGraph
 
@@ -99,13 +100,7 @@ def _needed(nodes: Iterable[fx.Node], among: frozenset[fx.Node]) -> frozenset[fx
 def _fixed(backward: Sequence[fx.Node]) -> list[fx.Node]:
     """Operators that write, draw or send, and those that use memory into which one writes."""
     fixed = [node for node in backward if has_effect(node)]
-    written = {
-        argument.meta["layout"].storage
-        for node in fixed
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for argument in node.all_input_nodes
-        if argument.meta["layout"] is not None
-    }
+    written = {n.meta["layout"].storage for node in fixed for n in mutated_arguments(node)}
     return fixed + [
         node
         for node in backward

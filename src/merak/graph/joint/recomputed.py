@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from merak.core.random import random_state, restore_random_state
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.joint.clean import is_view
 from merak.ops import sharded_dropout
 
@@ -80,13 +81,8 @@ def _writers(forward: Iterable[fx.Node]) -> dict[int | None, list[fx.Node]]:
     """By storage, the operators that write into it."""
     found: dict[int | None, list[fx.Node]] = defaultdict(list)
     for node in forward:
-        if isinstance(node.target, torch._ops.OpOverload):
-            arguments = node.target._schema.arguments
-            values = {a.name: value for a, value in zip(arguments, node.args)} | node.kwargs
-            written = [values.get(argument.name) for argument in arguments if argument.is_write]
-            for value in written:
-                if isinstance(value, fx.Node):
-                    found[_storage(value)].append(node)
+        for written in mutated_arguments(node):
+            found[_storage(written)].append(node)
     return dict(found)
 
 
