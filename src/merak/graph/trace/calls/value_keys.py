@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
 
 from merak.core.storages import memory_of
+from merak.graph.ir.ir import returned_nodes
 from merak.graph.ir.mutation import find_mutations, mutated_arguments
+from merak.graph.ir.serialize import unpack
 
 aten = torch.ops.aten
 
@@ -39,6 +42,7 @@ class ValueKeys:
         self._source, self._begins, self._known = source, begins, known
         self._through_copies = through_copies
         self._written = find_mutations(graph).writers.keys()
+        self._regions: dict[fx.Node, tuple[str, ...]] = {}  # keys of what each returns
         self._made: dict[fx.Node, str] = {}
         self._states: dict[int, str] = {}
         self._copied: dict[int, tuple[str, str]] = {}  # part of a storage, and what it is a copy of
@@ -73,9 +77,31 @@ class ValueKeys:
         own = [n for n in mutated_arguments(node) if n.meta.get("storage") == storage is not None]
         if own and own[0].meta["tensor"] == node.meta["tensor"]:
             return self._made[own[0]]  # the same part of it, whatever its state
-        region = node.meta.get("region")
-        parts = self._arguments(node, storage)
-        return _key(str(node.target), parts, "" if region is None else repr(region))
+        if node.target is operator.getitem and node.args[0] in self._regions:
+            call, place = node.args
+            return self._regions[call][place]  # type: ignore[index]
+        if "region" in node.meta:
+            self._regions[node] = self._returned(node)
+            return _key(*self._regions[node])
+        return _key(str(node.target), self._arguments(node, storage))
+
+    def _returned(self, call: fx.Node) -> tuple[str, ...]:
+        """Keys of what a data-dependent region returns.
+
+        They are those of the operators in it: its names, and the order of what it is given and
+        returns, follow those of all nodes of the graph; its checks change no value.
+        """
+        inner = unpack(call.meta["region"].nodes)
+        given = iter(call.args[1])  # type: ignore[arg-type]
+        keys: dict[fx.Node, str] = {}
+        for node in inner.nodes:
+            if node.op == "placeholder":
+                keys[node] = self[next(given)]
+            elif node.op == "call_function":
+                read = fx.node.map_arg((node.args, node.kwargs), lambda n: _Text(keys[n]))
+                keys[node] = _key(str(node.target), repr(read))
+        written = sorted(key for node, key in keys.items() if mutated_arguments(node))
+        return tuple(_key(keys[node], *written) for node in returned_nodes(inner))
 
     def _arguments(self, node: fx.Node, storage: int | None) -> str:
         """Arguments as text; of those in a storage, what part of it they are and not its state."""

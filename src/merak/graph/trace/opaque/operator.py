@@ -195,6 +195,7 @@ def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) 
     cost = CallCost(call.outputs, call.saved_bytes, call.flops, call.loop, number)
     written = [tensors[i] for i in call.written]
     others = [t for i, t in enumerate(tensors) if i not in call.written]
+    torch.autograd.graph.increment_version(written)  # the operator counts none of fakes
     return OPAQUE_CALL(written, others, cost.to_json())
 
 

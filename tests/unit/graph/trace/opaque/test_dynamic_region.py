@@ -43,9 +43,16 @@ class Picking(nn.Module):
 
 
 class LastMarked(Picking):
-    """Takes the last word of a kind of every sample."""
+    """Takes the last word of a kind of every sample; notes the kind of its loss in the first call.
+
+    The next call is compared with the first, though names and order in the region are others.
+    """
+
+    problem_type: str | None = None
 
     def loss(self, h: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.problem_type is None:
+            self.problem_type = "labels"
         marked = x == 2
         torch._check(torch.unique_consecutive(marked.sum(1)).numel() == 1)
         last = h[marked, :].view(h.size(0), -1, h.size(-1))[:, -1]

@@ -91,6 +91,17 @@ class Ranged(nn.Module):
         return torch.tanh(y)
 
 
+class Noted(Ranged):
+    """Notes in its first call what kind of batches it gets, for which further calls are traced."""
+
+    kind: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "rows"
+        return super().forward(x)
+
+
 class Writes(nn.Module):
     """Adds into what it is called with."""
 
@@ -152,7 +163,7 @@ def run(
     return values
 
 
-@pytest.mark.parametrize("block", [Branch, Experts, Ranged, Written])
+@pytest.mark.parametrize("block", [Branch, Experts, Ranged, Noted, Written])
 @one_in(2)
 @pytest.mark.parametrize("scale", [0.01, 5.0])
 def test_gradients_and_buffers_are_those_of_eager_code(
