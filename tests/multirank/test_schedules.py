@@ -147,6 +147,7 @@ OTHER_OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "1f1b": ({"recompute": False},),
     "shifted_critical_path": ({"early_everywhere": True},),
     "interleaved_1f1b": ({"chunks": 3}, {"recompute": False}),
+    "looped_bfs": ({"chunks": 3}, {"recompute": False}),
     "interleaved_zero_bubble": ({"chunks": 3},),
     "chimera": (
         {"pairs": 2},

@@ -11,14 +11,18 @@ from merak.schedule.builders.early_recompute import early_recompute
 from merak.schedule.builders.gems import gems
 from merak.schedule.builders.gpipe import gpipe
 from merak.schedule.builders.interleaved_1f1b import check_interleaved, interleaved_1f1b
-from merak.schedule.builders.interleaved_zero_bubble import interleaved_zero_bubble
 from merak.schedule.builders.last_no_recompute import last_no_recompute
+from merak.schedule.builders.looped_bfs import looped_bfs
 from merak.schedule.builders.one_f_one_b import one_f_one_b
 from merak.schedule.builders.pipedream import pipedream
 from merak.schedule.builders.pipedream_2bw import pipedream_2bw
 from merak.schedule.builders.shifted_critical_path import shifted_critical_path
-from merak.schedule.builders.zero_bubble_h1 import zero_bubble_h1
-from merak.schedule.builders.zero_bubble_v import zero_bubble_v
+from merak.schedule.builders.zero_bubble.h1 import zero_bubble_h1
+from merak.schedule.builders.zero_bubble.h2 import zb_h2
+from merak.schedule.builders.zero_bubble.interleaved import interleaved_zero_bubble
+from merak.schedule.builders.zero_bubble.v import zero_bubble_v
+from merak.schedule.builders.zero_bubble.v_half import v_half
+from merak.schedule.builders.zero_bubble.v_min import v_min
 from merak.schedule.ir import USUAL
 from merak.schedule.traits import Builder, Traits
 
@@ -48,6 +52,27 @@ def _dualpipe_v(ranks: int, count: int) -> Traits:
     return even_traits(1 / 3, 2, 1 / 2, splits_backwards=True, joins_ends=True)(ranks, count)
 
 
+def _v_pattern(ranks: int, idle: int, held: int) -> Traits:
+    """Traits of V-Half and V-Min; `idle` is in sixths of a rank's work on a microbatch."""
+    return Traits(
+        num_stages=2 * ranks,
+        bubble=max(idle, 0) / 6,
+        in_flight=held,
+        splits_backwards=True,
+        joins_ends=True,
+    )
+
+
+def _v_half(ranks: int, count: int) -> Traits:
+    idle = max(3 * ranks - 4 + (ranks == 2), 4 * ranks - 3 - 2 * count)
+    return _v_pattern(ranks, idle, min((ranks + 2) // 2, count))
+
+
+def _v_min(ranks: int, count: int) -> Traits:
+    idle = 4 * ranks - 5 + 2 * (ranks % 3 == 0 and count > 1)
+    return _v_pattern(ranks, idle, min((ranks + 4) // 3, count))
+
+
 FORMULAS: Mapping[str, Builder] = MappingProxyType(
     {
         "gpipe": Builder(gpipe, tried=({},)),
@@ -62,6 +87,7 @@ FORMULAS: Mapping[str, Builder] = MappingProxyType(
             ({"chunks": 2}, {"chunks": 4}),
             formula=_interleaved("interleaved_1f1b"),
         ),
+        "looped_bfs": Builder(looped_bfs, tried=({"chunks": 2}, {"chunks": 4})),
         "chimera": Builder(
             chimera,
             tried=(
@@ -76,6 +102,7 @@ FORMULAS: Mapping[str, Builder] = MappingProxyType(
         "zero_bubble_h1": Builder(
             zero_bubble_h1, ({},), formula=even_traits(1 / 3, splits_backwards=True)
         ),
+        "zb_h2": Builder(zb_h2, tried=({},)),
         "interleaved_zero_bubble": Builder(
             interleaved_zero_bubble,
             ({"chunks": 2},),
@@ -86,6 +113,8 @@ FORMULAS: Mapping[str, Builder] = MappingProxyType(
             ({},),
             formula=even_traits(1 / 3, 2, splits_backwards=True, joins_ends=True),
         ),
+        "v_half": Builder(v_half, ({},), formula=_v_half),
+        "v_min": Builder(v_min, ({},), formula=_v_min),
         "dualpipe_v": Builder(dualpipe_v, ({},), formula=_dualpipe_v),
         "pipedream": Builder(pipedream),
         "pipedream_2bw": Builder(pipedream_2bw),

@@ -15,9 +15,9 @@ from merak.schedule.registry import build, names
 from merak.schedule.serialize import load
 
 ISSUE_NAMES = (
-    "gpipe 1f1b early_recompute last_no_recompute shifted_critical_path interleaved_1f1b chimera "
-    "gems zero_bubble_h1 interleaved_zero_bubble zero_bubble_v dualpipe_v pipedream pipedream_2bw "
-    "auto"
+    "gpipe 1f1b early_recompute last_no_recompute shifted_critical_path interleaved_1f1b "
+    "looped_bfs chimera gems zero_bubble_h1 zb_h2 interleaved_zero_bubble zero_bubble_v v_half "
+    "v_min dualpipe_v pipedream pipedream_2bw auto"
 ).split()
 
 

@@ -98,6 +98,47 @@ def test_zero_bubble_v_is_near_its_lower_bound_in_the_memory_of_1f1b() -> None:
     assert exact > len(cases) / 2
 
 
+def test_zb_h2_works_without_a_pause_in_twice_the_memory_of_1f1b() -> None:
+    cases = [(p, m) for p in range(1, 13) for m in (2 * p - 1, 2 * p, 5 * p)]
+    for p, m in cases:
+        simulation = simulated("zb_h2", p, m)
+        assert simulation.makespan == 3 * m + p - 1
+        assert max(simulation.peak_in_flight) == 2 * p - 1
+        starts = simulation.table.starts
+        for rank in range(p):
+            own = slice(starts[rank], starts[rank + 1])
+            worked = simulation.end[own].max() - simulation.start[own].min()
+            assert worked == 3 * m, (p, m, rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "idle", "held"),
+    [
+        ("v_half", lambda p: 3 * p - 4, lambda p: (p + 2) // 2),
+        ("v_min", lambda p: 4 * p - 5 + 2 * (p % 3 == 0), lambda p: (p + 4) // 3),
+    ],
+)
+def test_v_patterns_hold_and_idle_as_in_the_paper(
+    name: str, idle: Callable[[int], int], held: Callable[[int], int]
+) -> None:
+    """Of 1F1B's P microbatches and 6 (P - 1) idle moments, about a half, and a third and two."""
+    cases = [(p, m) for p in range(3, 20) for m in (p, 2 * p + 1, 3 * p)]
+    for p, m in cases:
+        simulation = simulated(name, p, m)
+        assert simulation.makespan == 6 * m + idle(p), (p, m)
+        # A rank has two stages, each of which holds half of what a microbatch leaves on it.
+        assert max(simulation.peak_in_flight) == 2 * held(p), (p, m)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_breadth_first_has_the_bubble_of_interleaving_for_any_microbatches(chunks: int) -> None:
+    for p in range(1, 12):
+        for m in range(p, 40, 3):
+            plain = simulated("looped_bfs", p, m, chunks=chunks, recompute=False)
+            assert plain.makespan == 3 * (chunks * m + p - 1)
+            assert plain.peak_in_flight == (chunks * m,) * p
+
+
 @pytest.mark.parametrize(
     ("name", "in_flight"),
     [
@@ -176,6 +217,7 @@ def test_below_its_range_the_shifted_critical_path_says_what_it_became(
         ("interleaved_1f1b", 4, 6, {}, "multiple of the 4 ranks; got 6. Use 8 microbatches."),
         ("interleaved_1f1b", 4, 8, {"chunks": 1}, "at least 2 chunks per rank; got 1."),
         ("interleaved_zero_bubble", 3, 4, {}, "multiple of the 3 ranks; got 4. Use 6"),
+        ("looped_bfs", 2, 4, {"chunks": 1}, "at least 2 chunks per rank; got 1. Use gpipe."),
         ("chimera", 3, 4, {}, "even number of stages; got 3. Use 2 or 4."),
         ("chimera", 1, 4, {}, "even number of stages; got 1. Use 2."),
         ("chimera", 8, 8, {"pairs": 3}, "pairs that divide 4; got 3. Use one of 1, 2, 4."),

@@ -29,6 +29,15 @@ def test_a_formula_is_what_the_simulator_finds(
     assert numbers(said) == numbers(traits_of(registry.build(name, ranks, microbatches, **options)))
 
 
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_a_formula_holds_with_fewer_microbatches_than_ranks(name: str) -> None:
+    for ranks in range(2, 9):
+        for microbatches in range(1, 2 * ranks + 2):
+            said = registry.traits(name, ranks, microbatches, {})
+            built = registry.build(name, ranks, microbatches)
+            assert numbers(said) == numbers(traits_of(built)), (ranks, microbatches)
+
+
 @pytest.mark.parametrize("name", registry.names())
 def test_a_formula_is_defined_where_the_schedule_is(name: str) -> None:
     for ranks, microbatches in ((1, 1), (2, 3), (3, 2), (4, 4), (4, 6)):

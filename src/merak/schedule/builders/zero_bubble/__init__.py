@@ -1,0 +1,1 @@
+"""Builders of schedules with split backwards, whose weight gradients fill idle moments."""
