@@ -271,7 +271,8 @@ class StateReads:
         return isinstance(new, nn.Parameter) or (
             isinstance(new, nn.Module)
             and any(
-                id(attributes(module)) not in self.holders and list(module.parameters())
+                id(attributes(module)) not in self.holders
+                and list(module.parameters(recurse=False))
                 for module in new.modules()
             )
         )

@@ -492,6 +492,13 @@ def shares_a_module(model: Any, x: Tensor) -> Tensor:
     return model.act(x)  # type: ignore[no-any-return]
 
 
+def exchanges_a_module(model: Any, x: Tensor) -> Tensor:
+    """As BigBird does for batches that are too short for sparse attention: the weights stay."""
+    if isinstance(model.act, nn.Tanh):
+        model.act = nn.Sequential(model.linear)
+    return model.act(x)  # type: ignore[no-any-return]
+
+
 def registers_a_table(model: Any, x: Tensor) -> Tensor:
     if not hasattr(model, "table"):
         model.register_buffer("table", torch.arange(4.0), persistent=False)
@@ -522,6 +529,7 @@ def puts_settings_back(model: Any, x: Tensor) -> Tensor:
         masks_by_shape,
         keeps_the_last,
         shares_a_module,
+        exchanges_a_module,
         registers_a_table,
         fills_a_buffer,
         puts_settings_back,
