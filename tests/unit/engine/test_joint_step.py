@@ -19,7 +19,7 @@ from merak.core import mesh
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
-from merak.graph.joint.segment import JointSegment, Parts
+from merak.graph.joint.segment import Functions, JointSegment
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch
@@ -121,7 +121,7 @@ def test_steps_leave_no_graphs_behind() -> None:
 
     def count() -> Counter[type]:
         gc.collect()
-        kinds = (fx.Node, JointSegment, Parts, FakeTensor)
+        kinds = (fx.Node, JointSegment, Functions, FakeTensor)
         return Counter(kind for kind in map(type, gc.get_objects()) if kind in kinds)
 
     def steps(number: int) -> Counter[type]:

@@ -21,7 +21,7 @@ from merak.engine.tensors_by_name import TensorDict
 from merak.graph.joint.derive import Given
 from merak.graph.joint.generate import Part
 from merak.graph.joint.generate import run as run_part
-from merak.graph.joint.segment import Like, Parts
+from merak.graph.joint.segment import Functions, Like
 from merak.graph.program.program import SegmentProgram
 
 
@@ -40,7 +40,7 @@ class JointForward:
         offloaded: where activations are offloaded to host memory, what is there; else None.
     """
 
-    parts: Parts
+    parts: Functions
     arguments: list[Any]
     saved: tuple[Any, ...] | None = None
     kept: tuple[torch.Tensor, ...] = ()
@@ -207,7 +207,7 @@ def _first_input(run: SegmentProgram) -> int:
     return len(segment.parameters) + len(segment.buffers) + len(segment.columns)
 
 
-def _changed(run: SegmentProgram, saved: JointForward, given: Given) -> Parts:
+def _changed(run: SegmentProgram, saved: JointForward, given: Given) -> Functions:
     """Functions for gradients that the forward has not expected."""
     assert run.joint is not None and saved.saved is not None
     parts = run.joint.parts(saved.arguments, given)

@@ -6,6 +6,7 @@ would run, in its order: gradients are equal to the bit.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class Layout:
     storage_bytes: int
     lazy: tuple[bool, bool]
     device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Strides = tuple[int, ...]

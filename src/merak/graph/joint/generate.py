@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from merak.graph.joint.bindings import binding
+from merak.graph.joint.parts import PartNodes
 
 Part = Callable[[list[Any]], tuple[torch.Tensor, ...]]
 """Takes a list of tensors, which it empties, and returns tensors."""
@@ -38,72 +39,45 @@ def run(part: Part, given: list[Any]) -> tuple[torch.Tensor, ...]:
         torch._C._set_grad_enabled(is_recording)
 
 
-def generate(
-    reads: Sequence[fx.Node],
-    nodes: Sequence[fx.Node],
-    results: Sequence[fx.Node],
-    accumulated: dict[fx.Node, list[tuple[int, bool]]] | None = None,
-    accumulate: Accumulate | None = None,
-) -> Part:
-    """Function that runs some nodes of a graph.
+def generate(part: PartNodes, accumulate: Accumulate | None = None) -> Part:
+    """Function that runs a part.
 
     Args:
-        reads: nodes whose values it is given, in order.
-        nodes: operators that it runs, in order.
-        results: nodes whose values it returns.
-        accumulated: by the node that yields a gradient, the parameters (by number) that it is
-            added to, and whether nobody else has its memory. The parameters are given behind
-            `reads`.
+        part: its nodes.
         accumulate: adds a gradient to a parameter's.
     """
-    accumulated = accumulated or {}
     names: dict[fx.Node, str] = {}
     scope: dict[str, Any] = {"accumulate": accumulate}
     lines = ["def part(given):"]
-    for node in reads:
+    for node in part.reads:
         names[node] = f"v{len(names)}"
-    last = _last_uses(reads, nodes, results)
-    parameters = sorted({number for found in accumulated.values() for number, _ in found})
-    heads = [*(names[node] for node in reads), *(f"p{number}" for number in parameters)]
+    last = part.last_uses()
+    heads = [*(names[node] for node in part.reads), *(f"p{n}" for n in part.parameters)]
     if heads:
         lines.append(f"    {', '.join(heads)}, = given")
     lines.append("    given.clear()")
 
     def add(node: fx.Node) -> None:
-        for number, owned in accumulated.get(node, ()):
+        for number, owned in part.accumulated.get(node, ()):
             lines.append(f"    accumulate(p{number}, {names[node]}, {owned})")
 
-    unused = [names[n] for n in reads if n not in last]
+    unused = [names[n] for n in part.reads if n not in last]
     if unused:
         lines.append(f"    del {', '.join(unused)}")
-    for node in reads:
+    for node in part.reads:
         add(node)
-    for node in nodes:
+    for node in part.nodes:
         names[node] = f"v{len(names)}"
         lines.append(f"    {names[node]} = {_call(node, names, scope)}")
         add(node)
         gone = [names[n] for n in (*node.all_input_nodes, node) if last.get(n) is node]
         if gone:
             lines.append(f"    del {', '.join(dict.fromkeys(gone))}")
-    returned = "".join(f"{names[node]}, " for node in results)
+    returned = "".join(f"{names[node]}, " for node in part.results)
     lines.append(f"    return ({returned})")
     exec(compile("\n".join(lines), "<merak joint graph>", "exec"), scope)
-    part: Part = scope["part"]
-    return part
-
-
-def _last_uses(
-    reads: Sequence[fx.Node], nodes: Sequence[fx.Node], results: Sequence[fx.Node]
-) -> dict[fx.Node, fx.Node | None]:
-    """The node after which each value is dropped; None for results."""
-    last: dict[fx.Node, fx.Node | None] = {}
-    for node in nodes:
-        last[node] = node
-        for argument in node.all_input_nodes:
-            last[argument] = node
-    for node in results:
-        last[node] = None
-    return last
+    function: Part = scope["part"]
+    return function
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ given, so it is derived when these are first met. Equal segments, such as blocks
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,51 +29,17 @@ from merak.graph.ir.operators import (
 )
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.clean import clean
-from merak.graph.joint.derive import Given, JointGraph, Strides, derive
-from merak.graph.joint.divide import Division, divide
+from merak.graph.joint.derive import Given, Strides, derive
+from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate
+from merak.graph.joint.parts import Parts, parts_of
 from merak.graph.trace.branches.flags import is_condition
 from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
 from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
 from merak.ops.sharded_dropout import attend_sharded
 
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The functions of a segment for some layouts and gradients.
-
-    Args:
-        given: gradients that the backward is given.
-        forward: arguments → outputs, then what is saved.
-        plain: arguments → outputs, then what is kept for a recomputation.
-        recompute: arguments, then what was kept → what is saved.
-        backward: (arguments of `reads`, later sums, gradients of outputs, what is saved, parameters
-            of `parameters`) → gradients of `inputs`, then what `weights` reads; the parameters gain
-            theirs.
-        weights: where the backward is split, (arguments of `weight_reads`, what the backward gives
-            for it, parameters of `weight_parameters`) → nothing; the parameters gain theirs.
-        saved: names of what is saved.
-        reads: numbers of the arguments that the backward reads.
-        parameters: numbers of the parameters that have a gradient.
-        inputs: numbers of the inputs that have one.
-        weight_reads: numbers of the arguments that `weights` reads.
-        weight_parameters: numbers of the parameters that gain their gradient from it.
-        carries: per output, whether a gradient goes back through it.
-    """
-
-    given: Given
-    forward: Part
-    plain: Part
-    recompute: Part
-    backward: Part
-    weights: Part | None
-    saved: tuple[str, ...]
-    reads: tuple[int, ...]
-    parameters: tuple[int, ...]
-    inputs: tuple[int, ...]
-    weight_reads: tuple[int, ...]
-    weight_parameters: tuple[int, ...]
-    carries: tuple[bool, ...]
+Functions = Parts[Part]
+"""The functions of a segment for some layouts and gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +103,10 @@ class JointSegment:
         placeholders = enumerate(graph.find_nodes(op="placeholder"))
         self._conditions = [n for n, node in placeholders if is_condition(node) and not outcomes]
         self._chosen: dict[BranchValues, JointSegment] = {}
-        self._expected: dict[tuple[Strides, ...], Parts | None] = {}
+        self._expected: dict[tuple[Strides, ...], Functions | None] = {}
         self.obstacle = ""
 
-    def parts(self, arguments: Sequence[Argument], given: Given | None = None) -> Parts | None:
+    def parts(self, arguments: Sequence[Argument], given: Given | None = None) -> Functions | None:
         """Functions for some arguments; None where the backward is no graph.
 
         Args:
@@ -162,7 +128,7 @@ class JointSegment:
             self._expected[strides] = found
         return found
 
-    def _parts_of_outcomes(self, arguments: Sequence[Any], given: Given | None) -> Parts | None:
+    def _parts_of_outcomes(self, arguments: Sequence[Any], given: Given | None) -> Functions | None:
         """Functions for what conditions among the arguments say, without what they leave out."""
         outcomes = branch_values([arguments[number] for number in self._conditions])
         if outcomes is None:
@@ -182,7 +148,7 @@ class JointSegment:
 
     def _made(
         self, strides: tuple[Strides, ...], arguments: Sequence[Argument], given: Given | None
-    ) -> Parts | None:
+    ) -> Functions | None:
         devices = tuple(str(argument.device) for argument in arguments)
         mesh = _alone(current_mesh()) if has_mesh() else None
         key = (self._kind, strides, devices, given, mesh, _switches())
@@ -198,13 +164,14 @@ class JointSegment:
             return None
         return found
 
-    def _make(self, arguments: Sequence[Argument], given: Given | None) -> Parts | str:
+    def _make(self, arguments: Sequence[Argument], given: Given | None) -> Functions | str:
         try:
             joint = derive(self._graph, arguments, given)
         except Exception as error:  # of an operator on fake tensors; autograd runs the backward
             return str(error) or type(error).__name__
         clean(joint)
-        return _parts(joint, divide(joint, self._deferrable, self._keeps))
+        nodes = parts_of(joint, divide(joint, self._deferrable, self._keeps))
+        return nodes.map(partial(generate, accumulate=accumulate))
 
 
 def _switches() -> tuple[object, ...]:
@@ -224,79 +191,13 @@ def _alone(mesh: Mesh) -> Mesh:
     return replace(mesh, device_mesh=None, expert_mesh=None)
 
 
-_MADE: dict[Any, Parts | str] = {}
+_MADE: dict[Any, Functions | str] = {}
 """Functions that this process has made, or what stands against them."""
 
 _MOST_MADE = 512
 
 _MOST_OUTCOMES = 16
 """Of a segment's conditions, for which functions are made."""
-
-
-def _parts(joint: JointGraph, division: Division) -> Parts:
-    of_inputs = {n: g for n, g in joint.gradients.items() if n in joint.inputs}
-    of_parameters = {n: g for n, g in joint.gradients.items() if n not in joint.inputs}
-    later = {n: g for n, g in of_parameters.items() if n in division.deferred}
-    now = {n: g for n, g in of_parameters.items() if n not in division.deferred}
-    results = [*(joint.gradients[n] for n in of_inputs), *division.held]
-    reads = _reads(joint, division.backward, [*results, *now.values()])
-    weight_reads = _reads(joint, division.weights, later.values())
-    given = [
-        *(joint.arguments[number] for number in reads),
-        *joint.later.values(),
-        *joint.tangents.values(),
-        *division.saved,
-    ]
-    held = [*(joint.arguments[number] for number in weight_reads), *division.held]
-    add, again = partial(_accumulated, joint), division.recomputation
-    return Parts(
-        given=joint.given,
-        forward=generate(joint.arguments, division.forward, [*joint.outputs, *division.saved]),
-        plain=generate(joint.arguments, again.first, [*joint.outputs, *again.kept]),
-        recompute=generate([*joint.arguments, *again.kept], again.nodes, division.saved),
-        backward=generate(given, division.backward, results, add(now), accumulate),
-        weights=generate(held, division.weights, [], add(later), accumulate) if later else None,
-        saved=tuple(node.name for node in division.saved),
-        reads=reads,
-        parameters=tuple(sorted(now)),
-        inputs=tuple(of_inputs),
-        weight_reads=weight_reads,
-        weight_parameters=tuple(sorted(later)),
-        carries=joint.carries,
-    )
-
-
-def _reads(
-    joint: JointGraph, nodes: Iterable[fx.Node], results: Iterable[fx.Node]
-) -> tuple[int, ...]:
-    """Numbers of the arguments that some nodes read, or that are among their results."""
-    read = {n for node in nodes for n in node.all_input_nodes} | {*results}
-    return tuple(number for number, node in enumerate(joint.arguments) if node in read)
-
-
-def _accumulated(
-    joint: JointGraph, gradients: Mapping[int, fx.Node]
-) -> dict[fx.Node, list[tuple[int, bool]]]:
-    """By node, the parameters that a gradient is added to, and whether it may become theirs."""
-    found: dict[fx.Node, list[tuple[int, bool]]] = {}
-    holders = [
-        *joint.arguments,
-        *joint.later.values(),
-        *joint.tangents.values(),
-        *joint.outputs,
-        *joint.gradients.values(),
-    ]
-    storages = [node.meta["layout"].storage for node in holders]
-    for number, node in gradients.items():
-        layout = node.meta["layout"]
-        is_whole = layout.storage_bytes == _num_bytes(layout.shape, layout.dtype)
-        owned = storages.count(layout.storage) == 1 and is_whole
-        found.setdefault(node, []).append((number, owned))
-    return found
-
-
-def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 def joint_segment(

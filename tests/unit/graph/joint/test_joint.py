@@ -21,7 +21,7 @@ from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.joint.derive import Given
-from merak.graph.joint.segment import JointSegment, Parts, joint_segment
+from merak.graph.joint.segment import Functions, JointSegment, joint_segment
 from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
 from merak.ops.linear import linear
 from merak.ops.recording import counted, one_operator
@@ -173,7 +173,10 @@ def _autograd(
 
 
 def _joint(
-    parts: Parts, tensors: Sequence[Tensor], tangents: Sequence[Tensor | None], saves: bool = True
+    parts: Functions,
+    tensors: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    saves: bool = True,
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         torch.manual_seed(3)
