@@ -29,7 +29,7 @@ from merak.graph.tensor_parallel.search.auto_shard import (
 )
 from merak.plan.cost import benchmark
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.segment_memory import MeasuredGraphs
+from merak.plan.cost.segments.measured import MeasuredGraphs
 
 FOLDER = Path(os.environ["MERAK_CACHE"])
 """The run's own folder; `tests/conftest.py` makes it."""

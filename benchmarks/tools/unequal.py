@@ -23,7 +23,7 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.fit import usable_on
 from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.segment_memory import saved_and_outputs
+from merak.plan.cost.segments.by_autograd import saved_and_outputs
 from merak.plan.partition import from_sizes
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price

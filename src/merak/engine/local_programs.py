@@ -100,7 +100,7 @@ class ProgramCache:
         self._observer = options.observer
         how = options.compilation
         self._compiler = None if how is None else TorchCompiler(how)
-        self._zero = options.zero
+        self._zero, self._joins = options.zero, options.joins
         self._splits_backwards = layout.schedule.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self.densified = find_densified(layout, mesh)
@@ -264,8 +264,7 @@ class ProgramCache:
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         make = partial(runnable, compiler=self._compiler)
-        joins = training and self._compiler is None and self._zero < 3
-        compiler = Compiler(graph, make, joins=joins)
+        compiler = Compiler(graph, make, joins=training and self._joins)
         rewrites = self._make_rewrites(parallel)
         program = compile_program(graph, bounds, rewrites, choices, arrange, compiler)
         device = self.mesh.device

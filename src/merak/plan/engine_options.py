@@ -41,6 +41,11 @@ class EngineOptions(ParallelOptions):
     can_replan: bool = True
 
     @property
+    def joins(self) -> bool:
+        """Whether backwards of segments are graphs, where they can be."""
+        return self.trains and self.compilation is None and self.zero < 3
+
+    @property
     def features(self) -> Features | None:
         """Tensor parallel attributes that override what is derived from the graph.
 

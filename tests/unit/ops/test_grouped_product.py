@@ -16,7 +16,7 @@ from merak.graph.ir.operators import GROUPED_GEMMS, family
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.ops import grouped_product as chosen
 from merak.ops.grouped_product import grouped_product, has_kernel, product_by_kernel
-from merak.plan.cost.segment_memory import FakeRun
+from merak.plan.cost.segments.by_autograd import FakeRun
 from tests.unit.engine.models import VOCABULARY, metas, text_batch
 
 BF16 = torch.bfloat16

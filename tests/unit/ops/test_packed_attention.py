@@ -24,7 +24,7 @@ from merak.ops.packed_attention import (
     packed_obstacle,
 )
 from merak.plan.cost.gpu_kernels import attention_kernels, attention_sentence
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segments.measured import SegmentMemories
 from tests.unit.graph import families
 from tests.unit.graph.stages import metas
 

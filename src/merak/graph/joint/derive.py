@@ -18,7 +18,9 @@ from torch import fx
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from merak.core.storages import Storages
 from merak.graph.ir.ir import Kind
 from merak.ops.recording import RowCount, recorded_by, row_count
 
@@ -73,9 +75,10 @@ class Given:
 class JointGraph:
     """Forward and backward of a segment as one graph.
 
-    Every node has its `Layout` in `meta["layout"]`, None where it is no tensor. Nodes of the
-    backward have `meta["is_backward"]`, those of the forward the name of the segment's operator
-    that runs them in `meta["origin"]`.
+    Every node has its `Layout` in `meta["layout"]`, None where it is no tensor: bytes of several
+    results are in `meta["results"]`, by storage. A function that is one operator has the most that
+    it takes in `meta["taken_bytes"]`. Nodes of the backward have `meta["is_backward"]`, those of
+    the forward the name of the segment's operator that runs them in `meta["origin"]`.
 
     Args:
         graph: its placeholders are those of the segment, later sums, and gradients of outputs.
@@ -152,7 +155,7 @@ class _Recorder(TorchDispatchMode):
             result = (_as_kernel_lays(func, args, result[0]), *result[1:])
         if isinstance(result, torch.Tensor | tuple | list):
             self._record(func, args, kwargs, result)
-        elif func.namespace != "prim":
+        elif func.namespace != "prim" and _tensors((args, kwargs)):  # as not of `promote_types`
             raise JointError(f"{func} gives a value, not a tensor")
         return result
 
@@ -162,10 +165,11 @@ class _Recorder(TorchDispatchMode):
             return function(*args, **kwargs)
         self._is_inside = True
         try:
-            result = self._counted(function, args, function(*args, **kwargs))
+            with Storages(_tensors((args, kwargs))) as storages:
+                result = self._counted(function, args, function(*args, **kwargs))
         finally:
             self._is_inside = False
-        self._record(function, args, kwargs, result)
+        self._record(function, args, kwargs, result).meta["taken_bytes"] = storages.peak_bytes
         return result
 
     def _counted(self, function: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -188,19 +192,20 @@ class _Recorder(TorchDispatchMode):
             raise JointError("it reads a tensor that no operator of it has made")
         return found
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Record a call; numbers among its results, such as lengths, follow from its layouts."""
         args, kwargs = self._plain(args), self._plain(kwargs)
         node = self.graph.call_function(func, args, kwargs)
         if isinstance(result, torch.Tensor):
-            self._note(node, result)
-            return
-        node.meta = self._meta(None)
+            return self._note(node, result)
+        made = [self._layout(one) for one in result if isinstance(one, torch.Tensor)]
+        node.meta = {**self._meta(None), "results": {m.storage: m.storage_bytes for m in made}}
         for place, one in enumerate(result):
             if isinstance(one, torch.Tensor):
                 self._note(self.graph.call_function(operator.getitem, (node, place)), one)
             elif isinstance(one, tuple | list):
                 raise JointError(f"{func} gives lists of tensors")
+        return node
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -246,7 +251,8 @@ def derive(graph: fx.Graph, like: Sequence[Any], given: Given | None) -> JointGr
     Args:
         graph: operators as they run; its placeholders carry their kind and metadata.
         like: its arguments, or what is laid out as they are.
-        given: gradients that its backward is given; None for one of each output, laid out as it is.
+        given: gradients that its backward is given; None for one of each output, laid out as
+            `torch.empty_like` would.
 
     Raises:
         JointError: the backward is no graph.
@@ -347,7 +353,8 @@ def _derive(
         results = [recorder.node(output) for output in outputs]
         carries = tuple(output.requires_grad for output in outputs)
         if given is None:
-            given = Given(tuple(out.stride() if out.requires_grad else None for out in outputs))
+            strides = [torch.empty_like(out).stride() for out in outputs]
+            given = Given(tuple(s if o.requires_grad else None for s, o in zip(strides, outputs)))
         recorder.is_backward, recorder.origin = True, ""
         later = {number: _fresh(leaves[number], stride) for number, stride in given.later}
         tangents = {
@@ -373,6 +380,10 @@ def _derive(
     return JointGraph(
         recorder.graph, given, nodes, later_nodes, tangent_nodes, results, gradients, carries
     ), recorder.counts
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _fresh(like: Any, stride: Sequence[int]) -> torch.Tensor:

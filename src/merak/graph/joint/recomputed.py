@@ -46,7 +46,7 @@ def find_recomputed(
         keeps: names of the segment's operators whose results are kept.
     """
     writers = _writers(forward)
-    can_keep = {node for node in forward if _is_kept(node, keeps, writers)}
+    can_keep = {*results_to_keep(forward, keeps)}
     waiting, found, kept = [*wanted], set[fx.Node](), set[fx.Node]()
     while waiting:
         node = waiting.pop()
@@ -68,13 +68,16 @@ def find_recomputed(
     )
 
 
-def _is_kept(
-    node: fx.Node, keeps: Collection[str], writers: dict[int | None, list[fx.Node]]
-) -> bool:
-    """Whether a node is a result of its own, of an operator to keep, that nobody writes into."""
-    if node.meta["origin"] not in keeps or node.meta["layout"] is None or is_view(node):
-        return False
-    return _storage(node) not in writers
+def results_to_keep(forward: Sequence[fx.Node], keeps: Collection[str]) -> list[fx.Node]:
+    """Results of operators that may be kept: those of their own, which nobody writes into.
+
+    Args:
+        forward: operators of a forward, in order.
+        keeps: names of the segment's operators.
+    """
+    writers = _writers(forward)
+    own = [n for n in forward if n.meta["origin"] in keeps and n.meta["layout"] is not None]
+    return [n for n in own if not is_view(n) and _storage(n) not in writers]
 
 
 def _writers(forward: Iterable[fx.Node]) -> dict[int | None, list[fx.Node]]:

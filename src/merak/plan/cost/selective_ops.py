@@ -19,8 +19,11 @@ from merak.graph.ir.mutation import find_mutations
 from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import node_work, outputs
-from merak.plan.cost.segment_memory import FakeRun, MeasuredGraphs
 from merak.plan.cost.segment_time import work_seconds
+from merak.plan.cost.segments.by_autograd import FakeRun
+from merak.plan.cost.segments.by_graph import kept_bytes, memory_by_graph
+from merak.plan.cost.segments.measured import SegmentMemories, values_of
+from merak.plan.cost.segments.memory import SegmentMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +33,21 @@ class SelectiveOps:
     Args:
         names: of their nodes.
         time_fraction: their fraction of the segment's forward time.
-        saved_bytes: their results of a microbatch.
-        forward_bytes: peak of the forward that saves them.
-        replay_bytes: peak of the recomputation beyond the saved results.
-        replayed_bytes: held after the recomputation, saved results and outputs included.
+        memory: of the segment that saves them.
     """
 
     names: frozenset[str]
     time_fraction: float
-    saved_bytes: int
-    forward_bytes: int
-    replay_bytes: int
-    replayed_bytes: int
+    memory: SegmentMemory
+
+    @property
+    def saved_bytes(self) -> int:
+        """Their results of a microbatch."""
+        return self.memory.kept_bytes
 
 
 def find_selective_ops(
-    segments: Sequence[tuple[Segment, int]],
-    profile: DeviceProfile,
-    device: torch.device,
-    graphs: MeasuredGraphs | None = None,
-    ranks: object = None,
+    segments: Sequence[tuple[Segment, int]], profile: DeviceProfile, memories: SegmentMemories
 ) -> dict[int, SelectiveOps]:
     """Operators worth saving, for those segments that have any.
 
@@ -60,26 +58,28 @@ def find_selective_ops(
         segments: local to the pp rank, each with the bytes that it saves besides its inputs and
             outputs.
         profile: the device's speeds.
-        device: of the fake tensors.
-        graphs: what earlier calls have found; gains what this one does.
-        ranks: the degrees of the layout.
+        memories: finds the memory of segments, and knows what earlier calls have found.
 
     Returns:
         By segment number.
     """
-    graphs = MeasuredGraphs() if graphs is None else graphs
-    known: dict[object, tuple[SelectiveOps | None, Segment, DeviceProfile]] = graphs.found
     found: dict[int, SelectiveOps] = {}
     for segment, saved_bytes in segments:
-        key = graphs.key(segment, (saved_bytes, id(profile), device.type), ranks)
-        if key not in known:  # the profile is held, so that no other gets its identity
-            known[key] = (_find(segment, saved_bytes, profile, device), segment, profile)
-        ops, like, _ = known[key]
+
+        def find(one: Segment, saved_bytes: int = saved_bytes) -> _Found:
+            return _find(one, saved_bytes, profile, memories), profile
+
+        # The profile is held, so that no other gets its identity.
+        (ops, _), like = memories.once(segment, (saved_bytes, id(profile)), find)
         if ops is not None:
-            renamed = dict(zip(_names(like.graph), _names(segment.graph), strict=True))
-            names = frozenset(renamed[name] for name in ops.names)
-            found[segment.index] = replace(ops, names=names)
+            nodes = dict(zip(_names(like.graph), _names(segment.graph), strict=True))
+            names = frozenset(nodes[name] for name in ops.names)
+            memory = ops.memory.renamed(values_of(like, segment))
+            found[segment.index] = replace(ops, names=names, memory=memory)
     return found
+
+
+_Found = tuple[SelectiveOps | None, DeviceProfile]
 
 
 def _names(graph: fx.Graph) -> list[str]:
@@ -87,18 +87,8 @@ def _names(graph: fx.Graph) -> list[str]:
 
 
 def _find(
-    segment: Segment, saved_bytes: int, profile: DeviceProfile, device: torch.device
+    segment: Segment, saved_bytes: int, profile: DeviceProfile, memories: SegmentMemories
 ) -> SelectiveOps | None:
-    sizes, fraction = _worthwhile(segment, saved_bytes, profile, device)
-    if not sizes:
-        return None
-    return _measure(segment, frozenset(sizes), fraction, device, profile.device_type)
-
-
-def _worthwhile(
-    segment: Segment, saved_bytes: int, profile: DeviceProfile, device: torch.device
-) -> tuple[Mapping[str, int], float]:
-    """Bytes of the results that are worth saving, and the part of the forward that they take."""
     seconds = {
         node.name: sum(
             work_seconds(kernel, profile) for kernel in node_work(node, profile.device_type).forward
@@ -107,9 +97,21 @@ def _worthwhile(
     }
     whole_s = sum(seconds.values())
     worth = whole_s / max(saved_bytes, 1)
-    num_bytes = _recorded_bytes(segment, _candidates(segment.graph), device, profile.device_type)
-    found = {name: size for name, size in num_bytes.items() if seconds[name] > worth * size}
-    return found, sum(seconds[name] for name in found) / whole_s if found else 0.0
+    device, kernels = memories.device, profile.device_type
+    joint, candidates = memories.joint(segment), _candidates(segment.graph)
+    num_bytes: Mapping[str, int]
+    if joint is not None:
+        num_bytes = kept_bytes(joint, candidates)
+    else:
+        num_bytes = _recorded_bytes(segment, candidates, device, kernels)
+    names = frozenset(n for n, size in num_bytes.items() if seconds[n] > worth * size > 0)
+    if not names:
+        return None
+    if joint is not None:
+        memory = memory_by_graph(segment, joint, memories.float32_gradients, keeps=names)
+    else:
+        memory = _measure(segment, memories(segment), names, device, kernels)
+    return SelectiveOps(names, sum(seconds[name] for name in names) / whole_s, memory)
 
 
 def _candidates(graph: fx.Graph) -> list[str]:
@@ -136,18 +138,30 @@ def _recorded_bytes(
 
 
 def _measure(
-    segment: Segment, names: frozenset[str], fraction: float, device: torch.device, kernels: str
-) -> SelectiveOps:
+    segment: Segment,
+    memory: SegmentMemory,
+    names: frozenset[str],
+    device: torch.device,
+    kernels: str,
+) -> SegmentMemory:
+    """Memory of a segment whose recomputation autograd records, and that saves some results."""
     local, saved = save_operators(segment, names)
     run = FakeRun(local, device, kernels)
     with torch.enable_grad(), Storages(run.arguments) as storages:
         with saved.recording(device) as recording:
             run.call()
-        forward_bytes, saved_bytes = storages.peak_bytes, storages.live_bytes
+        forward_bytes, kept_bytes = storages.peak_bytes, storages.live_bytes
         storages.restart()
         with saved.replaying(recording, device):
             outputs = run.call()
-        taken = storages.peak_bytes - saved_bytes
+        taken_bytes = storages.peak_bytes - kept_bytes
         replayed_bytes = storages.live_bytes
         del outputs
-    return SelectiveOps(names, fraction, saved_bytes, forward_bytes, taken, replayed_bytes)
+    return replace(
+        memory,
+        saved_bytes=replayed_bytes - memory.own_bytes,
+        forward_bytes=forward_bytes,
+        recompute_bytes=taken_bytes,
+        kept_bytes=kept_bytes,
+        recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name not in names),
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
-from merak.plan.cost.segment_memory import SegmentMemory
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.memory.zero import ZeroSharding
 from merak.schedule.ir import Schedule

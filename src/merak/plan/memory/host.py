@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from merak.graph.program.program import SegmentProgram
-from merak.plan.cost.segment_memory import SegmentMemory
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.memory.ledger import Ledger
 
 Keys = Mapping[str, Hashable]

@@ -25,7 +25,7 @@ from merak.graph.program.program import (
 )
 from merak.graph.segment.repeated import labels, renamed
 from merak.plan.cost.optimizer_memory import OptimizerMemories
-from merak.plan.cost.segment_memory import MeasuredGraphs, SegmentMemories
+from merak.plan.cost.segments.measured import MeasuredGraphs, SegmentMemories
 from merak.plan.memory.measured import Measured
 from merak.plan.memory.sub_pipelined import SplitSegments
 
@@ -65,7 +65,7 @@ class LocalModel:
         self.split = SplitSegments(graph, self.graph, self._rewrites)
         self.device = device
         self.optimizers = optimizers
-        self._measured: dict[tuple[bool, str | None], Measured] = {}
+        self._measured: dict[tuple[bool, str | None, bool], Measured] = {}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -83,18 +83,20 @@ class LocalModel:
         rewrites = {stage: self._rewrites for stage in stages}
         return compile_program(self.graph, bounds, rewrites, compiler=self._compiler)
 
-    def measured(self, float32_gradients: bool, kernels: str | None = None) -> Measured:
+    def measured(
+        self, float32_gradients: bool, kernels: str | None = None, joins: bool = True
+    ) -> Measured:
         """Memory of the segments and the optimizer.
 
         Args:
             float32_gradients: whether gradients of low precision are accumulated in float32.
             kernels: type of the device whose kernels run; None for `device`'s.
+            joins: whether backwards are graphs, where they can be.
         """
-        key = (float32_gradients, kernels)
+        key = (float32_gradients, kernels, joins)
         if key not in self._measured:
-            known = (self._graphs, self._ranks)
-            segments = SegmentMemories(self.device, float32_gradients, kernels, *known)
-            self._measured[key] = Measured(segments, self.optimizers, *known)
+            how = (self.device, float32_gradients, kernels, self._graphs, self._ranks, joins)
+            self._measured[key] = Measured(SegmentMemories(*how), self.optimizers)
         return self._measured[key]
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
-
-import torch
 
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerMemories
-from merak.plan.cost.segment_memory import (
-    MeasuredGraphs,
-    SegmentMemories,
-    SegmentMemory,
-    storage_bytes,
-)
+from merak.plan.cost.segments.by_autograd import storage_bytes
+from merak.plan.cost.segments.measured import SegmentMemories
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps, find_selective_ops
 
 
@@ -29,39 +24,34 @@ class Measured:
     Args:
         segments: measures a segment, on the device of the job.
         optimizers: measures the optimizer.
-        graphs: what is known of other layouts, and gains what is measured here.
-        ranks: the degrees of the layout.
     """
 
     def __init__(
         self,
         segments: SegmentMemories,
         optimizers: OptimizerMemories,
-        graphs: MeasuredGraphs | None = None,
-        ranks: Any = None,
     ) -> None:
         self.optimizers = optimizers
         self._measure = segments
-        self._segments: dict[int, SegmentMemory] = {}
+        self._segments: dict[tuple[int, frozenset[str]], SegmentMemory] = {}
         self._prologues: dict[Any, int] = {}
-        self._graphs = MeasuredGraphs() if graphs is None else graphs
-        self._ranks = ranks
 
     def selective(
-        self, segments: Sequence[tuple[Segment, int]], profile: DeviceProfile, device: torch.device
+        self, segments: Sequence[tuple[Segment, int]], profile: DeviceProfile
     ) -> dict[int, SelectiveOps]:
         """Operators that are worth saving; arguments as of `find_selective_ops`."""
-        return find_selective_ops(segments, profile, device, self._graphs, self._ranks)
+        return find_selective_ops(segments, profile, self._measure)
 
-    def segment(self, segment: Segment) -> SegmentMemory:
-        """Memory of a segment for one microbatch."""
-        if segment.index not in self._segments:
-            self._segments[segment.index] = self._measure(segment)
-        return self._segments[segment.index]
+    def segment(self, segment: Segment, immediate: Collection[str] = ()) -> SegmentMemory:
+        """Memory of a segment for one microbatch; arguments as of `SegmentMemories`."""
+        key = segment.index, frozenset(immediate)
+        if key not in self._segments:
+            self._segments[key] = self._measure(segment, immediate)
+        return self._segments[key]
 
     def piece(self, piece: Segment) -> SegmentMemory:
         """Memory of a piece of a segment, which has the segment's number."""
-        return self._measure(piece)
+        return self._measure(piece, whole=False)
 
     def prologue_bytes(self, program: Program) -> tuple[int, int]:
         """Bytes of batch-only values that are held throughout, and of those of one microbatch."""

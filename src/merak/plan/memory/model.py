@@ -15,7 +15,8 @@ from merak.graph.program.program import Program, with_offloading
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
-from merak.plan.cost.segment_memory import SegmentMemories, SegmentMemory
+from merak.plan.cost.segments.measured import SegmentMemories
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.gradient_compression import feedback_bytes
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS, level_bytes
@@ -105,6 +106,7 @@ class Job:
         compression: of gradient reductions, as the option `gradient_compression`.
         has_levels: whether replicas reduce by hierarchy.
         home: of what the optimizer holds and steps, as of `plan.optimizer.home`.
+        joins: whether backwards are graphs, where they can be.
         split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
@@ -124,6 +126,7 @@ class Job:
     compression: str = "off"
     has_levels: bool = False
     home: str | None = None
+    joins: bool = True
 
     @property
     def is_away(self) -> bool:
@@ -142,14 +145,14 @@ class MemoryModel:
         self.job = job
         self._device = device = device_or_cpu(job.mesh.device)
         measured = job.measured or Measured(
-            SegmentMemories(device, job.zero.float32_gradients, job.kernels),
+            SegmentMemories(device, job.zero.float32_gradients, job.kernels, joins=job.joins),
             OptimizerMemories(job.optimizer, device),
         )
         self._measured = measured
         with pretended(job.mesh.unconnected()):
             self.segments: dict[int, SegmentMemory] = {
-                segment.segment.index: measured.segment(segment.segment)
-                for program in job.programs
+                segment.segment.index: measured.segment(segment.segment, {n for n, _ in tied})
+                for program, tied in zip(job.programs, job.tied, strict=True)
                 for stage in program.stages.values()
                 for segment in stage.segments
             }
@@ -179,7 +182,7 @@ class MemoryModel:
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
         with pretended(self.job.mesh.unconnected()):
-            return self._measured.selective(segments, profile, self._device)
+            return self._measured.selective(segments, profile)
 
     def rank(
         self,

@@ -22,7 +22,7 @@ from merak.graph.program.program import (
 )
 from merak.graph.program.sub_pipelined import sub_pipeline_segment
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, find_sample_dims
-from merak.plan.cost.segment_memory import SegmentMemory
+from merak.plan.cost.segments.memory import BackwardMemory, SegmentMemory
 
 Measure = Callable[[Segment], SegmentMemory]
 
@@ -87,10 +87,12 @@ class SplitSegments:
             memories[index] = replace(
                 known[index],
                 saved_bytes=split.saved_bytes + beside,
+                saved_outputs=frozenset(own.segment.outputs),
                 forward_bytes=split.forward_bytes,
                 saving_forward_bytes=split.saving_forward_bytes + beside,
-                first_backward_bytes=split.first_backward_bytes,
-                backward_bytes=split.backward_bytes,
+                recompute_bytes=split.saving_forward_bytes + beside,
+                whole=BackwardMemory(split.first_backward_bytes, split.backward_bytes),
+                recomputed=None,
             )
         return memories
 
@@ -236,7 +238,7 @@ def _backward_bytes(sub_microbatches: Sequence[_SubMicrobatchMemory], is_first: 
                     own[crossing.source] = num_bytes
             new = _trained(piece.segment)
             is_new = is_first and not accumulated.issuperset(new)
-            taken = memory.first_backward_bytes if is_new else memory.backward_bytes
+            taken = memory.whole.first_bytes if is_new else memory.whole.later_bytes
             peak = max(peak, live + taken)
             if is_new:
                 fresh = new.keys() - accumulated

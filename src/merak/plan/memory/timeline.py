@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
-from merak.plan.cost.selective_ops import SelectiveOps
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
@@ -33,11 +33,17 @@ Keys = dict[str, Hashable]
 
 @dataclass(slots=True)
 class _Record:
-    """Storages that a segment's forward holds for its backward."""
+    """Storages that a segment's forward holds for its backward.
 
-    inputs: list[Hashable]
-    activations: list[Hashable] | None = None
-    selective: Hashable = None
+    Args:
+        values: its inputs, and what it saves of its outputs, by name; what it saves besides, or
+            keeps for its recomputation, without one.
+        is_saved: whether it needs no recomputation.
+        offloaded: storages in host memory.
+    """
+
+    values: Keys
+    is_saved: bool = False
     offloaded: OffloadRecord | None = None
 
 
@@ -59,6 +65,7 @@ class MemoryTimeline(StepInterpreter):
         self._made: dict[tuple[Payload, int, int], Keys] = {}
         self._arrived: dict[tuple[Payload, int, int], Keys] = {}
         self._records: dict[tuple[int, int], list[_Record]] = {}
+        self._deferred: dict[tuple[int, int, int], list[Hashable]] = {}
         own = [segment for stage in ctx.program.stages.values() for segment in stage.segments]
         self._trained = {segment.segment.index: trained_parameters(segment) for segment in own}
         self._noncontiguous = {
@@ -146,33 +153,34 @@ class MemoryTimeline(StepInterpreter):
             # One without a backward saves nothing.
             inputs = {n: values[n] for n in segment.segment.inputs} if segment.trains else {}
             offloads = segment.offload is not None
-            record = _Record([] if offloads else _storages(inputs))
-            for key in record.inputs:
+            record = _Record({} if offloads else inputs)
+            for key in _storages(record.values):
                 self.ledger.share(key)
-            memory = self.ctx.memory[segment.segment.index]
             saves = (saves_all or segment.saved) and segment.trains
-            selective = None if saves or not segment.trains else self._selective(segment)
+            memory = self.ctx.memory[segment.segment.index] if saves else self._recomputed(segment)
             taken = memory.saving_forward_bytes if saves else memory.forward_bytes
-            taken = taken if selective is None else selective.forward_bytes
             self.ledger.record_peak(action, taken, stage)
             outputs = self._outputs(segment, "F", place, values)
             if offloads:
                 record.offloaded = self.host.forward(segment, memory, place, {**inputs, **outputs})
-                record.activations = []
+                record.is_saved = True
             elif saves:
-                saved_bytes = memory.saved_bytes
-                record.activations = self._save(segment, place, outputs, saved_bytes)
-            elif selective is not None:
-                record.selective = ("selective", stage, number, segment.segment.index)
-                self.ledger.hold(record.selective, selective.saved_bytes, stage=stage)
+                self._save(segment, place, record, outputs, memory)
+            elif segment.trains and memory.kept_bytes:
+                kept = ("kept", stage, number, segment.segment.index)
+                self.ledger.hold(kept, memory.kept_bytes, stage=stage)
+                record.values = {**record.values, "": kept}
             values |= outputs
             records.append(record)
             self.host.segment_ended()
         self._hand_on(Payload.ACTIVATION, action, {n: values[n] for n in program.sent})
         self.ledger.release_all(_storages(values))
 
-    def _selective(self, segment: SegmentProgram) -> SelectiveOps | None:
-        return self.ctx.selective.get(segment.segment.index)
+    def _recomputed(self, segment: SegmentProgram) -> SegmentMemory:
+        """Memory of a segment that saves some operators' results at most."""
+        index = segment.segment.index
+        ops = self.ctx.selective.get(index)
+        return self.ctx.memory[index] if ops is None else ops.memory
 
     def _outputs(
         self, segment: SegmentProgram, when: str, place: tuple[int, int], values: Keys
@@ -191,15 +199,20 @@ class MemoryTimeline(StepInterpreter):
         return keys
 
     def _save(
-        self, segment: SegmentProgram, place: tuple[int, int], outputs: Keys, saved_bytes: int
-    ) -> list[Hashable]:
-        """Hold the tensors that autograd saves, and share the outputs with it."""
-        saved = ("saved", *place, segment.segment.index)
-        self.ledger.hold(saved, saved_bytes, stage=place[0])
-        held = _storages(outputs)
-        for key in held:
+        self,
+        segment: SegmentProgram,
+        place: tuple[int, int],
+        record: _Record,
+        outputs: Keys,
+        memory: SegmentMemory,
+    ) -> None:
+        """Hold what a segment saves, and share the outputs that are among it."""
+        own = ("saved", *place, segment.segment.index)
+        self.ledger.hold(own, memory.saved_bytes, stage=place[0])
+        saved = {name: outputs[name] for name in memory.outputs if name in memory.saved_outputs}
+        for key in _storages(saved):
             self.ledger.share(key)
-        return [saved, *held]
+        record.values, record.is_saved = {**record.values, **saved, "": own}, True
 
     def _hand_on(self, payload: Payload, action: Action, values: Keys) -> None:
         """Hold the values for the neighbouring stage until they are sent."""
@@ -217,22 +230,17 @@ class MemoryTimeline(StepInterpreter):
             self._recompute_segment(segment, record, action)
 
     def _recompute_segment(self, segment: SegmentProgram, record: _Record, action: Action) -> None:
-        if record.activations is not None or not segment.trains:
+        if record.is_saved or not segment.trains:
             return
-        memory = self.ctx.memory[segment.segment.index]
+        memory = self._recomputed(segment)
         place = (action.stage, action.microbatch)
-        taken, saved_bytes = memory.saving_forward_bytes, memory.saved_bytes
-        selective = self._selective(segment) if record.selective is not None else None
-        if selective is not None:
-            taken = selective.replay_bytes
-            saved_bytes = selective.replayed_bytes - memory.own_bytes
-        self.ledger.record_peak(action, taken, action.stage)
-        if selective is not None:  # their results are now among those that autograd has saved
-            self.ledger.release(record.selective)
+        self.ledger.record_peak(action, memory.recompute_bytes, action.stage)
+        # What the backward reads of what was kept is now among what is saved.
+        self.ledger.release_all(filter(None, [record.values.get("")]))
         # An output in an input's storage adds nothing: the record holds the input.
         values: Keys = dict.fromkeys(segment.segment.inputs)
         outputs = self._outputs(segment, "R", place, values)
-        record.activations = self._save(segment, place, outputs, saved_bytes)
+        self._save(segment, place, record, outputs, memory)
         self.ledger.release_all(_storages(outputs))
 
     def backward(self, action: Action) -> None:
@@ -248,8 +256,8 @@ class MemoryTimeline(StepInterpreter):
             self._fetch(records)
             if segment.trains:
                 self._recompute_segment(segment, record, action)
-                self._segment_backward(segment, action, gradients)
-                self.ledger.release_all([*record.inputs, *(record.activations or ())])
+                self._segment_backward(segment, action, gradients, record)
+                self.ledger.release_all(_storages(record.values))
             if record.offloaded is not None:
                 self.host.release([record.offloaded])
             self.host.segment_ended()
@@ -260,13 +268,17 @@ class MemoryTimeline(StepInterpreter):
         self._hand_on(Payload.GRADIENT, action, {name: gradients[name] for name in wanted})
         self.ledger.release_all(_storages(gradients))
 
-    def _segment_backward(self, segment: SegmentProgram, action: Action, gradients: Keys) -> None:
+    def _segment_backward(
+        self, segment: SegmentProgram, action: Action, gradients: Keys, record: _Record
+    ) -> None:
         memory = self.ctx.memory[segment.segment.index]
+        splits = action.kind is Kind.INPUT_GRADIENT
+        backward = memory.split if splits else memory.whole
         names = self._trained[segment.segment.index]
         # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
         is_synchronous = self.ctx.schedule.is_synchronous
         is_first = not is_synchronous or self._gradients.are_new(names)
-        taken = memory.first_backward_bytes if is_first else memory.backward_bytes
+        taken = backward.first_bytes if is_first else backward.later_bytes
         self.ledger.record_peak(action, taken, action.stage)
         is_quiet = not is_first and self._gradients.adds_in_place(names, action)
         for name in () if is_quiet else names:
@@ -283,9 +295,17 @@ class MemoryTimeline(StepInterpreter):
             key = gradients.pop(name, None)
             if key is not None:
                 self.ledger.release(key)
-        if action.kind is Kind.INPUT_GRADIENT:
-            deferred = ("deferred", action.stage, action.microbatch, segment.segment.index)
-            self.ledger.hold(deferred, memory.deferred_bytes, stage=action.stage)
+        if splits:
+            key = (action.stage, action.microbatch, segment.segment.index)
+            names = sorted(backward.held_values)
+            held = {name: record.values.get(name) for name in names}
+            back = names if record.offloaded is not None else []
+            num_bytes = sum(self.ctx.program.values[name].num_bytes for name in back)
+            deferred: Hashable = ("deferred", *key)
+            self.ledger.hold(deferred, backward.held_bytes + num_bytes, stage=action.stage)
+            self._deferred[key] = [deferred, *dict.fromkeys(_storages(held))]
+            for shared in self._deferred[key][1:]:
+                self.ledger.share(shared)
 
     def _hold_gradient(self, name: str, action: Action, gradients: Keys) -> None:
         key = ("gradient", action.stage, action.microbatch, name)
@@ -301,11 +321,11 @@ class MemoryTimeline(StepInterpreter):
         """Add the deferred gradients of weights."""
         segments = self.ctx.program.stages[action.stage].segments
         names = [name for own in segments for name in self._trained[own.segment.index]]
-        largest = max((self._gradients.bytes[name] for name in names), default=0)
-        self.ledger.record_peak(action, largest, action.stage)
-        for segment in (s for s in segments if s.trains):
-            key = ("deferred", action.stage, action.microbatch, segment.segment.index)
-            self.ledger.release(key)
+        for segment in reversed([s for s in segments if s.trains]):
+            index = segment.segment.index
+            taken = self.ctx.memory[index].split.weights_bytes
+            self.ledger.record_peak(action, taken, action.stage)
+            self.ledger.release_all(self._deferred.pop((action.stage, action.microbatch, index)))
         for name in names:
             if self._gradients.tied(name, action) is None:
                 self._gradients.reduce(name, action)

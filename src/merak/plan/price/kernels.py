@@ -66,7 +66,7 @@ class Kernel:
     Args:
         work: of the kernel; None for a collective.
         collective: kind and bytes, as `collective_seconds` takes them, and the axis of the mesh.
-        nodes: names of the operators whose values it computes, in a forward.
+        nodes: names of the operators whose values it computes or sends, in a forward.
         is_weight_gradient: whether a split backward leaves it to the W.
     """
 
@@ -137,7 +137,8 @@ def _kernels(
     work = node_work(node, device_type)
     nodes = frozenset((node.name,))
     forward = [Kernel(kernel, nodes=nodes) for kernel in work.forward]
-    forward += [Kernel(collective=sum_) for sum_ in sent_inside(node.target, node.args)]
+    inside = sent_inside(node.target, node.args)
+    forward += [Kernel(collective=own, nodes=nodes) for own in inside]
     backward = [Kernel(kernel) for kernel in work.backward]
     index = _weight_gradient(node)
     if index is not None and index < len(backward):
@@ -161,10 +162,11 @@ def _collective(
     sides = (node,) if sent.counts else (node, *node.all_input_nodes)
     own = max((meta.num_bytes for n in sides for meta in outputs(n)), default=0)
     whole = sent.size(own, *fx.map_arg(node.args, lambda n: n.meta["tensor"]))
-    copies = [] if choice.fused else [Kernel(Work(2 * own))]
+    nodes = frozenset((node.name,))
+    copies = [] if choice.fused else [Kernel(Work(2 * own), nodes=nodes)]
     axis = str(node.args[-1])
     there, back = (
-        [*copies, Kernel(collective=(kind, whole, axis))] if kind else []
+        [*copies, Kernel(collective=(kind, whole, axis), nodes=nodes)] if kind else []
         for kind in (sent.there, sent.back)
     )
     if sent.is_repeated:  # only the shard is saved, and gathered again for the weight's gradient

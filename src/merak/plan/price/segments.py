@@ -91,21 +91,19 @@ class SegmentPrice:
         """The rank's shard of every parameter of the segment that was priced, by name."""
         return self.kernels.parameters
 
-    def replay(self, own: fx.Graph, saved: frozenset[str]) -> Pass:
-        """Recomputation that leaves out operators whose results are saved.
+    def recompute(self, recomputed: frozenset[int] | None) -> Pass:
+        """A recomputation.
 
         Args:
-            own: graph of the segment, equal to `graph` but for names.
-            saved: names of its operators.
+            recomputed: as of `SegmentMemory`.
         """
-        if not saved:
+        if recomputed is None:
             return Pass(self.seconds, self.host_s * launches(self.kernels.forward))
-        names = {mine.name: like.name for mine, like in zip(own.nodes, self.graph.nodes)}
-        left_out = {names[name] for name in saved if name in names}
+        again = {node.name for place, node in enumerate(self.graph.nodes) if place in recomputed}
         kept = [
             (kernel, step)
             for kernel, step in zip(self.kernels.forward, self.seconds, strict=True)
-            if not kernel.nodes or kernel.nodes - left_out
+            if not kernel.nodes.isdisjoint(again)
         ]
         return _launched(kept, self.host_s)
 

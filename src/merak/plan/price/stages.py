@@ -12,6 +12,7 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import send_link
 from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.overlap import interleaved_s
+from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.segments import Pass, SegmentPrice, steps_seconds
@@ -39,6 +40,7 @@ def price_stages(
     segments: Sequence[Sequence[SegmentPrice]],
     partition: Partition,
     policy: ActivationPolicy,
+    memory: Mapping[int, SegmentMemory],
     split: bool,
 ) -> tuple[Stage, ...]:
     """Price the stages of a layout.
@@ -48,10 +50,11 @@ def price_stages(
         segments: for every stage, the prices of all segments on its device.
         partition: segments of every stage.
         policy: what is saved and recomputed.
+        memory: of all segments, which knows what a recomputation runs again.
         split: whether microbatches run as two sub-microbatches.
     """
     return tuple(
-        _stage(graph, prices, own, policy, split)
+        _stage(graph, prices, own, policy, memory, split)
         for prices, own in zip(segments, partition.stages, strict=True)
     )
 
@@ -59,22 +62,23 @@ def price_stages(
 def _stage(
     graph: ModelGraph,
     prices: Sequence[SegmentPrice],
-    own: Iterable[int],
+    numbers: Iterable[int],
     policy: ActivationPolicy,
+    memory: Mapping[int, SegmentMemory],
     split: bool,
 ) -> Stage:
     passes: dict[str, list[Pass]] = {own.name: [] for own in fields(PassSeconds)}
     parameters: dict[str, TensorMeta] = {}
-    for index in own:
+    for index in numbers:
         price, segment = prices[index], graph.segments[index]
         passes["forward_s"].append(price.forward)
         passes["backward_s"].append(price.backward)
         passes["input_gradient_s"].append(price.input_gradient)
         passes["weight_gradient_s"].append(price.weight_gradient)
         if index not in policy.saved:
-            selective = policy.selective.get(index)
-            names = selective.names if selective is not None else frozenset[str]()
-            passes["recompute_s"].append(price.replay(segment.graph, names))
+            ops = policy.selective.get(index)
+            own = memory[index] if ops is None else ops.memory
+            passes["recompute_s"].append(price.recompute(own.recomputed))
         parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
     times = {name: _seconds(found, split) for name, found in passes.items()}
     whole = PassSeconds(**{name: own for name, (own, _) in times.items()})

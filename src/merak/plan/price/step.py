@@ -296,6 +296,7 @@ def _with_memory(
         [segments[rank] for rank in _slowest_ranks(layout.schedule, devices)],
         layout.partition,
         forecast.policy,
+        forecast.memory.segments,
         candidate.splits,
     )
     return _Laid(forecast, devices, segments, stages, memory)

@@ -26,7 +26,7 @@ from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
-from merak.plan.cost.segment_memory import MeasuredGraphs
+from merak.plan.cost.segments.measured import MeasuredGraphs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.local_model import LocalModel

@@ -14,7 +14,7 @@ from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.operators import family
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.segment_memory import saved_and_outputs
+from merak.plan.cost.segments.by_autograd import saved_and_outputs
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 
@@ -91,7 +91,7 @@ class HeldEstimates:
         saved, outputs = saved_and_outputs(segment, local.device, device.device_type)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
         measured = local.measured(float32, device.device_type)
-        found = measured.selective([(segment, saved)] if trains else [], device, local.device)
+        found = measured.selective([(segment, saved)] if trains else [], device)
         copies = min(saved, _weight_copies(segment)) if trains else 0
         selective = sum(own.saved_bytes for own in found.values())
         return _HeldSegment(saved - copies + outputs, selective, copies)

@@ -22,7 +22,7 @@ from merak.plan.cost.gpu_kernels import (
     kernels_of,
 )
 from merak.plan.cost.optimizer_memory import measure_step
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segments.measured import SegmentMemories
 from tests.unit.graph import families
 from tests.unit.graph.stages import metas
 

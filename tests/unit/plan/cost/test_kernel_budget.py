@@ -22,7 +22,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan.cost.gpu_kernels import kernels_of
-from merak.plan.cost.segment_memory import FakeRun
+from merak.plan.cost.segments.by_autograd import FakeRun
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SAMPLES, TOKENS, WIDTH = 2, 64, 128

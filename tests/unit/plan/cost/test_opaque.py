@@ -12,7 +12,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import cost_of, is_opaque, opaque_nodes
 from merak.plan.cost.operators import node_work
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segments.measured import SegmentMemories
 
 SHAPE = (64, 32)
 

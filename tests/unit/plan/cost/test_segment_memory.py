@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from merak.core.mesh import pretended
+from merak.core.storages import Storages
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.graph.joint.generate import run as run_part
+from merak.graph.joint.segment import joint_segment
+from merak.graph.program.codegen import as_run
+from merak.graph.segment.build import GraphSource
+from merak.plan.cost.segments import measured
+from merak.plan.cost.segments.measured import SegmentMemories
+from merak.plan.price.candidate import Candidate, Form
+from merak.plan.price.workload import Workload
 from tests.multirank.memory_jobs import MODELS, batch_of
 from tests.tiers import one_in
 from tests.unit.engine.models import buffers_of, graph_of, microbatch_of, program_of
@@ -57,12 +67,85 @@ def test_saved_bytes_are_those_of_real_tensors(family, dropout):
     buffers = buffers_of(model, graph)
     microbatch = microbatch_of(program, batch, buffers)
     weights = dict(model.named_parameters())
-    measured = saved_bytes(program.stages[0], microbatch, weights, buffers)
+    found = saved_bytes(program.stages[0], microbatch, weights, buffers)
+    for joins in (False, True):
+        memories = SegmentMemories(torch.device("cpu"), joins=joins)
+        for segment in graph.segments:
+            memory = memories(segment)
+            held = memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
+            assert held == found[segment.index], (segment.name, joins)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@one_in(3)
+@pytest.mark.parametrize("family", MODELS)
+def test_peaks_are_those_of_real_tensors(family, splits):
+    model, batch = MODELS[family](0.1), batch_of(family)
+    graph = graph_of(model, batch)
+    program = program_of(graph, [0, len(graph.segments)], [0])
+    buffers = buffers_of(model, graph)
+    microbatch = microbatch_of(program, batch, buffers)
+    values = {**dict(model.named_parameters()), **buffers, **microbatch.columns}
+    values |= microbatch.batch_only
     memories = SegmentMemories(torch.device("cpu"))
     for segment in graph.segments:
         memory = memories(segment)
-        held = memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
-        assert held == measured[segment.index], segment.name
+        names = (*segment.parameters, *segment.buffers, *segment.columns, *segment.inputs)
+        own = [values[name] for name in (*names, *segment.batch_only)]
+        joint = joint_segment(
+            segment.graph, as_run(segment.graph), segment.parameters if splits else ()
+        )
+        parts = joint.parts([tensor.detach() for tensor in own])
+        with Storages(own) as storages:
+            outputs = run_part(parts.plain, [tensor.detach() for tensor in own])
+            assert storages.peak_bytes == memory.forward_bytes, segment.name
+        with Storages(own) as storages:
+            run_part(parts.forward, [tensor.detach() for tensor in own])
+            assert storages.peak_bytes == memory.saving_forward_bytes, segment.name
+        backward = memory.split if splits else memory.whole
+        for expected in (backward.first_bytes, backward.later_bytes):
+            with Storages([*own, *(t.grad for t in own if t.grad is not None)]) as storages:
+                saved = run_part(parts.recompute, [tensor.detach() for tensor in own])
+                assert storages.peak_bytes == memory.recompute_bytes, segment.name
+                given = [
+                    *(own[number].detach() for number in parts.reads),
+                    *(torch.ones_like(o) for o, c in zip(outputs, parts.carries) if c),
+                    *saved,
+                    *(own[number] for number in parts.parameters),
+                ]
+                del saved
+                start = storages.live_bytes
+                storages.restart()
+                made = run_part(parts.backward, given)
+                assert storages.peak_bytes - start == expected, segment.name
+                if parts.weights is None:
+                    continue
+                given = [
+                    *(own[number].detach() for number in parts.weight_reads),
+                    *made[len(parts.inputs) :],
+                    *(own[number] for number in parts.weight_parameters),
+                ]
+                del made
+                start = storages.live_bytes
+                storages.restart()
+                run_part(parts.weights, given)
+                taken = storages.peak_bytes - start
+        assert parts.weights is None or taken == backward.weights_bytes, segment.name
+        values.update(zip(segment.outputs, outputs, strict=True))
+
+
+@one_in(2)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_backwards_of_tensor_parallel_ranks_are_graphs(family, sequence_parallel):
+    batch = batch_of(family)
+    columns = {name: TensorMeta(tuple(c.shape), c.dtype) for name, c in batch.items()}
+    workload = Workload(GraphSource(MODELS[family](0.1)), lambda _: columns, 8)
+    form = Form(len(batch["labels"]), tp=2, sequence_parallel=sequence_parallel)
+    memories = SegmentMemories(torch.device("cpu"), kernels="cuda")
+    with pretended(Candidate(tp=2).mesh(0, torch.device("cpu"))):
+        for segment in workload.local_graph(form).segments:
+            assert memories.joint(segment) is not None, segment.name
 
 
 def test_alike_segments_are_run_once_and_keep_their_own_names(monkeypatch):
@@ -70,10 +153,13 @@ def test_alike_segments_are_run_once_and_keep_their_own_names(monkeypatch):
     graph = graph_of(model, batch)
     runs = []
     memories = SegmentMemories(torch.device("cpu"))
-    from merak.plan.cost import segment_memory as saved
+    derive = measured.joint_graph_of
 
-    real = saved._measure
-    monkeypatch.setattr(saved, "_measure", lambda run: runs.append(run.segment.index) or real(run))
+    def counted(segment, *others):
+        runs.append(segment.index)
+        return derive(segment, *others)
+
+    monkeypatch.setattr(measured, "joint_graph_of", counted)
     for segment in graph.segments:
         assert tuple(memories(segment).outputs) == segment.outputs
     # Embedding, attention, feed-forward, the last one with a norm behind it, head.

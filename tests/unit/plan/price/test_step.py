@@ -16,7 +16,7 @@ from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.kernels import KernelChoice
-from merak.plan.price.step import memory_of, price
+from merak.plan.price.step import memory_of, price, priced_stages
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
@@ -86,6 +86,18 @@ def test_parts_add_up_to_the_step(llama: Workload, candidate: Candidate) -> None
     assert found.fits
     assert found.candidate.partition is not None
     assert (found.bubble_s > 0) == (candidate.pp > 1)
+
+
+def test_a_recomputation_is_priced_without_what_the_backward_does_not_read(
+    llama: Workload,
+) -> None:
+    """A block's last product, and its sum over tp: nothing of its backward reads the result."""
+    own = replace(CANDIDATES[2], tp=2, recompute="full")
+    (stage,) = priced_stages(llama, cluster(), own)
+    assert stage.whole.forward_s > stage.compute.forward_s  # sums over tp
+    assert 0.0 < stage.compute.recompute_s < stage.compute.forward_s
+    left = stage.whole.recompute_s - stage.compute.recompute_s
+    assert left < (stage.whole.forward_s - stage.compute.forward_s) / 2
 
 
 def test_flops_do_not_depend_on_the_layout(llama: Workload) -> None:

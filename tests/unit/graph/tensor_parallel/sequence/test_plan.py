@@ -11,7 +11,7 @@ from merak.graph.ir.ir import Kind, ModelGraph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.ops import collectives
 from merak.ops.collectives import copy_to, reduce_from
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segments.measured import SegmentMemories
 from tests.tiers import one_in
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES

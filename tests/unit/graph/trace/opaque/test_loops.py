@@ -34,7 +34,7 @@ from merak.graph.trace.opaque.operator import (
 from merak.graph.trace.opaque.probe import ProbeResult, probe
 from merak.graph.trace.opaque.pytree import flatten
 from merak.graph.trace.opaque.report import opaque_lines, report_opaque
-from merak.plan.cost.segment_memory import SegmentMemories
+from merak.plan.cost.segments.measured import SegmentMemories
 
 SIZE, MOST, LONG = 6, 9, 20
 

@@ -1,15 +1,13 @@
-"""Memory of one segment for one microbatch, measured with fake tensors.
+"""Memory of a segment whose backward autograd runs, measured with fake tensors.
 
-A segment is run forward and backward as the engine runs it: operators and autograd work as always,
-and only the kernels are left out. So the saved tensors of autograd are counted, no matter which
-operators and functions the model uses.
+The segment is run forward and backward as the engine runs it: operators and autograd work as
+always, and only the kernels are left out. So the saved tensors of autograd are counted, no matter
+which operators and functions the model uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -19,142 +17,11 @@ from merak.core.gradients import gradient_dtype, sum_in_float32
 from merak.core.storages import Storages, can_move, storages_of
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.operators import SPLIT_GEMMS, aten_family, is_aten_alone
-from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
 from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Storage of a segment's output.
-
-    Args:
-        num_bytes: of the storage; 0 where it is that of a parameter, buffer, column or batch-only
-            value.
-        root: the input, or the first output, that has the same storage; its own name if none.
-        is_contiguous: whether it is contiguous; else it is copied to be sent.
-    """
-
-    num_bytes: int
-    root: str
-    is_contiguous: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMemory:
-    """Memory of a segment for one microbatch.
-
-    Args:
-        outputs: storage of each output, by name.
-        saved_bytes: tensors that autograd saves, besides the segment's inputs and outputs.
-        forward_bytes: peak of a forward that saves nothing, outputs included.
-        saving_forward_bytes: peak of a forward that saves its activations, outputs included.
-        first_backward_bytes: peak of the backward beyond the bytes held at its start, when
-            gradients of parameters are new; gradients of inputs included.
-        backward_bytes: the same when gradients are added to those of earlier microbatches.
-        deferred_bytes: held for the gradients of weights, where backwards are split.
-        offload_sizes: bytes of each storage in `saved_bytes` that an offloaded segment copies to
-            host memory.
-        resident_bytes: of `saved_bytes`, those that stay on the device all the same.
-        offload_values: saved inputs and outputs that could be copied to host memory, too.
-    """
-
-    outputs: Mapping[str, Output]
-    saved_bytes: int
-    forward_bytes: int
-    saving_forward_bytes: int
-    first_backward_bytes: int
-    backward_bytes: int
-    deferred_bytes: int
-    offload_sizes: tuple[int, ...]
-    resident_bytes: int
-    offload_values: frozenset[str]
-
-    @property
-    def offload_bytes(self) -> int:
-        """Of `saved_bytes`, those that an offloaded segment copies to host memory."""
-        return sum(self.offload_sizes)
-
-    @property
-    def own_bytes(self) -> int:
-        """Bytes of the outputs that have storages of their own."""
-        return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
-
-
-@dataclass(slots=True, eq=False)
-class MeasuredGraphs:
-    """Memory measured by runs on fake tensors, for several layouts of one model.
-
-    Args:
-        found: by what was measured, the ranks of the layout where the graph depends on them, and
-            the graph's structure.
-    """
-
-    found: dict[Any, Any] = field(default_factory=dict)
-    _alone: dict[Structure, bool] = field(default_factory=dict)
-
-    def key(self, segment: Segment, what: Any, ranks: Any) -> Any:
-        """Key of a segment in `found`.
-
-        Args:
-            segment: the segment.
-            what: is measured.
-            ranks: the degrees that collectives of the segment depend on.
-        """
-        structure = structure_of_graph(segment.graph)
-        if structure not in self._alone:
-            self._alone[structure] = is_aten_alone(segment.graph)
-        return (what, None if self._alone[structure] else ranks, structure)
-
-
-class SegmentMemories:
-    """Measures the memory of segments; those with equal graphs, such as blocks, only once.
-
-    Args:
-        device: type of the device, on which the choice of kernels depends.
-        float32_gradients: whether gradients of low precision are accumulated in float32.
-        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
-        graphs: what is known of other layouts, and gains what is measured here.
-        ranks: the degrees of the layout.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        float32_gradients: bool = True,
-        kernels: str | None = None,
-        graphs: MeasuredGraphs | None = None,
-        ranks: Any = None,
-    ) -> None:
-        self.device = device
-        self._kernels = kernels
-        self._float32_gradients = float32_gradients
-        self._graphs = MeasuredGraphs() if graphs is None else graphs
-        self._ranks = ranks
-
-    def __call__(self, segment: Segment) -> SegmentMemory:
-        """Memory of a segment, by the shapes in its graph."""
-        how = ("memory", self.device.type, self._float32_gradients, self._kernels)
-        key, graphs = self._graphs.key(segment, how, self._ranks), self._graphs.found
-        if key not in graphs:
-            graphs[key] = (self._measure(segment), segment)
-        found, known = graphs[key]
-        assert isinstance(found, SegmentMemory)
-        names = dict(zip(known.inputs + known.outputs, segment.inputs + segment.outputs))
-        outputs = {
-            names[name]: replace(output, root=names.get(output.root, output.root))
-            for name, output in found.outputs.items()
-        }
-        offloadable = frozenset(names[name] for name in found.offload_values)
-        return replace(found, outputs=outputs, offload_values=offloadable)
-
-    def _measure(self, segment: Segment) -> SegmentMemory:
-        run = FakeRun(segment, self.device, self._kernels)
-        if self._float32_gradients:
-            sum_in_float32(run.parameters)
-        return _measure(run)
+from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
 
 
 def storage_bytes(segment: Segment, device: torch.device) -> dict[str, int]:
@@ -235,6 +102,23 @@ class FakeRun:
                 torch.autograd.backward([o for o in outputs if o.requires_grad], gradients)
 
 
+def memory_by_autograd(
+    segment: Segment, device: torch.device, kernels: str | None, float32_gradients: bool
+) -> SegmentMemory:
+    """Memory of a segment whose backward autograd runs.
+
+    Args:
+        segment: by the shapes in its graph.
+        device: of fake tensors.
+        kernels: type of the device whose kernels run; None for `device`'s.
+        float32_gradients: whether gradients of low precision are accumulated in float32.
+    """
+    run = FakeRun(segment, device, kernels)
+    if float32_gradients:
+        sum_in_float32(run.parameters)
+    return _measure(run)
+
+
 def _measure(run: FakeRun) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
@@ -244,15 +128,19 @@ def _measure(run: FakeRun) -> SegmentMemory:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
+    gradients = [parameter.grad for parameter in run.parameters]
+    largest = max((g.nbytes for g in gradients if g is not None), default=0)
+    deferred_bytes = _deferred_bytes(run.segment.graph)
     offload_sizes, resident_bytes, offload_values = _offloadable(run)
     return SegmentMemory(
         outputs=places,
         saved_bytes=held[0] - own,
+        saved_outputs=frozenset(places),
         forward_bytes=plain.peak_bytes,
         saving_forward_bytes=held[1],
-        first_backward_bytes=first,
-        backward_bytes=later,
-        deferred_bytes=_deferred_bytes(run.segment.graph),
+        recompute_bytes=held[1],
+        whole=BackwardMemory(first, later),
+        split=BackwardMemory(first, later, deferred_bytes, weights_bytes=largest),
         offload_sizes=offload_sizes,
         resident_bytes=resident_bytes - own,
         offload_values=offload_values,

@@ -1,0 +1,282 @@
+"""Memory of a segment whose backward is a graph, read off that graph: sizes and lifetimes.
+
+Each part takes its arguments and drops every value after its last use, so what is alive beside each
+operator follows from the nodes alone. Kernels' own temporaries are not among it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from merak.core.gradients import LOW_PRECISION
+from merak.core.storages import MIN_OFFLOADED_BYTES
+from merak.graph.ir.ir import Kind, Segment
+from merak.graph.joint.clean import clean, is_contiguous, is_view
+from merak.graph.joint.derive import JointGraph, Layout, derive
+from merak.graph.joint.divide import divide
+from merak.graph.joint.parts import PartNodes, Parts, parts_of
+from merak.graph.joint.recomputed import results_to_keep
+from merak.graph.joint.segment import Like, joint_obstacle
+from merak.graph.program.codegen import as_run
+from merak.plan.cost.gpu_kernels import graph_of, kernels_of
+from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
+
+Sizes = dict[int, int]
+"""Bytes by storage."""
+
+
+def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> JointGraph | None:
+    """Joint graph of a segment; None where autograd runs its backward.
+
+    Args:
+        segment: by the shapes in its graph.
+        device: of fake tensors.
+        kernels: type of the device whose kernels run.
+    """
+    if joint_obstacle(segment.graph):
+        return None
+    metas = [node.meta["tensor"] for node in segment.graph.find_nodes(op="placeholder")]
+    graph = as_run(graph_of(segment.graph, kernels, device))
+    like = [Like(m.shape, _contiguous(m.shape), m.dtype, device) for m in metas]
+    try:
+        with kernels_of(kernels, device), _disable_current_modes():
+            joint = derive(graph, like, None)
+    except Exception:  # as where the engine derives it: autograd runs the backward
+        return None
+    clean(joint)
+    return joint
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def memory_by_graph(
+    segment: Segment,
+    joint: JointGraph,
+    float32_gradients: bool,
+    immediate: Collection[str] = (),
+    keeps: Collection[str] = (),
+) -> SegmentMemory:
+    """Memory of a segment, read off its joint graph.
+
+    Args:
+        segment: whose joint graph it is.
+        joint: the graph.
+        float32_gradients: whether gradients of low precision are accumulated in float32.
+        immediate: names of parameters whose gradients are never left for later.
+        keeps: names of the operators whose results are kept where others are recomputed.
+    """
+    nodes = segment.graph.find_nodes(op="placeholder")
+    names = {number: node.meta["name"] for number, node in enumerate(nodes)}
+    deferrable = [
+        number
+        for number, node in enumerate(joint.arguments)
+        if node.meta["kind"] is Kind.PARAMETER and names[number] not in immediate
+    ]
+    division = divide(joint, keeps=keeps)
+    parts = parts_of(joint, division)
+    split = parts_of(joint, divide(joint, deferrable, keeps))
+    lifetimes = _Lifetimes(joint, float32_gradients)
+    values = {names[number]: joint.arguments[number] for number in sorted(joint.inputs)}
+    outputs = _outputs(segment, joint, values)
+    roots = {
+        node.meta["layout"].storage: name
+        for name, node in reversed([*values.items(), *zip(segment.outputs, joint.outputs)])
+    }
+    saved = _of(division.saved, lifetimes.arguments)
+    own = {storage: size for storage, size in saved.items() if storage not in roots}
+    movable = _movable([*division.saved, *(joint.arguments[n] for n in parts.reads)])
+    sizes = tuple(size for storage, size in own.items() if storage in movable)
+    kept = _of(division.recomputation.kept, {*lifetimes.arguments, *roots})
+    again = {n.meta["origin"] for n in division.recomputation.nodes if not _is_free(n)}
+    return SegmentMemory(
+        outputs=outputs,
+        saved_bytes=sum(own.values()),
+        saved_outputs=frozenset(roots[s] for s in saved if s in roots),
+        forward_bytes=lifetimes.taken_bytes(parts.plain),
+        saving_forward_bytes=lifetimes.taken_bytes(parts.forward),
+        recompute_bytes=lifetimes.taken_bytes(parts.recompute, stays=kept),
+        whole=lifetimes.backward(parts, roots),
+        split=lifetimes.backward(split, roots),
+        offload_sizes=sizes,
+        resident_bytes=sum(own.values()) - sum(sizes),
+        offload_values=frozenset(roots[s] for s in movable if s in roots),
+        kept_bytes=sum(kept.values()),
+        recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name in again),
+    )
+
+
+def _is_free(node: fx.Node) -> bool:
+    """Whether a node computes nothing."""
+    return node.meta["layout"] is None or is_view(node)
+
+
+def _outputs(
+    segment: Segment, joint: JointGraph, values: Mapping[str, fx.Node]
+) -> dict[str, Output]:
+    """Storages of a segment's outputs, by name."""
+    roots = {node.meta["layout"].storage: name for name, node in values.items()}
+    others = {node.meta["layout"].storage for node in joint.arguments}
+    found = {}
+    for name, node in zip(segment.outputs, joint.outputs, strict=True):
+        layout = node.meta["layout"]
+        if layout.storage in others:
+            found[name] = Output(0, roots.get(layout.storage, ""), is_contiguous(layout))
+            continue
+        root = roots.setdefault(layout.storage, name)
+        found[name] = Output(layout.storage_bytes, root, is_contiguous(layout))
+    return found
+
+
+def kept_bytes(joint: JointGraph, names: Iterable[str]) -> dict[str, int]:
+    """Bytes that keeping the results of each of some operators would hold.
+
+    Args:
+        joint: the graph.
+        names: of the segment's operators.
+    """
+    forward = [n for n in joint.graph.nodes if n.op == "call_function"]
+    forward = [n for n in forward if not n.meta["is_backward"]]
+    lasting = {node.meta["layout"].storage for node in joint.arguments}
+    found: dict[str, Sizes] = {}
+    for node in results_to_keep(forward, frozenset(names)):
+        layout = node.meta["layout"]
+        if layout.storage not in lasting:
+            found.setdefault(node.meta["origin"], {})[layout.storage] = layout.storage_bytes
+    return {name: sum(sizes.values()) for name, sizes in found.items()}
+
+
+def _storages(node: fx.Node) -> Sizes:
+    """Storages that a value holds."""
+    layout: Layout | None = node.meta["layout"]
+    if layout is None:
+        found: Sizes = node.meta.get("results", {})
+        return found
+    return {layout.storage: layout.storage_bytes}
+
+
+def _of(nodes: Iterable[fx.Node], without: Collection[int]) -> Sizes:
+    """Storages of some values, without some."""
+    every = {storage: size for node in nodes for storage, size in _storages(node).items()}
+    return {storage: size for storage, size in every.items() if storage not in without}
+
+
+def _movable(nodes: Iterable[fx.Node]) -> set[int]:
+    """Storages that an offloaded segment copies to host memory."""
+    layouts = [node.meta["layout"] for node in nodes]
+    return {
+        layout.storage
+        for layout in layouts
+        if layout is not None
+        and layout.storage_bytes >= MIN_OFFLOADED_BYTES
+        and not any(layout.lazy)
+    }
+
+
+@dataclass(slots=True)
+class _Live:
+    """Storages that are alive, and how many values hold each."""
+
+    held: Counter[int]
+    now: int = 0
+    peak: int = 0
+
+    def take(self, storages: Sizes) -> None:
+        for storage, size in storages.items():
+            self.now += 0 if self.held[storage] else size
+            self.held[storage] += 1
+        self.peak = max(self.peak, self.now)
+
+    def drop(self, storages: Sizes) -> None:
+        for storage, size in storages.items():
+            self.held[storage] -= 1
+            self.now -= 0 if self.held[storage] else size
+
+
+class _Lifetimes:
+    """What the parts of a joint graph take while they run.
+
+    Args:
+        joint: the graph.
+        float32_gradients: whether gradients of low precision are accumulated in float32.
+
+    Attributes:
+        arguments: storages of the segment's arguments, which are held throughout.
+    """
+
+    def __init__(self, joint: JointGraph, float32_gradients: bool) -> None:
+        self._joint = joint
+        self._float32_gradients = float32_gradients
+        self.arguments = frozenset(node.meta["layout"].storage for node in joint.arguments)
+
+    def taken_bytes(
+        self, part: PartNodes, stays: Collection[int] = (), is_first: bool = False
+    ) -> int:
+        """Peak of a part beyond what is held at its start.
+
+        Args:
+            part: drops what it is given after its last use.
+            stays: storages that others hold as well, besides those of the segment's arguments.
+            is_first: whether parameters have no gradient yet.
+        """
+        live = _Live(Counter([*self.arguments, *stays]))
+        last = part.last_uses()
+        for node in part.reads:
+            live.take(_storages(node))
+        start = live.peak = live.now
+        for node in part.reads:
+            if node not in last:
+                live.drop(_storages(node))
+        for node in part.reads:
+            self._accumulate(part, node, live, is_first)
+        for node in part.nodes:
+            live.peak = max(live.peak, live.now + node.meta.get("taken_bytes", 0))
+            live.take(_storages(node))
+            self._accumulate(part, node, live, is_first)
+            for gone in dict.fromkeys((*node.all_input_nodes, node)):
+                if last.get(gone) is node:
+                    live.drop(_storages(gone))
+        return live.peak - start
+
+    def _accumulate(self, part: PartNodes, node: fx.Node, live: _Live, is_first: bool) -> None:
+        """Add a gradient to parameters', as `merak.core.gradients.accumulate` does."""
+        for number, owned in part.accumulated.get(node, ()) if is_first else ():
+            of, made = (n.meta["layout"] for n in (self._joint.arguments[number], node))
+            is_low = self._float32_gradients and of.dtype in LOW_PRECISION
+            dtype = torch.float32 if is_low else of.dtype
+            if owned and dtype == made.dtype and is_contiguous(made):
+                live.held[made.storage] += 1  # which becomes the parameter's
+                continue
+            live.now += made.num_bytes // made.dtype.itemsize * dtype.itemsize
+            live.peak = max(live.peak, live.now)
+
+    def backward(self, parts: Parts[PartNodes], roots: Mapping[int, str]) -> BackwardMemory:
+        """Memory of a backward.
+
+        Args:
+            parts: of the graph.
+            roots: names of inputs and outputs, by storage.
+        """
+        first, later = (self.taken_bytes(parts.backward, is_first=one) for one in (True, False))
+        if parts.weights is None:
+            return BackwardMemory(first, later)
+        held = _of(parts.weights.reads, ())
+        own = {s: b for s, b in held.items() if s not in self.arguments and s not in roots}
+        return BackwardMemory(
+            first,
+            later,
+            sum(own.values()),
+            frozenset(roots[storage] for storage in held if storage in roots),
+            self.taken_bytes(parts.weights),
+        )

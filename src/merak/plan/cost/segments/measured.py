@@ -1,0 +1,129 @@
+"""Memory of segments, found once for those with equal graphs, such as blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from merak.graph.ir.ir import Segment
+from merak.graph.ir.operators import is_aten_alone
+from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.joint.derive import JointGraph
+from merak.plan.cost.segments.by_autograd import memory_by_autograd
+from merak.plan.cost.segments.by_graph import joint_graph_of, memory_by_graph
+from merak.plan.cost.segments.memory import SegmentMemory
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class MeasuredGraphs:
+    """Memory measured by runs on fake tensors, for several layouts of one model.
+
+    Args:
+        found: by what was measured, the ranks of the layout where the graph depends on them, and
+            the graph's structure.
+    """
+
+    found: dict[Any, Any] = field(default_factory=dict)
+    _alone: dict[Structure, bool] = field(default_factory=dict)
+
+    def key(self, segment: Segment, what: Any, ranks: Any) -> Any:
+        """Key of a segment in `found`.
+
+        Args:
+            segment: the segment.
+            what: is measured.
+            ranks: the degrees that collectives of the segment depend on.
+        """
+        structure = structure_of_graph(segment.graph)
+        if structure not in self._alone:
+            self._alone[structure] = is_aten_alone(segment.graph)
+        return (what, None if self._alone[structure] else ranks, structure)
+
+
+class SegmentMemories:
+    """Finds the memory of segments; of those with equal graphs, such as blocks, only once.
+
+    Args:
+        device: type of the device, on which the choice of kernels depends.
+        float32_gradients: whether gradients of low precision are accumulated in float32.
+        kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
+        graphs: what is known of other layouts, and gains what is found here.
+        ranks: the degrees of the layout.
+        joins: whether backwards are graphs, where they can be.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        float32_gradients: bool = True,
+        kernels: str | None = None,
+        graphs: MeasuredGraphs | None = None,
+        ranks: Any = None,
+        joins: bool = True,
+    ) -> None:
+        self.device = device
+        self._kernels = kernels or device.type
+        self.float32_gradients = float32_gradients
+        self._graphs = MeasuredGraphs() if graphs is None else graphs
+        self._ranks = ranks
+        self._joins = joins
+
+    def __call__(
+        self, segment: Segment, immediate: Collection[str] = (), whole: bool = True
+    ) -> SegmentMemory:
+        """Memory of a segment, by the shapes in its graph.
+
+        Args:
+            segment: the segment.
+            immediate: names of parameters whose gradients are never left for later.
+            whole: whether it runs on a whole microbatch; else autograd runs its backward.
+        """
+        own = tuple(n for n, name in enumerate(segment.parameters) if name in immediate)
+        joins = self._joins and whole
+
+        def find(one: Segment) -> SegmentMemory:
+            joint = self.joint(one) if joins else None
+            if joint is None:
+                given = one, self.device, self._kernels, self.float32_gradients
+                return memory_by_autograd(*given)
+            names = [one.parameters[number] for number in own]
+            return memory_by_graph(one, joint, self.float32_gradients, names)
+
+        memory, known = self.once(segment, ("memory", self.float32_gradients, own, joins), find)
+        return memory.renamed(values_of(known, segment))
+
+    def joint(self, segment: Segment) -> JointGraph | None:
+        """Joint graph of a segment; None where autograd runs its backward."""
+
+        def find(one: Segment) -> JointGraph | None:
+            return joint_graph_of(one, self.device, self._kernels)
+
+        return self.once(segment, "joint", find)[0] if self._joins else None
+
+    def once(
+        self, segment: Segment, what: Hashable, find: Callable[[Segment], T]
+    ) -> tuple[T, Segment]:
+        """What is found of a segment, and the first one that is alike, of which it was.
+
+        Args:
+            segment: the segment.
+            what: is found.
+            find: finds it.
+        """
+        how = (what, self.device.type, self._kernels)
+        key, graphs = self._graphs.key(segment, how, self._ranks), self._graphs.found
+        if key not in graphs:
+            graphs[key] = (find(segment), segment)
+        found: tuple[T, Segment] = graphs[key]
+        return found
+
+
+def values_of(known: Segment, segment: Segment) -> dict[str, str]:
+    """Names of a segment's inputs and outputs, by those of one that is alike."""
+    pairs = zip(known.inputs + known.outputs, segment.inputs + segment.outputs, strict=True)
+    return dict(pairs)
