@@ -6,7 +6,7 @@ a tensor parallel rank's segment, collectives are left out: the planner adds tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,7 +19,12 @@ from merak.engine.segments import run as run_segment
 from merak.engine.segments.context import SegmentContext
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.program.program import SegmentProgram, compile_segment, has_draws
+from merak.graph.program.program import (
+    Compiler,
+    SegmentProgram,
+    compile_segment,
+    has_draws,
+)
 from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.weights.materialize import materialize
 from merak.plan.cost.calibration import PassSeconds
@@ -142,24 +147,25 @@ def _random(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
-    program = compile_segment(inputs.segment, inputs.graph.values, draws)
-    program = replace(program, gradient_inputs=_carries(inputs.segment))
-    ctx = inputs.context
+    compiler, deferred = Compiler(inputs.graph, joins=True), WeightGradients()
+    ctx = replace(inputs.context, weight_gradients=deferred)
+
+    def compiled(rewrites: Sequence[SplitBackward]) -> SegmentProgram:
+        program, _ = compiler.segment(inputs.segment, rewrites)
+        return replace(program, draws=draws, gradient_inputs=_carries(inputs.segment))
 
     def forward(run: SegmentProgram, save: bool) -> tuple[run_segment.Saved, TensorDict]:
         values = dict(inputs.values)
         return run_segment.forward(run, values, ctx, save), values
 
+    program = compiled([])
     plain = _Passes(program, lambda save: forward(program, save), ctx, watch)
     forward_s = plain.forward_s()
     recompute_s = plain.recompute_s()
     if not program.trains:
         return PassSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
     backward_s, _ = plain.backward_s()
-    deferred = WeightGradients()
-    segment, _ = SplitBackward(deferred)(inputs.segment)
-    split = compile_segment(segment, inputs.graph.values, draws)
-    split = replace(split, gradient_inputs=program.gradient_inputs)
+    split = compiled([SplitBackward(deferred)])
     split_passes = _Passes(split, lambda save: forward(split, save), ctx, watch, deferred)
     input_s, weight_s = split_passes.backward_s()
     return PassSeconds(forward_s, recompute_s, backward_s, input_s, weight_s)

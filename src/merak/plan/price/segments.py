@@ -63,8 +63,9 @@ class SegmentPrice:
         weight_gradient: of its W.
         launch_s: of the forward and the backward, overheads of kernels.
         kernels: what runs.
-        seconds: of every kernel of a recomputation.
+        seconds: of every kernel of the forward, as estimated.
         host_s: of a kernel's launch.
+        recompute_s: of a recomputation, where it was measured.
     """
 
     graph: fx.Graph
@@ -76,6 +77,7 @@ class SegmentPrice:
     kernels: SegmentKernels
     seconds: Steps
     host_s: float = 0.0
+    recompute_s: float | None = None
     forward_s: float = field(init=False)
     """Seconds of a forward."""
     backward_s: float = field(init=False)
@@ -91,21 +93,30 @@ class SegmentPrice:
         """The rank's shard of every parameter of the segment that was priced, by name."""
         return self.kernels.parameters
 
-    def recompute(self, recomputed: frozenset[int] | None) -> Pass:
+    def recompute(
+        self, recomputed: frozenset[int] | None, most: frozenset[int] | None = None
+    ) -> Pass:
         """A recomputation.
 
         Args:
             recomputed: as of `SegmentMemory`.
+            most: the same where nothing is kept for it, which `recompute_s` is of.
         """
+        kept = self._again(recomputed)
+        found = _launched(kept, self.host_s)
+        if self.recompute_s is None:
+            return found
+        most_s = sum(compute_s for _, (compute_s, _) in self._again(most))
+        own_s = sum(compute_s for _, (compute_s, _) in kept)
+        return Pass(_lasting(found.steps, self.recompute_s * own_s / most_s if most_s else 0.0))
+
+    def _again(self, recomputed: frozenset[int] | None) -> list[tuple[Kernel, Step]]:
+        """Kernels of the forward that run again, and what they are estimated to take."""
+        every = list(zip(self.kernels.forward, self.seconds, strict=True))
         if recomputed is None:
-            return Pass(self.seconds, self.host_s * launches(self.kernels.forward))
+            return every
         again = {node.name for place, node in enumerate(self.graph.nodes) if place in recomputed}
-        kept = [
-            (kernel, step)
-            for kernel, step in zip(self.kernels.forward, self.seconds, strict=True)
-            if not kernel.nodes.isdisjoint(again)
-        ]
-        return _launched(kept, self.host_s)
+        return [own for own in every if not own[0].nodes.isdisjoint(again)]
 
 
 def price_segments(
@@ -259,7 +270,7 @@ def _calibrated(estimated: SegmentPrice, device: DeviceProfile) -> SegmentPrice:
         backward=Pass(_lasting(estimated.backward.steps, found.backward_s)),
         input_gradient=Pass(_lasting(estimated.input_gradient.steps, found.input_gradient_s)),
         weight_gradient=Pass(_lasting(estimated.weight_gradient.steps, found.weight_gradient_s)),
-        seconds=_lasting(estimated.seconds, found.recompute_s),
+        recompute_s=found.recompute_s,
         launch_s=0.0,
         host_s=0.0,
     )

@@ -77,8 +77,9 @@ def _stage(
         passes["weight_gradient_s"].append(price.weight_gradient)
         if index not in policy.saved:
             ops = policy.selective.get(index)
-            own = memory[index] if ops is None else ops.memory
-            passes["recompute_s"].append(price.recompute(own.recomputed))
+            most = memory[index].recomputed
+            again = most if ops is None else ops.memory.recomputed
+            passes["recompute_s"].append(price.recompute(again, most))
         parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
     times = {name: _seconds(found, split) for name, found in passes.items()}
     whole = PassSeconds(**{name: own for name, (own, _) in times.items()})
