@@ -159,14 +159,15 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
         return run_segment.forward(run, values, ctx, save), values
 
     program = compiled([])
-    plain = _Passes(program, lambda save: forward(program, save), ctx, watch)
+    carried = [n for n in inputs.segment.outputs if inputs.graph.values[n].requires_grad]
+    plain = _Passes(program, lambda save: forward(program, save), carried, ctx, watch)
     forward_s = plain.forward_s()
     recompute_s = plain.recompute_s()
     if not program.trains:
         return PassSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
     backward_s, _ = plain.backward_s()
     split = compiled([SplitBackward(deferred)])
-    split_passes = _Passes(split, lambda save: forward(split, save), ctx, watch, deferred)
+    split_passes = _Passes(split, lambda save: forward(split, save), carried, ctx, watch, deferred)
     input_s, weight_s = split_passes.backward_s()
     return PassSeconds(forward_s, recompute_s, backward_s, input_s, weight_s)
 
@@ -192,6 +193,7 @@ class _Passes:
     Args:
         program: of the segment.
         forward: runs it.
+        carried: names of the outputs through which a gradient comes back.
         ctx: what it reads.
         watch: measures.
         deferred: gradients of weights of a split backward; None for a whole one.
@@ -199,6 +201,7 @@ class _Passes:
 
     program: SegmentProgram
     forward: Forward
+    carried: Sequence[str]
     ctx: SegmentContext
     watch: Stopwatch
     deferred: WeightGradients | None = None
@@ -221,11 +224,7 @@ class _Passes:
 
         def start() -> tuple[run_segment.Saved, TensorDict]:
             saved, values = self.forward(True)
-            gradients = {
-                name: torch.ones_like(values[name])
-                for name in self.program.segment.outputs
-                if values[name].requires_grad
-            }
+            gradients = {name: torch.ones_like(values[name]) for name in self.carried}
             if self.deferred is not None:
                 self.deferred.start(0)
             return saved, gradients
