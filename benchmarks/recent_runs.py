@@ -77,7 +77,8 @@ _FLASH_ATTENTION_2 = MappingProxyType({"attention_forward": 0.4, "attention_back
 FRAMEWORKS: Mapping[str, Framework] = {
     # Transformer Engine's kernels, gradients in bfloat16, collectives of tp beside products.
     "nemo": Framework(
-        KernelChoice(fused=True, overlaps_products=True, copies_buckets=False), float32=False
+        KernelChoice(fused=True, overlaps_products=True, copies_buckets=False),
+        float32=False,
     ),
     # The same kernels; no flag of its script overlaps anything.
     "megatron 2023": Framework(
@@ -91,7 +92,9 @@ FRAMEWORKS: Mapping[str, Framework] = {
         attention=_FLASH_ATTENTION_2,
     ),
     "kempner": Framework(
-        KernelChoice(fused_sums=False, hides_sharded=True), is_fused=False, float32=False
+        KernelChoice(fused_sums=False, hides_sharded=True),
+        is_fused=False,
+        float32=False,
     ),
 }
 
@@ -157,7 +160,8 @@ def _workload(items: tuple[tuple[str, str], ...]) -> Workload:
     named = dict(workload.model.named_parameters())
     tables = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
     workload.features = {name: Vocabulary() for name in tables if name in named}
-    workload.kernels = replace(own.kernels, fused=own.kernels.fused or row["compiled"] == "yes")
+    fused = own.kernels.fused or row["compiled"] == "yes"
+    workload.kernels = replace(own.kernels, fused=fused, joins=False)
     return workload
 
 

@@ -23,7 +23,7 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import segment_kernels
+from merak.plan.price.kernels import KernelChoice, segment_kernels
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
 from merak.schedule.costs import uniform
@@ -265,6 +265,7 @@ def _half_precision() -> tuple[Workload, int]:
     workload.common = ParallelOptions(
         master_weights=True, tied_gradients="step", gradient_sums="own"
     )
+    workload.kernels = KernelChoice(joins=False)  # as of the papers' systems
     return workload, sum(own.numel() for own in workload.model.parameters())
 
 

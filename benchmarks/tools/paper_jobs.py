@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
 from merak.plan.price.workload import Workload
@@ -93,9 +95,10 @@ def chimera_model(name: str, batch: int) -> Workload:
 
 
 def _workload(source: ModelSource, batch: int, sequence: int, optimizer: Any) -> Workload:
-    return example_workload(
+    workload = example_workload(
         source, global_batch=batch, sequence=sequence, dtype=torch.float32, optimizer=optimizer
     )
+    return replace(workload, kernels=KernelChoice(joins=False))  # as of the papers' systems
 
 
 def equal_layers(workload: Workload, num_stages: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ class EngineOptions(ParallelOptions):
             `graph.segment.observe.Observer`; None does not.
         compilation: how `torch.compile` compiles the operators of segments; None does not.
         can_replan: whether activations may be chosen anew after memory ran out inside a step.
+        by_autograd: whether autograd runs all backwards, as of other frameworks that are priced.
     """
 
     num_microbatches: int = 1
@@ -39,11 +40,13 @@ class EngineOptions(ParallelOptions):
     observer: Rewrite | None = None
     compilation: Compilation | None = None
     can_replan: bool = True
+    by_autograd: bool = False
 
     @property
     def joins(self) -> bool:
         """Whether backwards of segments are graphs, where they can be."""
-        return self.trains and self.compilation is None and self.zero < 3
+        is_plain = self.compilation is None and self.zero < 3
+        return self.trains and is_plain and not self.by_autograd
 
     @property
     def features(self) -> Features | None:

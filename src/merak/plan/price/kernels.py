@@ -41,6 +41,8 @@ class KernelChoice:
             reads or gives their values, in as many chunks as there are ranks; Merak has none.
         copies_buckets: whether replicas copy tensors into the buckets that they exchange, and out
             of them, as Merak does; else tensors lie there.
+        joins: whether backwards are graphs, as Merak's: a recomputation runs what they read alone,
+            and values go with their last use. Else autograd runs them, and whole segments again.
     """
 
     fused: bool = False
@@ -52,6 +54,7 @@ class KernelChoice:
     hides_sharded: bool = False
     overlaps_products: bool = False
     copies_buckets: bool = True
+    joins: bool = True
 
     @property
     def adds_in_products(self) -> bool:

@@ -90,7 +90,8 @@ class HeldEstimates:
         float32 = self._workload.common.float32_gradients
         saved, outputs = saved_and_outputs(segment, local.device, device.device_type)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
-        measured = local.measured(float32, device.device_type)
+        joins = self._workload.kernels.joins
+        measured = local.measured(float32, device.device_type, joins)
         found = measured.selective([(segment, saved)] if trains else [], device)
         copies = min(saved, _weight_copies(segment)) if trains else 0
         selective = sum(own.saved_bytes for own in found.values())
