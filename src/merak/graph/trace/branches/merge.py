@@ -35,7 +35,7 @@ def write_branches(run: Trace, found: GraphDiff, leaving: Sequence[bool]) -> Non
     """
     conditions = conditions_of(run)
     places = {node: i for i, node in enumerate(run.graph.nodes)}
-    _refuse_writes(run.graph, found, conditions, places)
+    _restore_buffers(run.graph, found, conditions, leaving, places)
     steps = [(d, _steps(d, found, places)) for d in found.skipped]
     passed: dict[fx.Node, fx.Node] = {}
     for skipped, points in steps:
@@ -98,10 +98,45 @@ def _last_use(node: fx.Node, place: dict[fx.Node, int]) -> int:
     return max((place[user] for user in node.users if user in place), default=-1)
 
 
-def _refuse_writes(
-    graph: fx.Graph, found: GraphDiff, conditions: Sequence[fx.Node], places: dict[fx.Node, int]
+def _restore_buffers(
+    graph: fx.Graph,
+    found: GraphDiff,
+    conditions: Sequence[fx.Node],
+    leaving: Sequence[bool],
+    places: dict[fx.Node, int],
 ) -> None:
-    """Refuse writes by a skipped layer into outer tensors, and writes into those that bypass it."""
+    """Let skipped layers leave buffers alone that they write, as batch norms do.
+
+    They write into a copy, which autograd may save, and whose numbers the buffer takes if they run.
+    """
+    writes = _outer_writes(graph, found, conditions, places)
+    last = max((n.meta.get("storage") or 0 for n in graph.nodes), default=0)
+    for memory, (node, buffer) in enumerate(writes, last + 1):
+        number = found.inside[node]
+        with graph.inserting_before(node):
+            own = graph.call_function(aten.clone.default, (buffer,))
+        node.replace_input_with(buffer, own)
+        ways = (buffer, own) if leaving[number] else (own, buffer)
+        with graph.inserting_after(node):
+            taken = graph.call_function(aten.where.self, (conditions[number], *ways))
+        with graph.inserting_after(taken):
+            written = graph.call_function(aten.copy_.default, (buffer, taken))
+        meta = {**node.meta, "tensor": buffer.meta["tensor"]}
+        own.meta, taken.meta = {**meta, "storage": memory}, {**meta, "storage": None}
+        written.meta = {**meta, "storage": buffer.meta.get("storage")}
+        if node.meta.get("storage") == buffer.meta.get("storage"):
+            node.meta["storage"] = memory
+
+
+def _outer_writes(
+    graph: fx.Graph, found: GraphDiff, conditions: Sequence[fx.Node], places: dict[fx.Node, int]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Operators of skipped layers that write into buffers, with these.
+
+    Raises:
+        TraceError: a skipped layer writes into another outer tensor, or something into one that
+            bypasses it.
+    """
     firsts = {d.condition: places[conditions[d.condition]] for d in found.skipped}
     passing = {
         n.meta.get("storage"): firsts[d.condition]
@@ -109,6 +144,7 @@ def _refuse_writes(
         for n in (d.made, d.instead)
         if n.meta.get("storage") is not None
     }
+    writes = []
     for node in graph.nodes:
         for written in mutated_arguments(node):
             memory = written.meta.get("storage")
@@ -118,12 +154,16 @@ def _refuse_writes(
                 if n.op != "output"
             )
             after = memory in passing and places[node] > passing[memory]
-            if outside or after:
+            is_buffer = written.op == "placeholder" and written.meta["kind"] is Kind.BUFFER
+            if outside and is_buffer and not after:
+                writes.append((node, written))
+            elif outside or after:
                 raise TraceError(
                     f"the model cannot be traced: {node.meta['source']} writes in place into what "
                     "a layer that a random condition may skip reads or returns; write into a new "
                     "tensor there, or switch the dropping of layers off in the model's config."
                 )
+    return writes
 
 
 def _draw_from_streams(graph: fx.Graph, conditions: Sequence[fx.Node]) -> None:

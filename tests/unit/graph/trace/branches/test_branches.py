@@ -16,6 +16,7 @@ from tests.tiers import one_in
 from tests.unit.graph.dropped_layers import (
     DEPTH,
     PLAIN,
+    WIDTH,
     Batch,
     Skipping,
     Stack,
@@ -137,6 +138,34 @@ def test_nothing_is_dropped_in_evaluation() -> None:
         torch.manual_seed(seed)
         expected = model(**plain_batch())["loss"]
         torch.testing.assert_close(pipeline.evaluate(plain_batch())["loss"], expected.detach())
+
+
+class Normalised(Skipping):
+    """Dropped layers have batch norms, whose statistics stay as they are then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+
+
+def test_a_dropped_layer_leaves_the_statistics_of_its_batch_norm_alone() -> None:
+    model, like = Normalised(), Normalised()
+    pipeline = Pipeline(built(model, plain_batch()), model)
+    counts = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        pipeline.train(plain_batch())
+        torch.manual_seed(seed)
+        with same_draws():
+            like(**plain_batch())
+        for (name, found), (_, expected) in zip(
+            model.named_buffers(), like.named_buffers(), strict=True
+        ):
+            torch.testing.assert_close(found, expected, msg=name)
+        counts.add(tuple(int(block.norm.num_batches_tracked) for block in model.blocks))
+    assert len({row[0] - row[-1] for row in counts}) > 1, "the draws hardly differ"
+    assert_like_eager(Normalised(), plain_batch(), range(4))
 
 
 class Remembering(Stack):
