@@ -45,7 +45,7 @@ def show(tables: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> No
     """Print results.
 
     Args:
-        tables: by title, one mapping per line, all of a table with the same keys.
+        tables: by title, one mapping per line; what a line has not is left empty.
         as_json: one JSON object instead of tables.
     """
     found = machine()
@@ -55,8 +55,8 @@ def show(tables: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool) -> No
     print(", ".join(f"{key}: {value}" for key, value in found.items() if value))
     for title, rows in tables.items():
         print(f"\n{title}\n")
-        heads = list(rows[0])
-        cells = [heads, *([_cell(row[head]) for head in heads] for row in rows)]
+        heads = list(max(rows, key=len))
+        cells = [heads, *([_cell(row.get(head, "")) for head in heads] for row in rows)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
         rule = ["-" * width for width in widths]
         for line in (cells[0], rule, *cells[1:]):

@@ -58,7 +58,7 @@ class Pipeline:
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Tensors:
         """The model's outputs by name."""
         with torch.no_grad():
-            records = self._forward(batch)
+            records = self.forward(batch)
         made: Tensors = {}
         for record in records:
             made |= record.results
@@ -66,7 +66,7 @@ class Pipeline:
 
     def train(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of one microbatch; its gradients are then in the parameters' `grad`."""
-        records = self._forward(batch)
+        records = self.forward(batch)
         loss = next(
             r.results[str(self.graph.loss)] for r in records if self.graph.loss in r.results
         )
@@ -82,7 +82,8 @@ class Pipeline:
             made = _run(_function(prologue), self._arguments(prologue, dict(columns), {}, {}))
         return dict(zip(prologue.outputs, made, strict=True))
 
-    def _forward(self, batch: Mapping[str, torch.Tensor]) -> list[Record]:
+    def forward(self, batch: Mapping[str, torch.Tensor]) -> list[Record]:
+        """Every segment's forward."""
         columns = {name: tensor.clone() for name, tensor in batch.items()}
         values: Tensors = {}
         batch_only = self.derive(columns)

@@ -36,6 +36,7 @@ from merak.graph.joint.parts import Parts, parts_of
 from merak.graph.trace.branches.flags import is_condition
 from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
 from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
+from merak.graph.trace.modes.ctc_loss import CTC_LOSS, runs_apart
 from merak.ops.sharded_dropout import attend_sharded
 
 Functions = Parts[Part]
@@ -259,6 +260,9 @@ _MODULES = frozenset(
 def _is_recordable(node: fx.Node) -> bool:
     if node.op != "call_function" or is_aten_operator(node) or multiplies_groups(node):
         return True
+    if node.target is CTC_LOSS:
+        read = [argument.meta["tensor"] for argument in node.args[:2]]  # type: ignore[union-attr]
+        return runs_apart(*read)
     if role_of(node) is Role.AUTOGRAD_FUNCTION:
         return is_of_torch_alone(str(node.args[1]))
     if family(node.target) in SEPARATE_GEMMS | SEPARATE_EXPERTS:  # read sizes on the host
