@@ -36,6 +36,9 @@ _WAITS = 0.1
 
 _RECOMPUTES_SOME = ("selective", "full")
 
+_MOST_SPARED = 0.25
+"""Part of a step that recomputes everything, which saving everything may spare."""
+
 _BY_SCHEDULE = ("schedule", "schedule_options", "partition", "zero", "recompute")
 """Choices in which plans of the same layout differ by their schedule."""
 
@@ -55,7 +58,8 @@ def with_variants(
     These are larger microbatches, where it has the largest that is searched; the schedules that are
     not tried in every layout, with the microbatch, its half and twice of it; and `recompute="auto"`
     with the fastest schedules, and with offloaded activations or an offloaded optimizer, of which a
-    plan that recomputes nothing has nothing to gain.
+    plan that recomputes nothing has nothing to gain. Where the fastest plan is such a one, the
+    fastest that recomputes may still overtake it.
 
     Args:
         found: the ranking, maybe without a plan.
@@ -133,8 +137,9 @@ class _Variants:
 
     def fill_memory(self) -> None:
         """Price `recompute="auto"` with the schedules that are fastest without it."""
-        best = self.found.plans[0]
-        if best.candidate.recompute not in _RECOMPUTES_SOME:
+        some = (p for p in self.found.priced if p.candidate.recompute in _RECOMPUTES_SOME)
+        best = next(some, None)
+        if best is None or (1.0 - _MOST_SPARED) * best.step_s > self.found.plans[0].step_s:
             return
         same = best.candidate.choices(*_BY_SCHEDULE)
         schedules = dict[str, Price]()
@@ -143,7 +148,7 @@ class _Variants:
                 schedules.setdefault(own.candidate.schedule, own)
         for own in list(schedules.values())[:_MOST_FILLED]:
             self.add(self._filled(own.candidate), own, "recompute")
-        own = self.found.plans[0]
+        own = next(p for p in self.found.priced if p.candidate.recompute != "off")
         if self.pinned.offload_activations is None:
             filled = replace(self._filled(own.candidate), offload_activations="auto")
             self.add(filled, own, "offload_activations")

@@ -74,6 +74,21 @@ def test_a_faster_one_is_the_first_plan():
     assert after.num_candidates == before.num_candidates + 1
 
 
+def test_one_that_recomputes_may_overtake_one_that_does_not():
+    double = WithAuto(fraction=0.85)
+    found = search_job(job_of(), double, Pinned(ep=1), 3)
+    first = replace(found.plans[0].candidate, schedule="v_half", schedule_options={}, pp=2)
+    other = replace(found.plans[0].candidate, schedule="1f1b", recompute="full")
+    full = double.price(other)
+    best = replace(full, candidate=first, step_s=0.9 * full.step_s)
+    kept = Pinned(schedule="1f1b", ep=1, offload_activations="off", offload_optimizer="off")
+    after = with_variants(replace(found, plans=(best, full), behind=()), double, kept, 3, None)
+    assert [plan.candidate.recompute for plan in after.plans] == ["0,1,", "off", "full"]
+    far = replace(best, step_s=0.7 * full.step_s)
+    found = replace(found, plans=(far, full), behind=())
+    assert with_variants(found, double, kept, 3, None) == found
+
+
 def left_out(found):
     return [own.why for own in found.rejected if own.what == "recompute=auto"]
 
