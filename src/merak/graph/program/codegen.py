@@ -12,6 +12,7 @@ from torch import fx
 from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
 from merak.graph.program.compiled import TorchCompiler, compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
+from merak.graph.program.masked_writes import write_where, writes_where
 from merak.graph.segment.cut import copy_graph
 from merak.graph.trace.branches.flags import is_condition
 from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
@@ -94,6 +95,8 @@ def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:
         elif chooses_kernel(node):
             node.kwargs = {**node.kwargs, "room": room_for_documents(node)}
             node.target = attend_packed
+        elif writes_where(node) and not to_compile:
+            node.target = write_where
     draw_in_logical_order(graph, to_compile=to_compile)
     return graph
 
@@ -114,4 +117,4 @@ def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler 
 
 def _is_replaced(node: fx.Node) -> bool:
     is_own = is_opaque(node) or is_dynamic_region(node) or multiplies_groups(node)
-    return is_own or chooses_kernel(node) or draws_by_memory(node)
+    return is_own or chooses_kernel(node) or draws_by_memory(node) or writes_where(node)

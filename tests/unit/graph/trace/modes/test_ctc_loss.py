@@ -7,12 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import ctc_loss
 
-from merak.graph.joint.derive import Given
-from merak.graph.joint.generate import run as run_part
-from merak.graph.joint.segment import joint_segment
-from merak.graph.program.codegen import as_run
+from merak.graph.joint.segment import joint_obstacle
 from merak.graph.trace.normalize import is_random
 from tests.tiers import one_in
+from tests.unit.graph.joint_parity import assert_bits_of_autograd
 from tests.unit.graph.speech import FRAMES, KINDS, LETTERS, Indexed, Listener, speech
 from tests.unit.graph.stages import Pipeline, built, gradients_of
 
@@ -54,36 +52,11 @@ def test_forward_and_backward_are_operators_of_a_graph(kind: type[Listener]) -> 
     """Bits are autograd's, with other labels than those of the graph."""
     model = kind()
     graph = built(model, speech(0))
-    segment, pipeline = graph.segments[-1], Pipeline(graph, model)
-    joint = joint_segment(segment.graph, as_run(segment.graph))
+    segment = graph.segments[-1]
     if kind is Indexed:  # labels of int32, for which cuDNN may compute the loss
-        assert joint is None
+        assert joint_obstacle(segment.graph) == "it calls ctc_loss"
         return
-    assert joint is not None
-    pipeline.train(batch := speech(1))
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    known = {n: t.detach() for record in pipeline.forward(batch) for n, t in record.results.items()}
-    arguments = [
-        *(pipeline.parameters[name].detach() for name in segment.parameters),
-        *(pipeline.buffers[name] for name in segment.buffers),
-        *(batch[name] for name in segment.columns),
-        *(known[name] for name in segment.inputs),
-        *(pipeline.derive(batch)[name] for name in segment.batch_only),
-    ]
-    tangents = [n == str(graph.loss) for n in segment.outputs]
-    parts = joint.parts(arguments, Given(tuple(() if own else None for own in tangents)))
-    assert parts is not None, joint.obstacle
-    results = run_part(parts.forward, list(arguments))
-    own = [pipeline.parameters[segment.parameters[n]] for n in parts.parameters]
-    saved = results[len(segment.outputs) :]
-    read = [arguments[number] for number in parts.reads]
-    run_part(parts.backward, [*read, torch.ones(()), *saved, *own])
-    assert torch.equal(results[tangents.index(True)], known[str(graph.loss)])
-    for number in parts.parameters:
-        name = segment.parameters[number]
-        found = pipeline.parameters[name].grad
-        assert found is not None and torch.equal(found, expected[name]), name
+    assert_bits_of_autograd(graph, model, segment, speech(1))
 
 
 def test_no_gradient_and_no_draw() -> None:
