@@ -3,10 +3,10 @@
     python -m benchmarks.plan_scale [--search-only] [--model llama-405b] [--microbatches 1 2 4]
 
 Every model is planned in a fresh process with one thread and no cached trace: first by the whole
-search of `merak plan`, then in another process phase by phase: the model is built without weights,
-traced, sharded over tensor parallel ranks, and the memory of candidates of 16,384 devices is
-forecast. The seconds of every phase, elapsed and of the core, and the peak of resident memory are
-printed.
+search of `merak plan`, with the prices of some layouts beside it, then in another process phase by
+phase: the model is built without weights, traced, sharded over tensor parallel ranks, and the
+memory of candidates of 16,384 devices is forecast. The seconds of every phase, elapsed and of the
+core, and the peak of resident memory are printed.
 """
 
 from __future__ import annotations
@@ -49,6 +49,24 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "deepseek-v3": ("DeepseekV3ForCausalLM", DEEPSEEK_V3, 4096),
 }
 """Architecture, config, and tokens of a sequence, by name."""
+
+
+INTERLEAVED = {"zero": 1, "schedule": "interleaved_1f1b", "microbatch": 1}
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "llama-405b": [
+        {"dp": 128, "tp": 8, "pp": 16, "sequence_parallel": True, "recompute": recompute,
+         "schedule_options": {"chunks": 4}}
+        for recompute in ("off", "selective", "full")
+    ],
+    "deepseek-v3": [
+        {"dp": dp, "tp": tp, "pp": 32, "ep": ep, "recompute": "selective",
+         "schedule_options": {"chunks": 2}}
+        for dp, tp, ep in ((512, 1, 256), (128, 4, 1), (128, 4, 4))
+    ],
+}  # fmt: skip
+"""Layouts beside the fastest one that docs/benchmarks.md names."""
+FLOPS_PER_S = 989e12
+"""Of an H100 in bfloat16, dense."""
 
 
 @contextmanager
@@ -112,6 +130,8 @@ def search_plans(name: str, devices: int, layers: int | None) -> None:
     from merak.core.garbage import paused_collector
     from merak.plan.cluster.parse import parse_cluster
     from merak.plan.options import ParallelOptions
+    from merak.plan.price.candidate import Candidate
+    from merak.plan.price.step import price
     from merak.plan.search.explain import describe
     from merak.plan.search.search import search
     from merak.zoo.model_source import resolve_model
@@ -127,8 +147,9 @@ def search_plans(name: str, devices: int, layers: int | None) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         common=ParallelOptions(master_weights=True),
     )
+    cluster = parse_cluster(f"h100:8x{devices // 8}")
     with paused_collector(process_ends=True):
-        found = search(workload, parse_cluster(f"h100:8x{devices // 8}"))
+        found = search(workload, cluster)
     print(f"  {found.num_candidates:,} candidates, {found.num_priced} priced")
     for own in found.plans:
         memory = max(own.peak_memory_bytes) / 1e9
@@ -136,6 +157,13 @@ def search_plans(name: str, devices: int, layers: int | None) -> None:
     if not found.plans:
         print("  fits nowhere")
     print_total(start)
+    for layout in LAYOUTS[name] if (devices, layers) == (DEVICES, None) else ():
+        count = batch // layout["dp"]
+        own = price(workload, cluster, Candidate(**INTERLEAVED, **layout, num_microbatches=count))
+        memory, sent = max(own.peak_memory_bytes) / 1e9, own.exposed_communication_s / own.step_s
+        used = own.model_flops / own.step_s / devices / FLOPS_PER_S
+        print(f"  {own.step_s:8.3f} s {memory:6.1f} GB  {describe(own.candidate)}: {used:.0%} MFU, "
+              f"{sent:.0%} in communication")  # fmt: skip
 
 
 def print_total(start: float) -> None:

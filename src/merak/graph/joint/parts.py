@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, cast
 
 from torch import fx
 
@@ -87,21 +87,13 @@ class Parts(Generic[Kind]):
 
     def map(self, change: Callable[[Kind], Other]) -> Parts[Other]:
         """The same with what is made of each part."""
-        return Parts(
-            self.given,
-            change(self.forward),
-            change(self.plain),
-            change(self.recompute),
-            change(self.backward),
-            None if self.weights is None else change(self.weights),
-            self.saved,
-            self.reads,
-            self.parameters,
-            self.inputs,
-            self.weight_reads,
-            self.weight_parameters,
-            self.carries,
-        )
+        weights = None if self.weights is None else change(self.weights)
+        changed = {
+            name: change(getattr(self, name))
+            for name in ("forward", "plain", "recompute", "backward")
+        }
+        found: Any = replace(self, **changed, weights=weights)  # type: ignore[arg-type]
+        return cast("Parts[Other]", found)
 
 
 def parts_of(joint: JointGraph, division: Division) -> Parts[PartNodes]:

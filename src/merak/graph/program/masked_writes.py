@@ -7,6 +7,7 @@ that a graph of the backward has none of an unknown size. Bits are those of `ind
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,15 +31,21 @@ def writes_where(node: fx.Node) -> bool:
     return bool(dtype == torch.bool and gains)
 
 
-def write_where(tensor: torch.Tensor, masks: list[torch.Tensor], value: torch.Tensor) -> Any:
+def write_where(
+    tensor: torch.Tensor, masks: Sequence[torch.Tensor], value: torch.Tensor
+) -> torch.Tensor:
     """Write a value into a tensor where a mask is true, in place.
 
     Args:
-        tensor: of any shape; of mixed precision that of `value`.
-        masks: a single one, of its first dims.
+        tensor: of any shape, and of the value's element type.
+        masks: a single one, of the tensor's first dims.
         value: broadcast to what the mask selects.
+
+    Returns:
+        The tensor.
     """
-    return _Write.apply(tensor, masks[0], value)  # type: ignore[no-untyped-call]
+    (mask,) = masks
+    return _Write.apply(tensor, mask, value)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Write(torch.autograd.Function):
@@ -46,6 +53,7 @@ class _Write(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, mask: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
+        """The tensor, written."""
         ctx.mark_dirty(tensor)
         ctx.save_for_backward(mask)
         ctx.shape = value.shape
@@ -53,6 +61,7 @@ class _Write(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, None, Any]:
+        """Gradients of what was there before, and of the value."""
         (mask,) = ctx.saved_tensors
         zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
         rest = gradient.index_put([mask], zero) if ctx.needs_input_grad[0] else None

@@ -274,7 +274,6 @@ class Forecast:
             ),
             home=self.options.offload_optimizer,
             kernels=kernels,
-            joins=self.options.joins,
             measured=local.measured(self.options.float32_gradients, kernels, self.options.joins),
             split=local.split if mesh.tp > 1 and self.options.sub_pipelining == "on" else None,
         )

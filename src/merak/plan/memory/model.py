@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from merak.core.mesh import Mesh, pretended
-from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.program.program import Program, with_offloading
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories, OptimizerMemory
-from merak.plan.cost.segments.measured import SegmentMemories
 from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.gradient_compression import feedback_bytes
@@ -95,18 +93,17 @@ class Job:
         mesh: the degrees, and the device.
         tied: by pp rank, its tied parameters by name and pipe.
         others: by pp rank, bytes of its buffers and of parameters that no segment reads.
+        measured: memory of its segments and optimizer, which other layouts of the model share.
         optimizer: makes the optimizer; None for a job without one.
         every_microbatch: whether gradients of tied parameters are exchanged after every microbatch.
         bucket_bytes: size of the buckets in which gradients are reduced over replicas.
         zero: what replicas shard of parameters, gradients and optimizer state.
         averages: whether replicas average parameters (Local SGD), in buckets of `bucket_bytes`.
         outer_copies: copies of what the optimizer steps that an outer optimizer holds.
-        measured: memory of its segments and optimizer, where other layouts of the model share it.
         kernels: type of the device whose kernels run, which need not be here; None for the mesh's.
         compression: of gradient reductions, as the option `gradient_compression`.
         has_levels: whether replicas reduce by hierarchy.
         home: of what the optimizer holds and steps, as of `plan.optimizer.home`.
-        joins: whether backwards are graphs, where they can be.
         split: splits segments into sub-microbatches, where they run as such; else None.
     """
 
@@ -114,19 +111,18 @@ class Job:
     mesh: Mesh
     tied: tuple[Mapping[tuple[str, int], TiedParameter], ...]
     others: tuple[int, ...]
+    measured: Measured
     optimizer: OptimizerFactory | None = None
     every_microbatch: bool = True
     bucket_bytes: int = 25 * 2**20
     zero: ZeroSharding = field(default_factory=ZeroSharding)
     averages: bool = False
     outer_copies: int = 0
-    measured: Measured | None = None
     kernels: str | None = None
     split: SplitSegments | None = None
     compression: str = "off"
     has_levels: bool = False
     home: str | None = None
-    joins: bool = True
 
     @property
     def is_away(self) -> bool:
@@ -143,12 +139,7 @@ class MemoryModel:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._device = device = device_or_cpu(job.mesh.device)
-        measured = job.measured or Measured(
-            SegmentMemories(device, job.zero.float32_gradients, job.kernels, joins=job.joins),
-            OptimizerMemories(job.optimizer, device),
-        )
-        self._measured = measured
+        self._measured = measured = job.measured
         with pretended(job.mesh.unconnected()):
             self.segments: dict[int, SegmentMemory] = {
                 segment.segment.index: measured.segment(segment.segment, {n for n, _ in tied})

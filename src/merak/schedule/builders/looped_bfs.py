@@ -24,7 +24,7 @@ def looped_bfs(
     Raises:
         ScheduleError: a count is below 1, or there are fewer than 2 chunks.
 
-    Source: arXiv 2211.05953, section 4.1 and figure 4d.
+    Source: arXiv 2211.05953.
     """
     check_counts("looped_bfs", num_ranks, num_microbatches)
     if chunks < 2:

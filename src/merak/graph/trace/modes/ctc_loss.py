@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,41 +43,16 @@ def _run(
     zero_infinity: bool,
     cudnn: bool,
 ) -> torch.Tensor:
-    if not runs_apart(log_probs, targets):
-        return _whole(log_probs, targets, mask, input_lengths, target_lengths, blank, reduction,
-                      zero_infinity, cudnn)  # fmt: skip
-    labels = _Labels(targets, mask, input_lengths, target_lengths)
-    losses: torch.Tensor = _Losses.apply(log_probs, labels, blank, zero_infinity)  # type: ignore[no-untyped-call]
-    if zero_infinity:
-        losses = torch.where(losses == torch.inf, torch.zeros((), dtype=losses.dtype), losses)
-    if reduction == "mean":
-        return (losses / target_lengths.to(losses.device).clamp_min(1)).mean()
-    return losses.sum() if reduction == "sum" else losses
-
-
-def runs_apart(log_probs: torch.Tensor | TensorMeta, targets: torch.Tensor | TensorMeta) -> bool:
-    """Whether forward and backward of a loss are two operators: of batches that cuDNN has not.
-
-    Args:
-        log_probs: of the loss.
-        targets: cuDNN takes those of int32.
-    """
-    return len(log_probs.shape) == 3 and targets.dtype != torch.int32
-
-
-def _whole(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    mask: torch.Tensor | None,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    blank: int,
-    reduction: str,
-    zero_infinity: bool,
-    cudnn: bool,
-) -> torch.Tensor:
+    if runs_apart(log_probs, targets):
+        given = targets, mask, input_lengths, target_lengths, blank, zero_infinity
+        losses: torch.Tensor = _Losses.apply(log_probs, *given)  # type: ignore[no-untyped-call]
+        if zero_infinity:
+            losses = torch.where(losses == torch.inf, losses.new_zeros(()), losses)
+        if reduction == "mean":
+            return (losses / target_lengths.to(losses.device).clamp_min(1)).mean()
+        return losses.sum() if reduction == "sum" else losses
     if _has_no_numbers(log_probs):
-        losses = _as_much(log_probs, targets).square().sum((-2, -1))
+        losses = _fake_states(log_probs, targets).square().sum((-2, -1))
         return losses if reduction == "none" else losses.sum()
     selected = targets if mask is None else targets.masked_select(mask)
     with nullcontext() if cudnn else torch.backends.cudnn.flags(enabled=False):
@@ -87,53 +61,46 @@ def _whole(
         )
 
 
+def runs_apart(log_probs: torch.Tensor | TensorMeta, targets: torch.Tensor | TensorMeta) -> bool:
+    """Whether the forward and the backward of a loss are an operator each.
+
+    They are not where cuDNN may compute the loss, with operators of its own.
+
+    Args:
+        log_probs: (frames, samples, classes), or of a single sample without that dim.
+        targets: the labels; cuDNN takes those of int32 alone.
+    """
+    return len(log_probs.shape) == 3 and targets.dtype != torch.int32
+
+
 def _has_no_numbers(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def _as_much(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """States of the labels of every sample and frame, as many as there may be."""
+def _fake_states(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What the backward reads besides: two states of each label and frame, for as many as fit."""
     num_samples = log_probs.shape[1] if log_probs.ndim == 3 else 1
     longest = targets.shape[1] if targets.ndim == 2 else -(-targets.numel() // num_samples)
     states = log_probs[..., :1].expand(*log_probs.shape[:-1], 2 * longest + 1)
     return (states.transpose(0, 1) if log_probs.ndim == 3 else states).exp()
 
 
-@dataclass(frozen=True, slots=True)
-class _Labels:
-    """Labels of samples.
-
-    Args:
-        targets: of all samples, or more.
-        mask: which of these are labels; None for all.
-        input_lengths: frames of each sample.
-        target_lengths: labels of each sample.
-    """
-
-    targets: torch.Tensor
-    mask: torch.Tensor | None
-    input_lengths: torch.Tensor
-    target_lengths: torch.Tensor
-
-
 class _Losses(torch.autograd.Function):
     """The loss of every sample."""
 
     @staticmethod
-    def forward(
-        ctx: Any, log_probs: torch.Tensor, labels: _Labels, blank: int, zero_infinity: bool
-    ) -> torch.Tensor:
-        """Losses of the samples."""
-        given = labels.targets, labels.mask, labels.input_lengths, labels.target_lengths
-        losses, states = _losses(log_probs, *given, blank, zero_infinity)
-        ctx.save_for_backward(log_probs, *given, losses, states)
-        ctx.how = blank, zero_infinity
+    def forward(ctx: Any, log_probs: torch.Tensor, *given: Any) -> torch.Tensor:
+        """Losses of the samples; `given` is what `_losses` takes behind `log_probs`."""
+        losses, states = _losses(log_probs, *given)
+        *tensors, blank, zero_infinity = given
+        ctx.save_for_backward(log_probs, *tensors, losses, states)
+        ctx.options = blank, zero_infinity
         return losses.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of the probabilities' logarithms."""
-        return _gradient(gradient, *ctx.saved_tensors, *ctx.how), None, None, None
+        return _gradient(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 6
 
 
 @one_operator
@@ -148,7 +115,7 @@ def _losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of the samples, and what their backward reads: states of every label and frame."""
     if _has_no_numbers(log_probs):
-        return log_probs.new_empty(log_probs.shape[1]), _as_much(log_probs, targets)
+        return log_probs.new_empty(log_probs.shape[1]), _fake_states(log_probs, targets)
     given = _selected(log_probs, targets, mask), input_lengths, target_lengths
     return aten._ctc_loss.Tensor(log_probs, *given, blank, zero_infinity)  # type: ignore[no-any-return]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.gradients import LOW_PRECISION
@@ -22,7 +23,7 @@ from merak.graph.joint.derive import JointGraph, Layout, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.parts import PartNodes, Parts, parts_of
 from merak.graph.joint.recomputed import results_to_keep
-from merak.graph.joint.segment import Like, joint_obstacle
+from merak.graph.joint.segment import joint_obstacle
 from merak.graph.program.codegen import as_run
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
 from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
@@ -43,7 +44,8 @@ def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> Join
         return None
     metas = [node.meta["tensor"] for node in segment.graph.find_nodes(op="placeholder")]
     graph = as_run(graph_of(segment.graph, kernels, device))
-    like = [Like(m.shape, _contiguous(m.shape), m.dtype, device) for m in metas]
+    with FakeTensorMode():
+        like = [torch.empty(m.shape, dtype=m.dtype, device=device) for m in metas]
     try:
         with kernels_of(kernels, device), _disable_current_modes():
             joint = derive(graph, like, None)
@@ -51,14 +53,6 @@ def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> Join
         return None
     clean(joint)
     return joint
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def memory_by_graph(

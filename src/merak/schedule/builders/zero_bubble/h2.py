@@ -22,7 +22,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a count is below 1.
 
-    Source: arXiv 2401.10241, section 2.2 and figure 3.
+    Source: arXiv 2401.10241 (ZB-H2).
     """
     check_counts("zb_h2", num_ranks, num_microbatches)
     orders = [_order(stage, num_ranks, num_microbatches) for stage in range(num_ranks)]

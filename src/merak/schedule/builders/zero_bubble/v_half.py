@@ -18,7 +18,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a count is below 1.
 
-    Source: arXiv 2405.15362, section 3 (V-Half).
+    Source: arXiv 2405.15362 (V-Half).
     """
     steps, most_in_flight = (1, 2, 1, 2), 2 * ((num_ranks + 2) // 2)
     return v_pattern("v_half", num_ranks, num_microbatches, steps, most_in_flight)

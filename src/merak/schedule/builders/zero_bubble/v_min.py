@@ -19,7 +19,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: a count is below 1.
 
-    Source: arXiv 2405.15362, section 3 (V-Min).
+    Source: arXiv 2405.15362 (V-Min).
     """
     steps, most_in_flight = (1, 1, 1, 1), 2 * ((num_ranks + 4) // 3)
     return v_pattern("v_min", num_ranks, num_microbatches, steps, most_in_flight)

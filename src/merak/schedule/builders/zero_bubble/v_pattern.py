@@ -33,7 +33,7 @@ def v_pattern(
     Raises:
         ScheduleError: a count is below 1.
 
-    Source: arXiv 2405.15362, sections 2 and 3.
+    Source: arXiv 2405.15362.
     """
     check_counts(name, num_ranks, num_microbatches)
     orders = _orders(_pattern(num_ranks, steps), num_microbatches)
