@@ -172,7 +172,7 @@ def measure(
         seconds.append(time.perf_counter() - start)
     layout = forecast.layout
     names = [segment.name for segment in layout.graph.segments]
-    times = load_times(job.options["segment_times"], names)
+    times = forecast.timed(load_times(job.options["segment_times"], names), None)
     ranks = forecast.ranks(layout.schedule)
     return {
         "name": name,

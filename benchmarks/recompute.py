@@ -148,7 +148,7 @@ def fill(case: Case, budget: int = BUDGET_BYTES) -> frozenset[int]:
     forecast = case.forecast
     schedule = forecast.layout.schedule
     chosen = [
-        forecast.fill_rank(rank, schedule, case.times, budget, {})[0]
+        forecast.fill_rank(rank, schedule, forecast.timed(case.times, DEVICE), budget, {})[0]
         for rank in range(forecast.mesh.pp)
     ]
     return frozenset().union(*chosen)

@@ -35,6 +35,7 @@ from merak.graph.program.program import SegmentProgram
 from merak.parallel import ParallelModel, split_batch
 from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy
+from merak.plan.layout import speeds
 from merak.plan.memory.ledger import Category
 
 NUM_STAGES, BLOCKS_PER_STAGE = 4, 4
@@ -87,7 +88,11 @@ def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentP
 
 def slow_down(engine: Engine, forecast: Forecast, forward_s: float) -> None:
     """Let every segment of this rank compute for a known time."""
-    shares = {i: ops.time_fraction for i, ops in forecast.policy.selective.items()}
+    same = [SegmentTimes("", 1.0, 2.0)] * len(forecast.layout.graph.segments)
+    times = forecast.timed(same, speeds(forecast.options, forecast.mesh, None))
+    shares = {
+        i: 1 - forecast.recompute_s(times, i, ops) for i, ops in forecast.policy.selective.items()
+    }
     stages = engine._state.base.stages
     for number, stage in stages.items():
         runs = tuple(

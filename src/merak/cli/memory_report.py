@@ -124,6 +124,7 @@ def report_on(
     """
     from merak.plan.activations.fit import simulated
     from merak.plan.cluster.fit import non_tensor_on
+    from merak.plan.expected.speed import known_profile
     from merak.plan.layout import segment_times, speeds
 
     layout, policy = forecast.layout, forecast.policy
@@ -134,7 +135,8 @@ def report_on(
     if speed is None:
         own = speeds(forecast.options, forecast.mesh, cache) if policy.offloaded else None
         speed = math.inf if own is None else own.host_bytes_per_s
-    found = simulated(forecast, policy, times, speed)
+    known = known_profile(forecast.options, forecast.mesh, cache)
+    found = simulated(forecast, policy, forecast.timed(times, known), speed)
     schedule = forecast.recomputing(layout.schedule, policy.saved)
     ranks = forecast.ranks(schedule)
     if usable is not None and math.inf in usable:

@@ -105,9 +105,10 @@ class OomReplanner:
         schedule = forecast.layout.schedule
         most = forecast.ranks(schedule)[rank].peak.total_bytes
         budget = int(_BUDGET_FRACTION * most)
+        times = forecast.timed(self._times(), self._profile())
         while True:
             whole, some = forecast.fill_rank(
-                rank, schedule, self._times(), budget, selective, self._offloaded
+                rank, schedule, times, budget, selective, self._offloaded
             )
             policy = ActivationPolicy(
                 whole | forecast.untrained,

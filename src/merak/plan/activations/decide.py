@@ -22,7 +22,7 @@ from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload import ARGUMENT, NOTHING, parse_offload
 from merak.plan.activations.offload_spec import Times, require_saved, resolve_offload
-from merak.plan.activations.recompute import recomputing_stages, save_fraction
+from merak.plan.activations.recompute import Recomputable, recomputing_stages, save_fraction
 from merak.plan.activations.suggest_degrees import find_fitting_degrees
 from merak.plan.balance import balance
 from merak.plan.cost.device import DeviceProfile
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 Profile = Callable[[], DeviceProfile]
 """Function that returns the speeds of the devices, which may have to be measured first."""
+
+RecomputableTimes = Callable[[], Sequence[Recomputable]]
+"""Function that returns the times of all segments, with those of their recomputations."""
 
 
 def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> Forecast:
@@ -67,11 +70,14 @@ def resolve_activations(forecast: Forecast, times: Times, profile: Profile) -> F
     if is_default and not known:
         return forecast
 
+    def recomputable() -> Sequence[Recomputable]:
+        return forecast.timed(times(), profile())
+
     def decide() -> ActivationPolicy:
         budget = min(known, default=None)
         policy = None
         try:
-            policy = choose_policy(forecast, spec, times, profile, budget)
+            policy = choose_policy(forecast, spec, recomputable, profile, budget)
             _refuse_misfit(forecast, policy, budget, times)
         except PlanError:
             raise
@@ -139,7 +145,11 @@ def _on_all_ranks(budget: int | None, mesh: Mesh) -> list[int | None]:
 
 
 def choose_policy(
-    forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, budget: int | None
+    forecast: Forecast,
+    spec: RecomputeSpec,
+    times: RecomputableTimes,
+    profile: Profile,
+    budget: int | None,
 ) -> ActivationPolicy:
     """The activation policy by the options `recompute` and `offload_activations`."""
     offload = parse_offload(forecast.options.offload_activations)
@@ -173,7 +183,11 @@ def _to_fill(forecast: Forecast, argument: str, budget: int | None) -> int:
 
 
 def _with_auto_offload(
-    forecast: Forecast, spec: RecomputeSpec, times: Times, profile: Profile, fill: int
+    forecast: Forecast,
+    spec: RecomputeSpec,
+    times: RecomputableTimes,
+    profile: Profile,
+    fill: int,
 ) -> ActivationPolicy:
     """The policy that fits with the shortest iteration, by recomputing and offloading."""
     is_free = spec.mode is Mode.AUTO
@@ -197,7 +211,7 @@ def _with_auto_offload(
 def _filled(
     forecast: Forecast,
     offload: RecomputeSpec,
-    times: Times,
+    times: RecomputableTimes,
     selective: Mapping[int, SelectiveOps],
     budget: int,
 ) -> tuple[frozenset[int], dict[int, SelectiveOps]]:
@@ -223,7 +237,9 @@ def selective_operators(forecast: Forecast, profile: Profile) -> Mapping[int, Se
     return forecast.memory.find_selective_ops(profile())
 
 
-def _resolve_saved(forecast: Forecast, spec: RecomputeSpec, times: Times) -> frozenset[int]:
+def _resolve_saved(
+    forecast: Forecast, spec: RecomputeSpec, times: RecomputableTimes
+) -> frozenset[int]:
     """The segments that save their activations by the option `recompute`."""
     layout = forecast.layout
     every = frozenset(range(layout.partition.num_segments))
@@ -236,7 +252,9 @@ def _resolve_saved(forecast: Forecast, spec: RecomputeSpec, times: Times) -> fro
             return every if spec.fraction == 0.0 else frozenset()
         sizes = forecast.saved_bytes()
         in_order = [sizes[i] for i in sorted(sizes)]
-        return save_fraction(layout.partition, times(), in_order, spec.fraction)
+        found = times()
+        seconds = [forecast.recompute_s(found, index) for index in sorted(sizes)]
+        return save_fraction(layout.partition, seconds, in_order, spec.fraction)
     raise AssertionError(f"{spec.mode} is chosen elsewhere")
 
 

@@ -9,7 +9,7 @@ from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.offload_time import Estimate, Work, estimate
 from merak.plan.activations.placement import Placement, PlacementOptions, choose_placement
-from merak.plan.balance import Timed
+from merak.plan.activations.recompute import Recomputable
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.cost.selective_ops import SelectiveOps
 
@@ -27,7 +27,7 @@ class Budget:
     """
 
     device_bytes: int
-    times: Sequence[Timed]
+    times: Sequence[Recomputable]
     host_bytes_per_s: float
     selective: Mapping[int, SelectiveOps]
     may_recompute: bool
@@ -58,7 +58,10 @@ def fit_activations(forecast: Forecast, saved: frozenset[int], budget: Budget) -
 
 
 def simulated(
-    forecast: Forecast, policy: ActivationPolicy, times: Sequence[Timed], host_bytes_per_s: float
+    forecast: Forecast,
+    policy: ActivationPolicy,
+    times: Sequence[Recomputable],
+    host_bytes_per_s: float,
 ) -> Estimate:
     """The simulated iteration of a job, with the copies of offloaded activations.
 
@@ -70,9 +73,8 @@ def simulated(
     """
     layout, tp = forecast.layout, forecast.mesh.tp
     offload_bytes = forecast.offload_bytes()
-    selective = policy.selective
-    recomputed = {
-        i: 1.0 - (selective[i].time_fraction if i in selective else 0.0)
+    recompute_s = {
+        i: forecast.recompute_s(times, i, policy.selective.get(i)) / tp
         for i in range(layout.partition.num_segments)
         if i not in policy.saved and i not in forecast.untrained
     }
@@ -80,7 +82,7 @@ def simulated(
         layout.partition,
         # Times are of whole segments, and bytes those of a rank's shard.
         [SegmentTimes("", time.forward_s / tp, time.backward_s / tp) for time in times],
-        recomputed,
+        recompute_s,
         {i: offload_bytes[i] for i in policy.offloaded if offload_bytes[i]},
         host_bytes_per_s,
     )

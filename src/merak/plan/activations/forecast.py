@@ -19,10 +19,13 @@ from merak.plan.activations.recompute import (
     Choice,
     PartialSaving,
     RankSegments,
+    Recomputable,
     fill_memory,
     recomputing_stages,
 )
 from merak.plan.balance import Timed
+from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
@@ -140,7 +143,7 @@ class Forecast:
         self,
         rank: int,
         schedule: Schedule,
-        times: Sequence[Timed],
+        times: Sequence[Recomputable],
         budget_bytes: int,
         selective: Mapping[int, SelectiveOps],
         offloaded: Offloaded = _offload_none,
@@ -177,7 +180,7 @@ class Forecast:
         self,
         rank: int,
         schedule: Schedule,
-        times: Sequence[Timed],
+        times: Sequence[Recomputable],
         selective: Mapping[int, SelectiveOps],
         among: frozenset[int] | None = None,
     ) -> tuple[RankSegments, PartialSaving]:
@@ -197,17 +200,46 @@ class Forecast:
         flights = {stage: max_in_flight(schedule, stage) for stage in stages}
         in_flight = {i: flights[partition.stage_of(i)] for i in segments}
         own = [index for index in segments if index in selective]
+        whole_s = {i: self.recompute_s(times, i) for i in segments}
         return (
             RankSegments(
                 segments=tuple(segments),
-                recompute_s=tuple(times[i].forward_s for i in segments),
+                recompute_s=tuple(whole_s[i] for i in segments),
                 saved_bytes=tuple(saved_bytes[i] * in_flight[i] for i in segments),
             ),
             PartialSaving(
                 {index: selective[index].saved_bytes * in_flight[index] for index in own},
-                {index: selective[index].time_fraction for index in own},
+                {i: whole_s[i] - self.recompute_s(times, i, selective[i]) for i in own},
             ),
         )
+
+    def timed(
+        self, times: Sequence[Timed], profile: DeviceProfile | None
+    ) -> tuple[SegmentTimes, ...]:
+        """Times of segments, with those of the operators that a recomputation may leave out.
+
+        Args:
+            times: of the segments.
+            profile: known speeds of a rank's device; None for none.
+        """
+        seconds = {} if profile is None else self.memory.operator_seconds(profile)
+        return tuple(
+            SegmentTimes(s.name, own.forward_s, own.backward_s, seconds.get(s.index, ()))
+            for s, own in zip(self.layout.graph.segments, times, strict=True)
+        )
+
+    def recompute_s(
+        self, times: Sequence[Recomputable], index: int, ops: SelectiveOps | None = None
+    ) -> float:
+        """Seconds of computing a segment's activations of a microbatch again.
+
+        Args:
+            times: of the segments.
+            index: number of the segment.
+            ops: operators whose results it has saved.
+        """
+        most = self.memory.segments[index].recomputed
+        return times[index].recompute_seconds(most if ops is None else ops.memory.recomputed, most)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:
         """The segments of a pp rank."""

@@ -29,14 +29,14 @@ class Work:
     Args:
         partition: segments by stage.
         times: of the segments.
-        recomputed: by segment that recomputes, the fraction of its forward that runs again.
+        recompute_s: by segment that recomputes, the seconds of it.
         offload_bytes: by offloaded segment, the bytes that are copied in each direction.
         bytes_per_s: of a rank's link to host memory, in each direction while both are used.
     """
 
     partition: Partition
     times: Sequence[Timed]
-    recomputed: Mapping[int, float]
+    recompute_s: Mapping[int, float]
     offload_bytes: Mapping[int, int]
     bytes_per_s: float
 
@@ -161,9 +161,9 @@ class _Rank(ActionInterpreter):
             self._segment_ended()
 
     def _recompute_segment(self, segment: int, action: Action) -> None:
-        fraction = self.work.recomputed.get(segment, 0.0)
-        if fraction and (segment, action.microbatch) not in self._done:
-            self.now += fraction * self.work.times[segment].forward_s
+        seconds = self.work.recompute_s.get(segment, 0.0)
+        if seconds and (segment, action.microbatch) not in self._done:
+            self.now += seconds
             self._done.add((segment, action.microbatch))
 
     def _segment_ended(self) -> None:

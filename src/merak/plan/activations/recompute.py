@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,13 +29,30 @@ _MOST_TRIES = 32
 """Segments that are tried one by one at the end."""
 
 
+class Recomputable(Timed, Protocol):
+    """Times of a segment, with those of computing its activations again."""
+
+    def recompute_seconds(
+        self, recomputed: frozenset[int] | None, most: frozenset[int] | None, /
+    ) -> float:
+        """Seconds of a recomputation.
+
+        Args:
+            recomputed: what runs again, as of `SegmentMemory`.
+            most: the same where nothing is kept for it.
+        """
+
+
 def recomputing_stages(partition: Partition, saved: frozenset[int]) -> tuple[bool, ...]:
     """Recompute flags by stage: true where some segment does not save its activations."""
     return tuple(any(i not in saved for i in stage) for stage in partition.stages)
 
 
 def save_fraction(
-    partition: Partition, times: Sequence[Timed], saved_bytes: Sequence[int], fraction: float
+    partition: Partition,
+    recompute_s: Sequence[float],
+    saved_bytes: Sequence[int],
+    fraction: float,
 ) -> frozenset[int]:
     """Segments that save activations when a fraction of every stage's segments recomputes.
 
@@ -42,14 +60,14 @@ def save_fraction(
 
     Args:
         partition: segments by stage.
-        times: of the segments.
+        recompute_s: for each segment, the seconds of computing it again.
         saved_bytes: for each segment, its saved activations of one microbatch.
         fraction: of a stage's segments that recompute, rounded up to whole segments.
     """
     saved: list[int] = []
     for stage in partition.stages:
         num_recomputed = math.ceil(fraction * len(stage) - 1e-9)
-        by_price = sorted(stage, key=lambda i: times[i].forward_s / max(saved_bytes[i], 1))
+        by_price = sorted(stage, key=lambda i: recompute_s[i] / max(saved_bytes[i], 1))
         saved += by_price[num_recomputed:]
     return frozenset(saved)
 
@@ -75,11 +93,11 @@ class PartialSaving:
 
     Args:
         saved_bytes: by segment, their results of all microbatches in flight.
-        time_fraction: by segment, the fraction of its recomputation that they spare.
+        spared_s: by segment, the seconds of its recomputation that they spare.
     """
 
     saved_bytes: Mapping[int, int]
-    time_fraction: Mapping[int, float]
+    spared_s: Mapping[int, float]
 
 
 PeakOf = Callable[[frozenset[int], frozenset[int]], int]
@@ -124,7 +142,7 @@ def _spared_s(rank: RankSegments, partial_saving: PartialSaving, choice: Choice)
     """Seconds of recomputation that a choice spares per microbatch."""
     seconds = dict(zip(rank.segments, rank.recompute_s, strict=True))
     whole = sum(seconds[index] for index in choice[0])
-    return whole + sum(seconds[index] * partial_saving.time_fraction[index] for index in choice[1])
+    return whole + sum(partial_saving.spared_s[index] for index in choice[1])
 
 
 def _less_partial(rank: RankSegments, partial_saving: PartialSaving) -> RankSegments:
@@ -134,7 +152,7 @@ def _less_partial(rank: RankSegments, partial_saving: PartialSaving) -> RankSegm
     sizes = zip(segments, rank.saved_bytes, strict=True)
     return RankSegments(
         segments,
-        tuple(s * (1 - partial_saving.time_fraction.get(i, 0.0)) for i, s in seconds),
+        tuple(s - partial_saving.spared_s.get(i, 0.0) for i, s in seconds),
         tuple(max(b - partial_saving.saved_bytes.get(i, 0), 0) for i, b in sizes),
     )
 
@@ -157,11 +175,9 @@ def add_partial_savings(
         budget: bytes that the rank may hold.
         candidates: segments that recompute.
     """
-    seconds = dict(zip(rank.segments, rank.recompute_s, strict=True))
 
     def worth(index: int) -> float:
-        spared_s = seconds[index] * partial_saving.time_fraction[index]
-        return spared_s / max(partial_saving.saved_bytes[index], 1)
+        return partial_saving.spared_s[index] / max(partial_saving.saved_bytes[index], 1)
 
     chosen = frozenset[int]()
     for index in sorted(candidates, key=worth, reverse=True)[:_MOST_TRIES]:

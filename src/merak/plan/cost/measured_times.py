@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +20,26 @@ class SegmentTimes:
         name: the segment's name.
         forward_s: seconds of the forward.
         backward_s: seconds of the backward without recomputation.
+        operators: estimated seconds of each node of a rank's graph; none where they are not known.
     """
 
     name: str
     forward_s: float
     backward_s: float
+    operators: Sequence[float] = ()
+
+    def recompute_seconds(
+        self, recomputed: Collection[int] | None, _: Collection[int] | None = None
+    ) -> float:
+        """Seconds of a recomputation: of the forward, as much as its operators are estimated at.
+
+        Args:
+            recomputed: as of `SegmentMemory`.
+        """
+        whole_s = sum(self.operators)
+        if recomputed is None or not whole_s:
+            return self.forward_s
+        return self.forward_s * sum(self.operators[place] for place in recomputed) / whole_s
 
 
 def save_times(path: Path, times: Sequence[SegmentTimes]) -> None:

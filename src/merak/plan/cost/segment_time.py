@@ -33,6 +33,12 @@ def segment_costs(segments: Sequence[Segment], profile: DeviceProfile) -> tuple[
     return tuple(_segment_times(segment, profile) for segment in segments)
 
 
+def operator_seconds(graph: fx.Graph, profile: DeviceProfile) -> tuple[float, ...]:
+    """Seconds of each node of a graph in a forward."""
+    works = (node_work(node, profile.device_type).forward for node in graph.nodes)
+    return tuple(sum(work_seconds(kernel, profile) for kernel in work) for work in works)
+
+
 def work_seconds(work: Work, profile: DeviceProfile) -> float:
     """Seconds of one kernel: the longer of computation and memory traffic, and the overhead."""
     compute_s = work.flops / (profile.flop_rate(work.dtype) * _achieved(work, profile))

@@ -18,8 +18,8 @@ from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
 from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.operators import node_work, outputs
-from merak.plan.cost.segment_time import work_seconds
+from merak.plan.cost.operators import outputs
+from merak.plan.cost.segment_time import operator_seconds
 from merak.plan.cost.segments.by_autograd import FakeRun
 from merak.plan.cost.segments.by_graph import kept_bytes, memory_by_graph
 from merak.plan.cost.segments.measured import SegmentMemories, values_of
@@ -32,12 +32,10 @@ class SelectiveOps:
 
     Args:
         names: of their nodes.
-        time_fraction: their fraction of the segment's forward time.
-        memory: of the segment that saves them.
+        memory: of the segment that saves them, which knows what is recomputed all the same.
     """
 
     names: frozenset[str]
-    time_fraction: float
     memory: SegmentMemory
 
     @property
@@ -89,14 +87,9 @@ def _names(graph: fx.Graph) -> list[str]:
 def _find(
     segment: Segment, saved_bytes: int, profile: DeviceProfile, memories: SegmentMemories
 ) -> SelectiveOps | None:
-    seconds = {
-        node.name: sum(
-            work_seconds(kernel, profile) for kernel in node_work(node, profile.device_type).forward
-        )
-        for node in segment.graph.nodes
-    }
-    whole_s = sum(seconds.values())
-    worth = whole_s / max(saved_bytes, 1)
+    of_operators = operator_seconds(segment.graph, profile)
+    seconds = dict(zip(_names(segment.graph), of_operators, strict=True))
+    worth = sum(of_operators) / max(saved_bytes, 1)
     device, kernels = memories.device, profile.device_type
     joint, candidates = memories.joint(segment), _candidates(segment.graph)
     num_bytes: Mapping[str, int]
@@ -111,7 +104,7 @@ def _find(
         memory = memory_by_graph(segment, joint, memories.float32_gradients, keeps=names)
     else:
         memory = _measure(segment, memories(segment), names, device, kernels)
-    return SelectiveOps(names, sum(seconds[name] for name in names) / whole_s, memory)
+    return SelectiveOps(names, memory)
 
 
 def _candidates(graph: fx.Graph) -> list[str]:

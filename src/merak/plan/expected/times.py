@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merak.plan.activations.forecast import Forecast
+from merak.plan.activations.recompute import Recomputable
 from merak.plan.balance import Timed
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.measured_times import load_times
@@ -51,21 +52,22 @@ def expected_times(forecast: Forecast, profile: DeviceProfile | None) -> Expecte
     return ExpectedTimes(tuple(times), recompute_s, simulate(layout.schedule, costs).makespan)
 
 
-def _segments(forecast: Forecast, profile: DeviceProfile | None) -> Sequence[Timed] | None:
+def _segments(forecast: Forecast, profile: DeviceProfile | None) -> Sequence[Recomputable] | None:
     """Times of the segments as a tensor parallel rank runs them: the user's own, or estimated."""
     layout, options = forecast.layout, forecast.options
     if options.segment_times is not None:
         names = [segment.name for segment in layout.graph.segments]
-        return load_times(Path(options.segment_times), names)
-    return None if profile is None else segment_costs(forecast.local_model.segments, profile)
+        return forecast.timed(load_times(Path(options.segment_times), names), profile)
+    if profile is None:
+        return None
+    return forecast.timed(segment_costs(forecast.local_model.segments, profile), profile)
 
 
-def _recompute(forecast: Forecast, times: Sequence[Timed]) -> tuple[float, ...]:
+def _recompute(forecast: Forecast, times: Sequence[Recomputable]) -> tuple[float, ...]:
     policy = forecast.policy
     return tuple(
         sum(
-            times[i].forward_s
-            * (1 - policy.selective[i].time_fraction if i in policy.selective else 1)
+            forecast.recompute_s(times, i, policy.selective.get(i))
             for i in own
             if i not in policy.saved
         )

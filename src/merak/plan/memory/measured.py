@@ -10,6 +10,7 @@ from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerMemories
+from merak.plan.cost.segment_time import operator_seconds
 from merak.plan.cost.segments.by_autograd import storage_bytes
 from merak.plan.cost.segments.measured import SegmentMemories
 from merak.plan.cost.segments.memory import SegmentMemory
@@ -41,6 +42,15 @@ class Measured:
     ) -> dict[int, SelectiveOps]:
         """Operators that are worth saving; arguments as of `find_selective_ops`."""
         return find_selective_ops(segments, profile, self._measure)
+
+    def operator_seconds(self, segment: Segment, profile: DeviceProfile) -> Sequence[float]:
+        """Estimated seconds of each node of a segment's graph in a forward."""
+
+        def find(one: Segment) -> tuple[Sequence[float], DeviceProfile]:
+            return operator_seconds(one.graph, profile), profile
+
+        # The profile is held, so that no other gets its identity.
+        return self._measure.once(segment, ("seconds", id(profile)), find)[0][0]
 
     def segment(self, segment: Segment, immediate: Collection[str] = ()) -> SegmentMemory:
         """Memory of a segment for one microbatch; arguments as of `SegmentMemories`."""

@@ -175,6 +175,19 @@ class MemoryModel:
         with pretended(self.job.mesh.unconnected()):
             return self._measured.selective(segments, profile)
 
+    def operator_seconds(self, profile: DeviceProfile) -> dict[int, Sequence[float]]:
+        """By segment, the estimated seconds of each node of its graph in a forward.
+
+        Args:
+            profile: the speeds of the devices.
+        """
+        return {
+            own.segment.index: self._measured.operator_seconds(own.segment, profile)
+            for program in self.job.programs
+            for stage in program.stages.values()
+            for own in stage.segments
+        }
+
     def rank(
         self,
         rank: int,

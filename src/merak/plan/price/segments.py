@@ -82,6 +82,9 @@ class SegmentPrice:
     """Seconds of a forward."""
     backward_s: float = field(init=False)
     """Seconds of a backward without recomputation."""
+    _recomputations: dict[tuple[frozenset[int] | None, ...], Pass] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Sum the seconds up, once for all that ask."""
@@ -93,6 +96,12 @@ class SegmentPrice:
         """The rank's shard of every parameter of the segment that was priced, by name."""
         return self.kernels.parameters
 
+    def recompute_seconds(
+        self, recomputed: frozenset[int] | None, most: frozenset[int] | None
+    ) -> float:
+        """Seconds of a recomputation; arguments as of `recompute`."""
+        return self.recompute(recomputed, most).seconds
+
     def recompute(
         self, recomputed: frozenset[int] | None, most: frozenset[int] | None = None
     ) -> Pass:
@@ -102,6 +111,12 @@ class SegmentPrice:
             recomputed: as of `SegmentMemory`.
             most: the same where nothing is kept for it, which `recompute_s` is of.
         """
+        key = (recomputed, most)
+        if key not in self._recomputations:
+            self._recomputations[key] = self._recompute(recomputed, most)
+        return self._recomputations[key]
+
+    def _recompute(self, recomputed: frozenset[int] | None, most: frozenset[int] | None) -> Pass:
         kept = self._again(recomputed)
         found = _launched(kept, self.host_s)
         if self.recompute_s is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,18 @@ from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.fit import simulated
 from merak.plan.activations.forecast import Forecast
+from merak.plan.cluster.cluster import Cluster, Link, Nodes
+from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.device import preset
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.engine_options import EngineOptions
+from merak.plan.expected.times import expected_times
+from merak.plan.price.kernels import KernelChoice
+from merak.plan.price.segments import price_graph
 from tests.unit.engine.models import gpt2, text_batch
 
 FAST, SLOW = 1e15, 1.0
+LINK = Link("here", 0.0, 1e9)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +68,31 @@ def between(share: float = 0.5) -> int:
 def seconds(found: Forecast, rate: float) -> float:
     layout = found.layout
     segments = layout.partition.num_segments
-    times = [SegmentTimes("", 1.0, 2.0) for _ in range(segments)]
+    times = found.timed([SegmentTimes("", 1.0, 2.0) for _ in range(segments)], None)
     return simulated(found, found.policy, times, rate).iteration_s
+
+
+def test_a_recomputation_takes_as_long_in_an_expectation_as_in_a_price() -> None:
+    """Both leave out the same operators, such as a segment's last product."""
+    device = replace(preset("a100-80gb"), device_type="cpu", efficiency=None)
+    found = forecast(recompute="full", device_profile=device)
+    segments = found.local_model.segments
+    groups = groups_of(Cluster((Nodes(device, 1, 1, LINK, LINK),)), 1, 1)
+    prices = [price_graph(own.graph, KernelChoice(), device, groups) for own in segments]
+    times = found.timed(prices, device)
+    kept = found.memory.find_selective_ops(device)
+    trained = [own.index for own in segments if own.index not in found.untrained]
+    assert kept
+    for ops in ({}, kept):
+        expected = [found.recompute_s(times, i, ops.get(i)) for i in trained]
+        assert expected == pytest.approx(
+            [found.recompute_s(prices, i, ops.get(i)) for i in trained]
+        )
+        assert sum(expected) < sum(prices[i].forward_s for i in trained)
+    said = expected_times(found, device)
+    assert said is not None and sum(said.recompute_s) == pytest.approx(
+        sum(found.recompute_s(times, i) for i in trained)
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble_v", "chimera"])

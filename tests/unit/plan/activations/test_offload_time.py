@@ -30,7 +30,7 @@ def test_without_copies_it_is_the_simulators(name: str) -> None:
     partition = from_sizes(sizes, 8)
     kept = frozenset({0, 2, 3, 6, 7})
     schedule = recomputing(schedule, recomputing_stages(partition, kept))
-    again = dict.fromkeys(set(range(8)) - kept, 1.0)
+    again = {i: UNEVEN[i].forward_s for i in set(range(8)) - kept}
     found = estimate(schedule, Work(partition, UNEVEN, again, {}, math.inf))
     expected = simulate(schedule, pipeline_costs(partition, UNEVEN, kept))
     busy = (expected.end - expected.start).reshape(-1)
@@ -84,7 +84,7 @@ def test_a_part_that_is_kept_is_not_computed_again() -> None:
     partition, schedule = from_sizes((2,), 2), recomputing(build("gpipe", 1, 3), (True,))
     pair = times((2, 4), (2, 4))
     whole, part = (
-        estimate(schedule, Work(partition, pair, {1: share}, {}, 1.0)).iteration_s
-        for share in (1.0, 0.25)
+        estimate(schedule, Work(partition, pair, {1: seconds}, {}, 1.0)).iteration_s
+        for seconds in (2.0, 0.5)
     )
     assert (whole, part) == (36 + 6, 36 + 1.5)

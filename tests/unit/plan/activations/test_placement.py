@@ -42,7 +42,7 @@ class Judge:
     def seconds(self, chosen: Placement) -> tuple[float, float]:
         left = {i: s for i, s in self.again.items() if i not in chosen.saved}
         again = sum(
-            s * (1 - (self.given.partial_saving.time_fraction[i] if i in chosen.selective else 0))
+            s - (self.given.partial_saving.spared_s[i] if i in chosen.selective else 0)
             for i, s in left.items()
         )
         copies = sum(self.given.copy_s[i] for i in chosen.offloaded)

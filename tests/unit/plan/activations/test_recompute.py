@@ -65,7 +65,7 @@ def test_segments_are_found_by_number_and_name():
 
 
 def test_a_share_recomputes_what_is_cheap_for_the_memory_it_frees():
-    times = [Time(1.0), Time(4.0), Time(2.0), Time(3.0)]
+    times = [1.0, 4.0, 2.0, 3.0]
     partition = Partition(4, ())
     assert save_fraction(partition, times, [10, 10, 10, 10], 0.5) == {1, 3}
     assert save_fraction(partition, times, [1, 10, 10, 10], 0.5) == {0, 1}
@@ -115,7 +115,7 @@ def test_parts_of_segments_never_make_it_worse(items, budget):
         tuple(b for _, b, _ in items),
     )
     held = {i: min(part, whole - 1) for i, (_, whole, part) in enumerate(items) if part}
-    parts = PartialSaving(held, dict.fromkeys(held, 0.5))
+    parts = PartialSaving(held, {i: items[i][0] / 2 for i in held})
 
     def peak_of(saved, selective):
         assert not saved & selective and selective <= frozenset(held)
@@ -132,7 +132,7 @@ def test_parts_of_segments_never_make_it_worse(items, budget):
 
 def test_parts_are_saved_where_whole_segments_do_not_fit():
     position = RankSegments((4, 5), (10.0, 10.0), (8, 8))
-    parts = PartialSaving({4: 2, 5: 2}, {4: 0.75, 5: 0.5})
+    parts = PartialSaving({4: 2, 5: 2}, {4: 7.5, 5: 5.0})
 
     def peak_of(saved, selective):
         return 8 * len(saved) + 2 * len(selective)
