@@ -23,7 +23,6 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.fit import usable_on
 from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.segments.by_autograd import saved_and_outputs
 from merak.plan.partition import from_sizes
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
@@ -224,12 +223,10 @@ def _saved(
 
     def made() -> Mapping[str, np.ndarray]:
         graph, first = workload.local_graph(form), workload.unique(form)
-        local = workload.local_model(form)
+        float32, joins = workload.common.float32_gradients, workload.kernels.joins
+        measured = workload.local_model(form).measured(float32, device.device_type, joins)
         with pretended(Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)):
-            known = {
-                i: saved_and_outputs(graph.segments[i], local.device, device.device_type)[0]
-                for i in set(first)
-            }
+            known = {i: measured.held(graph.segments[i])[0] for i in set(first)}
         inputs = np.array(
             [sum(graph.values[n].num_bytes for n in s.inputs) for s in graph.segments], dtype=float
         )

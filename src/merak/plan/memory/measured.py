@@ -59,6 +59,10 @@ class Measured:
             self._segments[key] = self._measure(segment, immediate)
         return self._segments[key]
 
+    def held(self, segment: Segment) -> tuple[int, int]:
+        """What a segment holds of a microbatch, as of `SegmentMemories`."""
+        return self._measure.held(segment)
+
     def piece(self, piece: Segment) -> SegmentMemory:
         """Memory of a piece of a segment, which has the segment's number."""
         return self._measure(piece, whole=False)

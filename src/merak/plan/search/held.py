@@ -1,7 +1,7 @@
 """Estimates of what a microbatch holds between forward and backward, for the order of a search.
 
-They take one run of every different segment on fake tensors, where its memory takes six, and its
-selective operators, which prices share.
+They are read off the joint graph of every different segment, which prices share, and off a run of
+its forward on fake tensors where autograd runs its backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.operators import family
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.cost.segments.by_autograd import saved_and_outputs
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 
@@ -88,10 +87,9 @@ class HeldEstimates:
     def _run(self, form: Form, graph: ModelGraph, segment: Segment) -> _HeldSegment:
         device, local = self._device, self._workload.local_model(form)
         float32 = self._workload.common.float32_gradients
-        saved, outputs = saved_and_outputs(segment, local.device, device.device_type)
+        measured = local.measured(float32, device.device_type, self._workload.kernels.joins)
+        saved, outputs = measured.held(segment)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
-        joins = self._workload.kernels.joins
-        measured = local.measured(float32, device.device_type, joins)
         found = measured.selective([(segment, saved)] if trains else [], device)
         copies = min(saved, _weight_copies(segment)) if trains else 0
         selective = sum(own.saved_bytes for own in found.values())

@@ -16,6 +16,7 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.memory.non_tensor import usable_bytes
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
+from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Misfit
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
@@ -128,9 +129,12 @@ def test_estimates_know_a_large_head_and_tied_weights(tied: bool) -> None:
     assert 0.6 * step_s < JobPricing(found, cluster).rough_s(own) < 1.4 * step_s
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("sequence_parallel", "joins"), [(False, True), (True, True), (True, False)]
+)
+def test_what_is_held_is_what_the_forecast_has(sequence_parallel: bool, joins: bool) -> None:
     found = example_workload(LLAMA, global_batch=4, sequence=16, optimizer=adam)
+    found.kernels = KernelChoice(joins=joins)
     device = parse_cluster("h100:2x1").nodes[0].device
     held = HeldEstimates(found, device)(Form(1, 2, sequence_parallel))
     own = Candidate(tp=2, sequence_parallel=sequence_parallel)

@@ -82,12 +82,7 @@ def memory_by_graph(
     parts = parts_of(joint, division)
     split = parts_of(joint, divide(joint, deferrable, keeps))
     lifetimes = _Lifetimes(joint, float32_gradients)
-    values = {names[number]: joint.arguments[number] for number in sorted(joint.inputs)}
-    outputs = _outputs(segment, joint, values)
-    roots = {
-        node.meta["layout"].storage: name
-        for name, node in reversed([*values.items(), *zip(segment.outputs, joint.outputs)])
-    }
+    outputs, roots = _outputs(segment, joint)
     saved = _of(division.saved, lifetimes.arguments)
     own = {storage: size for storage, size in saved.items() if storage not in roots}
     movable = _movable([*division.saved, *(joint.arguments[n] for n in parts.reads)])
@@ -111,15 +106,28 @@ def memory_by_graph(
     )
 
 
+def held_by_graph(segment: Segment, joint: JointGraph) -> tuple[int, int]:
+    """Bytes that a segment saves of a microbatch for its backward, and those of its outputs.
+
+    Args:
+        segment: whose joint graph it is.
+        joint: the graph.
+    """
+    outputs, roots = _outputs(segment, joint)
+    others = {*roots, *(node.meta["layout"].storage for node in joint.arguments)}
+    saved = sum(_of(divide(joint).saved, others).values())
+    return saved, sum(output.num_bytes for output in outputs.values())
+
+
 def _is_free(node: fx.Node) -> bool:
     """Whether a node computes nothing."""
     return node.meta["layout"] is None or is_view(node)
 
 
-def _outputs(
-    segment: Segment, joint: JointGraph, values: Mapping[str, fx.Node]
-) -> dict[str, Output]:
-    """Storages of a segment's outputs, by name."""
+def _outputs(segment: Segment, joint: JointGraph) -> tuple[dict[str, Output], dict[int, str]]:
+    """Storages of a segment's outputs, by name; and the names of those of inputs and outputs."""
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    values = {placeholders[n].meta["name"]: joint.arguments[n] for n in sorted(joint.inputs)}
     roots = {node.meta["layout"].storage: name for name, node in values.items()}
     others = {node.meta["layout"].storage for node in joint.arguments}
     found = {}
@@ -130,7 +138,8 @@ def _outputs(
             continue
         root = roots.setdefault(layout.storage, name)
         found[name] = Output(layout.storage_bytes, root, is_contiguous(layout))
-    return found
+    named = reversed([*values.items(), *zip(segment.outputs, joint.outputs, strict=True)])
+    return found, {node.meta["layout"].storage: name for name, node in named}
 
 
 def kept_bytes(joint: JointGraph, names: Iterable[str]) -> dict[str, int]:

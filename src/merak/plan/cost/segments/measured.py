@@ -12,8 +12,8 @@ from merak.graph.ir.ir import Segment
 from merak.graph.ir.operators import is_aten_alone
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.derive import JointGraph
-from merak.plan.cost.segments.by_autograd import memory_by_autograd
-from merak.plan.cost.segments.by_graph import joint_graph_of, memory_by_graph
+from merak.plan.cost.segments.by_autograd import memory_by_autograd, saved_and_outputs
+from merak.plan.cost.segments.by_graph import held_by_graph, joint_graph_of, memory_by_graph
 from merak.plan.cost.segments.memory import SegmentMemory
 
 T = TypeVar("T")
@@ -96,6 +96,17 @@ class SegmentMemories:
 
         memory, known = self.once(segment, ("memory", self.float32_gradients, own, joins), find)
         return memory.renamed(values_of(known, segment))
+
+    def held(self, segment: Segment) -> tuple[int, int]:
+        """Bytes that a segment saves of a microbatch for its backward, and those of its outputs."""
+
+        def find(one: Segment) -> tuple[int, int]:
+            joint = self.joint(one)
+            if joint is None:
+                return saved_and_outputs(one, self.device, self._kernels)
+            return held_by_graph(one, joint)
+
+        return self.once(segment, ("held", self._joins), find)[0]
 
     def joint(self, segment: Segment) -> JointGraph | None:
         """Joint graph of a segment; None where autograd runs its backward."""
