@@ -213,7 +213,7 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
     options = (("zero", 3), ("sub_pipelining", "off"))
     faults = [Fault(CALL, (2,), 9, options=options), Fault(PROPAGATE, (1,), 3, options=options)]
     # Buffers of gathers and of sums of gradients, before either has begun.
-    faults += [Fault(BUFFER, (rank,), n, options=options) for rank, n in ((0, 4), (1, 40), (3, 41))]
+    faults += [Fault(BUFFER, (rank,), n, options=options) for rank, n in ((0, 2), (1, 20), (3, 21))]
     faults += [Fault(CALL, (0,), 5, schedule="early_recompute", options=options)]
     check(pool, (2, 1, 2), faults, tmp_path)
 

@@ -164,6 +164,7 @@ class OptimizerTensor:
 
 
 def row_shard(shape: tuple[int, ...], degree: int, index: int) -> RowShard:
-    """The rows of a tensor of some shape that one of some replicas steps; counts differ by one."""
+    """The rows of a tensor of some shape that one of some replicas steps: torch's chunk."""
     count = shape[0] if shape else 1
-    return RowShard(count * index // degree, count * (index + 1) // degree)
+    each = shard_size(count, degree)
+    return RowShard(min(each * index, count), min(each * (index + 1), count))

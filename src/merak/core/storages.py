@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ class Storages(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._outer: Storages | None = None
         # By address of the storage: its size, and what tells when it goes.
         self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {}
         self._known = [tensor.untyped_storage() for tensor in known]
@@ -39,6 +40,31 @@ class Storages(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf)
         return result
+
+    def __enter__(self) -> Self:
+        global _counting
+        self._outer, _counting = _counting, self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        global _counting
+        _counting = self._outer
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Count what `resize_storage` has made of a tensor's storage, as long as that is."""
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is None:
+            self._see(tensor)
+            return
+        self._count(storage._cdata, storage.nbytes(), known[1])
+
+    def _count(self, key: int, num_bytes: int, goes: weakref.ref[Any] | None) -> None:
+        self.live_bytes += num_bytes - self._alive.get(key, (0, None))[0]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._alive[key] = (num_bytes, goes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage was allocated inside and is counted."""
@@ -58,15 +84,22 @@ class Storages(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return
-        num_bytes = storage.nbytes()
 
         def gone(_: object) -> None:
-            self._alive.pop(key, None)
-            self.live_bytes -= num_bytes
+            self.live_bytes -= self._alive.pop(key, (0, None))[0]
 
-        self._alive[key] = (num_bytes, weakref.ref(storage, gone))
-        self.live_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._count(key, storage.nbytes(), weakref.ref(storage, gone))
+
+
+_counting: Storages | None = None
+"""The innermost mode that counts."""
+
+
+def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Give a tensor's storage so many bytes of memory, or none, wherever else it is known."""
+    tensor.untyped_storage().resize_(num_bytes)
+    if _counting is not None:
+        _counting.resized(tensor)
 
 
 MIN_OFFLOADED_BYTES = 1024

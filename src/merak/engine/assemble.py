@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from merak.core.errors import ScheduleError
 from merak.core.gradients import is_low_precision
@@ -375,9 +374,8 @@ def _param_all_gather(job: _Job) -> ParamAllGather | None:
 
 def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
     """The parameters that FSDP shards (ZeRO-3); the model has meta parameters in their places."""
-    mesh, options, parameters = job.mesh, job.options, job.parameters
-    group = mesh.group(REPLICAS)
-    if options.zero != 3 or group is None:
+    options, parameters = job.options, job.parameters
+    if options.zero != 3 or job.groups.everyone is None:
         return None
     low = [name for name, p in parameters.items() if p.requires_grad and is_low_precision(p)]
     if low and not (options.master_weights and options.float32_gradients):
@@ -394,15 +392,21 @@ def _fsdp_parameters(job: _Job) -> FsdpParameters | None:
         for stage in job.stages
         for s in stage.segments
     ]
-    order = UnshardOrder(group, mesh.device, job.progress, job.collectives)
-    everyone, same_experts = mesh.submesh(REPLICAS), mesh.submesh(EXPERT_REPLICAS)
 
-    def replicas(name: str) -> DeviceMesh:
-        found = same_experts if name in groups.experts else everyone
+    def replicas(name: str) -> dist.ProcessGroup:
+        found = groups.of(name)
         assert found is not None
         return found
 
-    fsdp = FsdpParameters(segments, parameters, replicas, options.master_weights, job.tied, order)
+    fsdp = FsdpParameters(
+        segments,
+        parameters,
+        replicas,
+        options.master_weights,
+        job.tied,
+        UnshardOrder(job.progress),
+        job.collectives,
+    )
     metas = {id(parameters[name]): meta for name, meta in fsdp.meta_parameters.items()}
     replace_parameters(job.model, metas)
     return fsdp

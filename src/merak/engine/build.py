@@ -22,7 +22,6 @@ from merak.engine.parameters.watched import sharded_tensors, watch_absent
 from merak.engine.program_agreement import check_programs
 from merak.engine.segments.activation_offload import reserve_host_memory
 from merak.engine.step.parameter_writes import refuse_parameter_writes
-from merak.engine.zero.fsdp import can_abort_step
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
@@ -166,9 +165,8 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     if layout.activations.offloaded and forecast.own_ranks is not None:
         reserve_host_memory(mesh.device, forecast.own_ranks[mesh.pp_rank].host_blocks)
     save_fewer = None
-    can_abort = layout.schedule.is_synchronous and (options.zero != 3 or can_abort_step())
+    can_abort = layout.schedule.is_synchronous and options.can_replan
     can_abort = can_abort and not mesh.spreads_experts  # others would wait for its rows
-    can_abort = can_abort and options.can_replan
     if may_replan(options.recompute) and can_abort:
         profile = partial(speeds, options, mesh, source.cache_dir)
         save_fewer = OomReplanner(forecast, times, profile, programs).save_fewer

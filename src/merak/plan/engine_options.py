@@ -45,8 +45,7 @@ class EngineOptions(ParallelOptions):
     @property
     def joins(self) -> bool:
         """Whether backwards of segments are graphs, where they can be."""
-        is_plain = self.compilation is None and self.zero < 3
-        return self.trains and is_plain and not self.by_autograd
+        return self.trains and self.compilation is None and not self.by_autograd
 
     @property
     def features(self) -> Features | None:

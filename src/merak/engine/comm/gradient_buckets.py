@@ -19,7 +19,7 @@ import torch.distributed as dist
 from merak.core.gradients import add_gradient, dense, no_gradient
 from merak.engine.comm.compression.stages import BucketGradients, GradientCompression
 from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
-from merak.engine.comm.row_shards import pack_all
+from merak.engine.comm.row_shards import pack_all, unpack
 from merak.engine.health.oom import OomGuard
 from merak.engine.health.status import Progress
 from merak.plan.memory.communication_limits import MAX_OPEN_BUCKETS
@@ -188,17 +188,19 @@ class GradientReducer:
         peers = others_of(self._stages[stage].group)
         with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
             found.work.wait()
-        sharded, absent, start = self._optimizer_tensors, found.absent(), 0
-        for parameter in found.bucket:
-            target = parameter if sharded is None else sharded[id(parameter)]
-            piece = found.flat[start : start + target.numel()].view_as(target)
-            start += target.numel()
+        sharded, absent = self._optimizer_tensors, found.absent()
+        group = self._stages[stage].group
+        # An all-reduce gives all rows, as those of a single replica.
+        degree = 1 if sharded is None else dist.get_world_size(group)
+        index = 0 if sharded is None else dist.get_rank(group)
+        pieces = unpack(found.flat, found.bucket, degree, index)
+        for parameter, piece in zip(found.bucket, pieces, strict=True):
             if id(parameter) in absent:
                 continue
             if sharded is None:
-                parameter.grad = piece
-            elif target.numel():
-                add_gradient(target, piece)
+                parameter.grad = piece.view_as(parameter)
+            elif piece.numel():
+                add_gradient(sharded[id(parameter)], piece.view_as(sharded[id(parameter)]))
 
     def forget(self) -> None:
         """Free the reductions of a step that failed."""

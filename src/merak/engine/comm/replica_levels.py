@@ -124,48 +124,34 @@ class Levels:
             self._order_there = torch.tensor(self.order, device=device)
         return self._order_there
 
-    def start(self, job: Callable[[], None], device: torch.device, here: bool) -> Waitable:
+    def start(self, job: Callable[[], None], device: torch.device) -> Waitable:
         """Run collectives beside what this thread does next.
 
         Args:
             job: calls them.
             device: of their tensors.
-            here: whether a GPU runs them on the current stream, not on one of their own.
         """
         if device.type != "cuda":
             self._lane = self._lane or _Lane()
             return self._lane.start(job)
-        current = torch.cuda.current_stream(device)
-        if not here:
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._stream.wait_stream(current)
-        stream = current if here else self._stream
-        assert stream is not None
-        with torch.cuda.stream(stream):
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
             job()
-            return _OnStream(stream.record_event(), device)
+            return _OnStream(self._stream.record_event(), device)
 
 
 class ReplicaCollectives:
     """Collectives of groups of replicas: by hierarchy where a group has one, else at once.
 
-    They take the arguments of torch's, so that `fully_shard` can be given them.
+    They take the arguments of torch's.
 
     Args:
         levels: of the groups that have two, by the group's ranks.
-        here: whether GPUs run them on the current stream, as `fully_shard` expects, which calls
-            them on streams of its own.
     """
 
-    def __init__(
-        self, levels: Mapping[tuple[int, ...], Levels] | None = None, here: bool = False
-    ) -> None:
+    def __init__(self, levels: Mapping[tuple[int, ...], Levels] | None = None) -> None:
         self._levels = levels or {}
-        self._here = here
-
-    def on_current_stream(self) -> ReplicaCollectives:
-        """Replica collectives that run on the current stream, not on one of their own."""
-        return ReplicaCollectives(self._levels, here=True)
 
     def _of(self, group: dist.ProcessGroup | None) -> Levels | None:
         if not self._levels or group is None:
@@ -181,7 +167,7 @@ class ReplicaCollectives:
         """Begin to sum a flat tensor over a group."""
         levels = self._of(group)
         if levels is not None:
-            return levels.start(lambda: levels.all_reduce(flat), flat.device, self._here)
+            return levels.start(lambda: levels.all_reduce(flat), flat.device)
         work: Waitable | None = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         return work
@@ -193,13 +179,11 @@ class ReplicaCollectives:
         *,
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
-        **others: Any,
     ) -> Any:
         """Sum the tensors of a group's ranks, and receive this one's shard."""
         levels = self._of(group)
         if levels is None:
-            own = {"group": group, "async_op": async_op, **others}
-            return reduce_scatter(output_tensor, input_tensor, **own)
+            return reduce_scatter(output_tensor, input_tensor, group=group, async_op=async_op)
         return self._run(
             levels, partial(levels.reduce_scatter, output_tensor, input_tensor), async_op
         )
@@ -219,9 +203,8 @@ class ReplicaCollectives:
         return self._run(levels, partial(levels.all_gather, output_tensor, input_tensor), async_op)
 
     def _run(self, levels: Levels, job: partial[None], async_op: bool) -> Waitable | None:
-        work = levels.start(job, job.args[0].device, self._here)
-        # `fully_shard` waits for nothing of ours but on the streams of a GPU.
-        if async_op and not (self._here and isinstance(work, _Done)):
+        work = levels.start(job, job.args[0].device)
+        if async_op:
             return work
         work.wait()
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,13 +27,8 @@ class ShardedParameters(Protocol):
     def begin(self, names: Sequence[str]) -> None:
         """Gather the parameters of a segment that begins."""
 
-    def call(
-        self,
-        names: Sequence[str],
-        weights: ParamLeaves,
-        compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor, ...]:
-        """Call a segment with its sharded parameters gathered."""
+    def weights(self, names: Sequence[str], others: ParamLeaves) -> ParamLeaves:
+        """The parameters of a segment, while the sharded ones are gathered."""
 
     def end(self, names: Sequence[str]) -> None:
         """Free the parameters of a segment that has ended."""

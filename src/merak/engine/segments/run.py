@@ -18,7 +18,7 @@ from merak.engine.segments import run_joint, run_offloaded
 from merak.engine.segments.context import SegmentContext
 from merak.engine.segments.run_joint import JointForward
 from merak.engine.segments.run_offloaded import OffloadedForward, Saving
-from merak.engine.tensors_by_name import LeafGradients, ParamLeaves, TensorDict
+from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.program.program import SegmentProgram
 from merak.graph.program.selective import SavedResults
 
@@ -58,16 +58,21 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
         save: save its activations for the backward; else only if its program says so.
     """
     saves = (save or run.saved) and run.trains
-    joined = run_joint.forward(run, values, ctx, saves)
-    if joined is not None:
-        return joined
+    with unsharded(run, ctx) as own:
+        made = run_joint.forward(run, values, own, saves)
+        return _forward(run, values, own, saves) if made is None else made
+
+
+def _forward(
+    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, saves: bool
+) -> SavedForward:
+    """Run the forward of a segment whose backward autograd runs."""
     if saves and run.offload is not None and ctx.offload is not None:
 
         def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
             return call(run, inputs, ctx, True, saving)
 
-        with unsharded(run, ctx):
-            offloaded = run_offloaded.forward(run, values, ctx.offload, record)
+        offloaded = run_offloaded.forward(run, values, ctx.offload, record)
         return SavedForward([], (), {}, offloaded=offloaded)
     leaves = [
         values[name].detach().requires_grad_(carries)
@@ -76,13 +81,12 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
     recomputes = run.trains and not saves
     before = {name: ctx.buffers[name].clone() for name in run.written} if recomputes else {}
     recording = None
-    with unsharded(run, ctx):
-        if recomputes and run.selective is not None:
-            with run.selective.recording(ctx.device) as recording:
-                # As for the backward, which may make kernels give more than without.
-                outputs = tuple(output.detach() for output in call(run, leaves, ctx, True))
-        else:
-            outputs = call(run, leaves, ctx, saves)
+    if recomputes and run.selective is not None:
+        with run.selective.recording(ctx.device) as recording:
+            # As for the backward, which may make kernels give more than without.
+            outputs = tuple(output.detach() for output in call(run, leaves, ctx, True))
+    else:
+        outputs = call(run, leaves, ctx, saves)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return SavedForward([], (), {})
@@ -91,14 +95,16 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
 
 def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     """Recompute the activations that the forward did not save."""
+    is_due = saved.saved if isinstance(saved, JointForward) else saved.outputs
+    if is_due is None:
+        with unsharded(run, ctx) as own:
+            _recompute(run, saved, own)
+
+
+def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     if isinstance(saved, JointForward):
         run_joint.recompute(run, saved, ctx)
-    elif saved.outputs is None:
-        with unsharded(run, ctx):
-            _recompute(run, saved, ctx)
-
-
-def _recompute(run: SegmentProgram, saved: SavedForward, ctx: SegmentContext) -> None:
+        return
     before = replace(ctx, buffers={**ctx.buffers, **saved.buffers})
     if saved.recording is None or run.selective is None:
         saved.outputs = call(run, saved.inputs, before, save=True)
@@ -124,13 +130,14 @@ def backward(
         ctx: as in the forward.
         segment_done: called afterwards.
     """
-    if isinstance(saved, JointForward):
-        run_joint.backward(run, saved, gradients, ctx)
-    elif run.trains:
-        with unsharded(run, ctx):
-            if saved.outputs is None:
-                _recompute(run, saved, ctx)
-            _propagate(run, saved, gradients, ctx)
+    if run.trains:
+        with unsharded(run, ctx) as own:
+            if isinstance(saved, JointForward):
+                run_joint.backward(run, saved, gradients, own)
+            else:
+                if saved.outputs is None:
+                    _recompute(run, saved, own)
+                _propagate(run, saved, gradients, own)
     segment_done(run)
 
 
@@ -150,13 +157,19 @@ def _propagate(
 
 
 @contextmanager
-def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[None]:
-    """Context in which the segment's parameters are gathered, where FSDP shards them."""
-    if ctx.fsdp is not None:
-        ctx.fsdp.begin(run.segment.parameters)
-    yield
-    if ctx.fsdp is not None:
-        ctx.fsdp.end(run.segment.parameters)
+def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[SegmentContext]:
+    """Context in which the segment's parameters are gathered, where FSDP shards them.
+
+    Yields:
+        What the segment reads, with them.
+    """
+    names = run.segment.parameters
+    if ctx.fsdp is None or not names:
+        yield ctx
+        return
+    ctx.fsdp.begin(names)
+    yield replace(ctx, weights=ctx.fsdp.weights(names, ctx.weights))
+    ctx.fsdp.end(names)
 
 
 def propagate(
@@ -231,18 +244,11 @@ def call(
     segment = program.segment
     if program.draws:
         set_random_state(ctx.device, *ctx.random_key, segment.index)
-
-    def compute(weights: ParamLeaves) -> tuple[torch.Tensor, ...]:
-        first = (
-            *(weights[name] for name in segment.parameters),
-            *(ctx.buffers[name] for name in segment.buffers),
-            *(ctx.columns[name] for name in segment.columns),
-        )
-        last = tuple(ctx.batch_only[name] for name in segment.batch_only)
-        with nullcontext() if saving is None else saving((*first, *last)):
-            return ctx.function(program)(*first, *inputs, *last)
-
-    with torch.set_grad_enabled(save):
-        if ctx.fsdp is None:
-            return compute(ctx.weights)
-        return ctx.fsdp.call(segment.parameters, ctx.weights, compute)
+    first = (
+        *(ctx.weights[name] for name in segment.parameters),
+        *(ctx.buffers[name] for name in segment.buffers),
+        *(ctx.columns[name] for name in segment.columns),
+    )
+    last = tuple(ctx.batch_only[name] for name in segment.batch_only)
+    with torch.set_grad_enabled(save), nullcontext() if saving is None else saving((*first, *last)):
+        return ctx.function(program)(*first, *inputs, *last)

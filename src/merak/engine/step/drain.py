@@ -157,14 +157,9 @@ class DrainedParameters:
             with _disable_current_modes():
                 self._fsdp.begin(names, drained=True)
 
-    def call(
-        self,
-        names: Sequence[str],
-        weights: ParamLeaves,
-        compute: Callable[[ParamLeaves], tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor, ...]:
-        """Call a segment with fake parameters."""
-        return compute(weights)
+    def weights(self, names: Sequence[str], others: ParamLeaves) -> ParamLeaves:
+        """Fake parameters, of which none is sharded."""
+        return others
 
     def end(self, names: Sequence[str]) -> None:
         """Join the reduce-scatters of gradients, with zeros."""

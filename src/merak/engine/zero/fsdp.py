@@ -1,147 +1,220 @@
 """FSDP parameters (ZeRO-3): sharded over the replicas, and gathered segment by segment.
 
-torch's `fully_shard` does it: parameters that the same segments read are a module of their own,
-whose forward is the segment. They are gathered for the segment's action, in the order of
-`merak.engine.zero.unshard_order`, and freed when it ends; a backward reduce-scatters gradients.
-
-A segment's backward ends behind its reduce-scatter: each group is a root, as the schedule calls
-segments one by one, and torch waits for a root's reductions in the callback behind its backward.
-Two open would need one communication context of torch's own for all groups: private, of another
-form in torch 2.11 (one reduction) than in 2.13 (a list), and prefetching in an order of its own.
-On CPUs torch reduces in the thread of the backward, whatever is asked for.
+Parameters that the same segments read are a group, which one collective gathers. They are gathered
+for a segment's action and freed when it ends, and a backward's gradients are reduce-scattered
+beside the segments that follow it, all in the order of `merak.engine.zero.unshard_order`.
 
 Source: arXiv:1910.02054 (ZeRO), section 5.3; arXiv:2304.11277 (FSDP), section 3.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from merak.core.gradients import is_low_precision
+from merak.core.gradients import dense, is_low_precision
 from merak.core.shards import RowShard
-from merak.engine.comm.row_shards import rows_of
+from merak.core.storages import resize_storage
+from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
+from merak.engine.comm.row_shards import (
+    pack,
+    pack_all,
+    packed_length,
+    rows_of,
+    shard_rows,
+    unpack,
+    unpack_all,
+)
 from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.unshard_order import Unshard, UnshardOrder
 from merak.graph.weights.absent import OF_REPLICAS, AbsentTensor, swap
 
-Outputs = tuple[torch.Tensor, ...]
-Compute = Callable[[ParamLeaves], Outputs]
-"""A segment, as a function of its parameters by name."""
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A collective that has begun.
+
+    Args:
+        work: tells when it is done.
+        sent: what this rank gives, which must stay until then.
+        received: what it gets.
+    """
+
+    work: Waitable
+    sent: torch.Tensor
+    received: torch.Tensor
 
 
-class FsdpGroup(nn.Module):
+class FsdpGroup:
     """Parameters that one all-gather unshards: of one type, and all trained or all frozen.
+
+    Its leaves stay the same tensors, and have memory while they are gathered: what autograd has
+    saved of a leaf is there again in the backward.
 
     Args:
         parameters: by name, unsharded.
-        replicas: the mesh along dp.
+        group: the replicas.
         masters: whether shards of parameters of low precision are float32 masters of them.
-        order: in which they are gathered, with the collectives that gather them.
+        collectives: of the replicas.
+
+    Attributes:
+        shards: this replica's rows of the parameters, as precise as the optimizer steps them.
+        leaves: the parameters, which have memory between `unshard` and `reshard`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        replicas: DeviceMesh,
+        group: dist.ProcessGroup,
         masters: bool,
-        order: UnshardOrder,
+        collectives: ReplicaCollectives,
     ) -> None:
-        super().__init__()
-        first = next(iter(parameters.values()))
-        self.trains, self.degree = first.requires_grad, replicas.size()
-        self.index = replicas.get_local_rank()
-        self.dtype = first.dtype
-        has_masters = masters and self.trains and is_low_precision(first)
-        self.reduce_dtype = torch.float32 if has_masters else self.dtype
-        self.names = tuple(parameters)
-        self.shards = nn.ParameterList(
-            nn.Parameter(p.detach().to(self.reduce_dtype), requires_grad=self.trains)
-            for p in parameters.values()
+        self.group = group
+        self._collectives = collectives
+        self._degree, self._index = dist.get_world_size(group), dist.get_rank(group)
+        whole = list(parameters.values())
+        self.trains, self._dtype = whole[0].requires_grad, whole[0].dtype
+        is_low = masters and self.trains and is_low_precision(whole[0])
+        self._reduce_dtype = torch.float32 if is_low else self._dtype
+        self._flat = pack([p.detach() for p in whole], self._degree, self._index)
+        self._flat = self._flat.to(self._reduce_dtype)
+        self._length = packed_length(whole, self._degree)
+        self.shards = dict(
+            zip(parameters, unpack(self._flat, whole, self._degree, self._index), strict=True)
         )
-        # Elements that a collective carries of a replica: its rows, as many as any replica has.
-        self.num_elements = sum(
-            -(-p.shape[0] // self.degree) * (p.numel() // max(p.shape[0], 1))
-            for p in parameters.values()
-        )
-        self._shard(replicas, has_masters, order)
+        self.leaves = {
+            name: torch.empty_like(p, requires_grad=self.trains) for name, p in parameters.items()
+        }
+        # Writes into these leave the leaves' versions alone, of which autograd has saved some.
+        self._memory = [leaf.data for leaf in self.leaves.values()]
+        self._num_bytes = [leaf.untyped_storage().nbytes() for leaf in self._memory]
+        self._gather: _Open | None = None
+        self._reduction: _Open | None = None
+        self._sums: dict[str, torch.Tensor] = {}
+        self.reshard()
 
-    def _shard(self, replicas: DeviceMesh, has_masters: bool, order: UnshardOrder) -> None:
-        policy = MixedPrecisionPolicy(
-            param_dtype=self.dtype if has_masters else None,
-            reduce_dtype=torch.float32 if has_masters else None,
-            cast_forward_inputs=False,
-        )
-        made: Any = fully_shard(self, mesh=replicas, reshard_after_forward=False, mp_policy=policy)
-        # The loss is a mean over replicas already.
-        made.set_gradient_divide_factor(1.0)
-        made.set_force_sum_reduction_for_comms(True)
-        count, of = order.count_collective, order.collectives
-        made.set_custom_all_gather(_CountedCollective(of.all_gather, count))
-        made.set_custom_reduce_scatter(_CountedCollective(of.reduce_scatter, count))
-        if can_abort_step():
-            made.set_reduce_scatter_unused_params(True)
+    def begin_gather(self) -> None:
+        """Begin to gather the parameters."""
+        own = self._flat.to(self._dtype)
+        everything = make_buffer(self._degree * self._length, own)
+        work = self._collectives.all_gather(everything, own, group=self.group, async_op=True)
+        self._gather = _Open(work, own, everything)
 
-    def forward(self, compute: Compute) -> Outputs:
-        """Call a segment while the parameters are gathered."""
-        return compute(dict(zip(self.names, self.shards, strict=True)))
+    def unshard(self) -> None:
+        """Wait for the gather that has begun, if any, and copy the parameters out of it."""
+        if self._gather is None:
+            return
+        self._gather.work.wait()
+        for tensor, num_bytes in zip(self._memory, self._num_bytes, strict=True):
+            resize_storage(tensor, num_bytes)
+        unpack_all(self._gather.received, self._memory, self._degree)
+        self._gather = None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._gather = None
+        for tensor in self._memory:
+            resize_storage(tensor, 0)
+
+    def begin_reduction(self) -> None:
+        """Begin to reduce the gradients of the leaves, which lose them; zeros where they have none.
+
+        An earlier reduction ends first.
+        """
+        self.take_reduction()
+        found = [
+            leaf.new_zeros(()).expand(leaf.shape) if leaf.grad is None else dense(leaf.grad)
+            for leaf in self.leaves.values()
+        ]
+        own = make_buffer(self._length, self._flat)
+        everything = pack_all(found, self._degree, self._reduce_dtype)
+        del found
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        work = self._collectives.reduce_scatter(own, everything, group=self.group, async_op=True)
+        self._reduction = _Open(work, everything, own)
+
+    def take_reduction(self) -> None:
+        """Wait for the reduction that has begun, if any, and add it to the gradients' shards."""
+        if self._reduction is None:
+            return
+        found, self._reduction = self._reduction, None
+        found.work.wait()
+        leaves = list(self.leaves.values())
+        pieces = unpack(found.received, leaves, self._degree, self._index)
+        made = dict(zip(self.leaves, pieces, strict=True))
+        known = [name for name in made if name in self._sums]
+        if known:
+            torch._foreach_add_([self._sums[n] for n in known], [made.pop(n) for n in known])
+        self._sums.update(made)
+
+    def join(self, is_reduction: bool) -> None:
+        """Take part in a collective for the other replicas alone, with zeros."""
+        dtype = self._reduce_dtype if is_reduction else self._dtype
+        one = torch.zeros(self._length, dtype=dtype, device=self._flat.device)
+        every = torch.zeros(self._degree * self._length, dtype=dtype, device=self._flat.device)
+        if is_reduction:
+            self._collectives.reduce_scatter(one, every, group=self.group)
+        else:
+            self._collectives.all_gather(every, one, group=self.group)
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient's shard of a parameter, reduced; None for none."""
+        self.take_reduction()
+        return self._sums.get(name)
+
+    def drop_gradient(self, name: str) -> None:
+        """Free the gradient's shard of a parameter, which somebody has taken."""
+        self._sums.pop(name, None)
+
+    def full(self, name: str) -> torch.Tensor:
+        """A parameter unsharded; all replicas call it together."""
+        made = torch.empty_like(self.leaves[name], device=self._flat.device, requires_grad=False)
+        own = torch.zeros(packed_length([made], self._degree), dtype=made.dtype, device=made.device)
+        unpack(own, [made], self._degree, self._index)[0].copy_(self.shards[name])
+        everything = own.new_empty(self._degree * own.numel())
+        self._collectives.all_gather(everything, own, group=self.group)
+        unpack_all(everything, [made], self._degree)
+        return made
+
+    def rows(self, name: str) -> RowShard:
+        """The rows of a parameter that this replica holds."""
+        return shard_rows(self.leaves[name], self._degree, self._index)
+
+    def forget(self) -> None:
+        """Free what a step that failed has gathered and reduced."""
+        self.reshard()
+        self._reduction = None
+        self._sums.clear()
+        for leaf in self.leaves.values():
+            leaf.grad = None
 
 
-class _CountedCollective:
-    """A collective that is counted when it begins, in the form that `fully_shard` takes."""
-
-    def __init__(
-        self, collective: Callable[..., Any], count_collective: Callable[[], None]
-    ) -> None:
-        self._collective, self._count = collective, count_collective
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Allocate a buffer to send or to receive."""
-        return make_buffer(size, dtype, device)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin the collective."""
-        work = self._collective(*args, **kwargs)
-        self._count()
-        return work
-
-
-def make_buffer(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer that a collective sends or receives; tests let memory run out here."""
-    return torch.empty(*size, dtype=dtype, device=device)
-
-
-def can_abort_step() -> bool:
-    """Whether this torch can reset a gathered segment in the middle of its backward."""
-    needed = ("reset_iter_state", "set_reduce_scatter_unused_params")
-    return all(hasattr(FSDPModule, name) for name in needed)
+def make_buffer(length: int, like: torch.Tensor) -> torch.Tensor:
+    """A buffer that a collective receives; tests let memory run out here."""
+    return like.new_empty(length)
 
 
 class ShardLeaf:
     """The leaf of a sharded parameter for tied gradients: it gives the shard of the gradient."""
 
-    def __init__(self, shard: nn.Parameter) -> None:
-        self._shard = shard
+    def __init__(self, name: str, group: FsdpGroup) -> None:
+        self._name, self._group = name, group
 
     @property
     def grad(self) -> torch.Tensor | None:
         """Gradient shard of this replica, along dim 0."""
-        found: Any = self._shard.grad
-        return None if found is None else found.to_local()
+        return self._group.gradient(self._name)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         assert value is None, "shards of gradients are only taken"
-        self._shard.grad = value
+        self._group.drop_gradient(self._name)
 
 
 class FsdpParameters:
@@ -150,70 +223,60 @@ class FsdpParameters:
     Args:
         segments: names of the parameters of each.
         parameters: by name, unsharded.
-        replicas: by name, the mesh of the replicas that shard a parameter.
+        replicas: by name, the replicas that shard a parameter.
         masters: whether shards of parameters of low precision are float32 masters of them.
         shared: names of those whose gradients are collected from several segments.
         order: in which they are gathered.
+        collectives: of the replicas; None for those of torch.
     """
 
     def __init__(  # one argument for each thing that the build puts in
         self,
         segments: Iterable[Sequence[str]],
         parameters: Mapping[str, nn.Parameter],
-        replicas: Callable[[str], DeviceMesh],
+        replicas: Callable[[str], dist.ProcessGroup],
         masters: bool,
         shared: Collection[str],
         order: UnshardOrder,
+        collectives: ReplicaCollectives | None = None,
     ) -> None:
         self._shared = frozenset(shared)
         self.order = order
-        self._modules: dict[str, FsdpGroup] = {}
-        self._positions: dict[str, int] = {}
+        self._groups: dict[str, FsdpGroup] = {}
         self.meta_parameters: dict[str, nn.Parameter] = {}
         self.optimizer_tensors: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, ShardLeaf] = {}
+        every = collectives or ReplicaCollectives()
         for names in _group_by_readers(segments, parameters, replicas):
             own = {name: parameters[name] for name in names}
-            self._add(own, FsdpGroup(own, replicas(names[0]), masters, order))
-        for module in dict.fromkeys(self._modules.values()):
-            _initialize(module)
+            self._add(own, FsdpGroup(own, replicas(names[0]), masters, every))
 
-    def _add(self, own: Mapping[str, nn.Parameter], module: FsdpGroup) -> None:
-        for position, (name, parameter) in enumerate(own.items()):
-            self._modules[name], self._positions[name] = module, position
+    def _add(self, own: Mapping[str, nn.Parameter], group: FsdpGroup) -> None:
+        for name, parameter in own.items():
+            self._groups[name] = group
             empty = torch.empty_like(parameter, device="meta", requires_grad=False)
             absent = AbsentTensor(empty, f"{name!r} is {OF_REPLICAS}")
-            made = nn.Parameter(absent, requires_grad=module.trains)
+            made = nn.Parameter(absent, requires_grad=group.trains)
             vars(made).update(vars(parameter))  # what the model's code reads there
             self.meta_parameters[name] = parameter if swap(parameter, made) else made
-            if module.trains:
-                self.optimizer_tensors[name] = nn.Parameter(
-                    self._shard_of(name).to_local().detach()
-                )
-                self.leaves[name] = ShardLeaf(self._shard_of(name))
-
-    def _shard_of(self, name: str) -> Any:
-        return self._modules[name].shards[self._positions[name]]
+            if group.trains:
+                self.optimizer_tensors[name] = nn.Parameter(group.shards[name])
+                self.leaves[name] = ShardLeaf(name, group)
 
     def shard(self, name: str) -> torch.Tensor:
         """Parameter shard of this replica, along dim 0, in the dtype of its optimizer tensor."""
-        found: torch.Tensor = self._shard_of(name).to_local().detach()
-        return found
+        return self._groups[name].shards[name]
 
     def full(self, name: str) -> torch.Tensor:
         """A parameter unsharded, in its own type; all replicas call it together."""
-        dtype = self.meta_parameters[name].dtype
-        found: torch.Tensor = self._shard_of(name).full_tensor().detach().to(dtype)
-        return found
+        return self._groups[name].full(name)
 
-    def _modules_of(self, names: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(self._modules[n] for n in names if n in self._modules))
+    def _groups_of(self, names: Sequence[str]) -> tuple[FsdpGroup, ...]:
+        return tuple(dict.fromkeys(self._groups[n] for n in names if n in self._groups))
 
     def rows(self, name: str) -> RowShard:
-        """The rows of a parameter that this replica holds: torch's chunk."""
-        count, module = self.meta_parameters[name].shape[0], self._modules[name]
-        each = -(-count // module.degree)
-        return RowShard(min(module.index * each, count), min((module.index + 1) * each, count))
+        """The rows of a parameter that this replica holds."""
+        return self._groups[name].rows(name)
 
     def start(self, unshards: Iterable[tuple[Sequence[str], bool]]) -> None:
         """Set the order of a step or an evaluation that begins.
@@ -221,15 +284,15 @@ class FsdpParameters:
         Args:
             unshards: names of the parameters of each, and whether their gradients are reduced.
         """
-        self.order.start(Unshard(self._modules_of(names), back) for names, back in unshards)
+        self.order.start(Unshard(self._groups_of(names), back) for names, back in unshards)
 
     def begin(self, names: Sequence[str], drained: bool = False) -> None:
         """Gather the parameters of a segment that begins; see `UnshardOrder.begin`."""
-        self.order.begin(self._modules_of(names), drained)
+        self.order.begin(self._groups_of(names), drained)
 
     def end(self, names: Sequence[str], drained: bool = False) -> None:
         """Free the parameters of a segment that has ended; see `UnshardOrder.end`."""
-        self.order.end(self._modules_of(names), drained)
+        self.order.end(self._groups_of(names), drained)
 
     def abort_step(self) -> None:
         """Abort the step: from the marked action on, only the collectives take part."""
@@ -238,25 +301,18 @@ class FsdpParameters:
 
     def forget(self) -> None:
         """Free the gathered parameters and the gradients of a step that failed."""
-        every: list[Any] = list(dict.fromkeys(self._modules.values()))
-        for module in every if can_abort_step() else ():
-            _clear_gradients(module)  # unsharded gradients, of a backward that has not ended
-            module.reset_iter_state()
-            _clear_gradients(module)
+        for group in dict.fromkeys(self._groups.values()):
+            group.forget()
 
-    def call(self, names: Sequence[str], weights: ParamLeaves, compute: Compute) -> Outputs:
-        """Call a segment with its gathered parameters.
+    def weights(self, names: Sequence[str], others: ParamLeaves) -> ParamLeaves:
+        """The parameters that a segment reads, while they are gathered.
 
         Args:
             names: of the parameters that it reads.
-            weights: parameters that are not sharded.
-            compute: the segment.
+            others: parameters that are not sharded.
         """
-        unsharded = {name: weights[name] for name in names if name not in self._modules}
-        with warnings.catch_warnings():
-            # Nobody writes into outputs in place: other segments read detached leaves of them.
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-            return _call_nested(list(self._modules_of(names)), unsharded, compute)
+        groups = self._groups
+        return {n: groups[n].leaves[n] if n in groups else others[n] for n in names}
 
     def take_gradients(self) -> None:
         """Move the shards of the gradients to the optimizer tensors.
@@ -287,29 +343,16 @@ class FsdpParameters:
                 model, {id(p): self.meta_parameters[name] for name, p in full.items()}
             )
         for name, parameter in full.items():
-            shard = self._shard_of(name).to_local().detach()
+            shard = self.shard(name)
             if shard.dtype == parameter.dtype and shard.numel():
                 rows = self.rows(name)
                 shard.copy_(rows_of(parameter.detach(), rows.start, rows.stop))
 
 
-def _clear_gradients(module: FsdpGroup) -> None:
-    """Clear the gradients of a group's parameters, unsharded or shards."""
-    for parameter in module.shards:
-        parameter.grad = None
-
-
-@torch.no_grad()
-def _initialize(module: Any) -> None:
-    """Run torch's lazy initialisation of a module, without which it resets none."""
-    module(lambda shards: ())
-    module.reshard()
-
-
 def _group_by_readers(
     segments: Iterable[Sequence[str]],
     parameters: Mapping[str, nn.Parameter],
-    replicas: Callable[[str], DeviceMesh],
+    replicas: Callable[[str], dist.ProcessGroup],
 ) -> list[list[str]]:
     """Names of each group: of one type, read by the same segments, sharded by the same ranks."""
     readers: dict[str, list[int]] = {}
@@ -322,14 +365,6 @@ def _group_by_readers(
         key = (tuple(numbers), parameter.dtype, parameter.requires_grad, id(replicas(name)))
         groups.setdefault(key, []).append(name)
     return list(groups.values())
-
-
-def _call_nested(modules: list[FsdpGroup], known: ParamLeaves, compute: Compute) -> Outputs:
-    if not modules:
-        return compute(known)
-    first, *others = modules
-    made: Outputs = first(lambda shards: _call_nested(others, {**known, **shards}, compute))
-    return made
 
 
 def replace_parameters(model: nn.Module, others: Mapping[int, nn.Parameter]) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from merak.engine.comm.gradient_buckets import Bucket, others_of
 from merak.engine.comm.replica_levels import ReplicaCollectives, Waitable
-from merak.engine.comm.row_shards import pack, unpack
+from merak.engine.comm.row_shards import pack, unpack_all
 from merak.engine.health.status import Progress
 
 
@@ -91,10 +91,7 @@ class ParamAllGather:
         gather, bucket, group = self._open.pop(number), self._buckets[number], self._groups[number]
         with self._progress.waiting("updated parameters from", others_of(group)):
             gather.work.wait()
-        degree, own_index = dist.get_world_size(group), dist.get_rank(group)
-        for index, flat in enumerate(gather.everything.chunk(degree)):
-            if index != own_index:
-                unpack(flat, bucket, degree, index)
+        unpack_all(gather.everything, bucket, dist.get_world_size(group))
 
 
 class AwaitedParams(Mapping[str, torch.Tensor]):

@@ -2,41 +2,50 @@
 
 A step is a list of unshards, as the schedule orders them: for a segment's forward, recomputation,
 or backward, which includes a recomputation just before it. The parameters of the next one are
-prefetched while this one computes. A backward ends with the reduce-scatter of its gradients. So the
-order of all collectives is known beforehand and is the same on all replicas, and a rank that aborts
-a step takes part in the remaining ones.
+prefetched while this one computes. A backward ends with the start of the reduce-scatter of its
+gradients. So the order of all collectives is known beforehand and is the same on all replicas, and
+a rank that aborts a step takes part in the remaining ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 
 from merak.engine.comm.gradient_buckets import others_of
-from merak.engine.comm.replica_levels import ReplicaCollectives
 from merak.engine.health.status import Progress
 from merak.graph.program.program import SegmentProgram, StageProgram
 from merak.schedule.ir import Kind
 
 
-class Module(Protocol):
-    """A module of parameters that one all-gather unshards, as `fsdp.FsdpGroup` is one."""
+class Group(Protocol):
+    """Parameters that one all-gather unshards, as `fsdp.FsdpGroup` is one."""
 
     trains: bool
-    degree: int
-    num_elements: int
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    group: dist.ProcessGroup
 
-    def unshard(self, async_op: bool = False) -> object:
-        """Gather the parameters, or wait for a gather that has begun."""
+    def begin_gather(self) -> None:
+        """Begin to gather the parameters."""
+
+    def unshard(self) -> None:
+        """Wait for a gather that has begun, if any."""
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
+
+    def begin_reduction(self) -> None:
+        """Begin to reduce the gradients."""
+
+    def take_reduction(self) -> None:
+        """Wait for a reduction that has begun, if any."""
+
+    def join(self, is_reduction: bool) -> None:
+        """Take part in a collective for the other replicas alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,103 +53,118 @@ class Unshard:
     """An unshard: the time for which a segment's parameters are gathered.
 
     Args:
-        modules: the parameters that it reads, as far as they are sharded.
+        groups: the parameters that it reads, as far as they are sharded.
         is_backward: whether its gradients are reduced at the end.
     """
 
-    modules: tuple[Module, ...]
+    groups: tuple[Group, ...]
     is_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    module: Module
+    group: Group
     is_reduction: bool
 
 
 class UnshardOrder:
     """Gathers parameters in the order of a step's unshards, each during the one before.
 
+    What the next unshard reads as well stays gathered. The reductions of a backward are open while
+    the next one computes.
+
     Args:
-        group: the replicas.
-        device: where the parameters are.
         progress: reports every wait.
-        collectives: of the replicas; None for those of torch.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        progress: Progress,
-        collectives: ReplicaCollectives | None = None,
-    ) -> None:
-        self.collectives = (collectives or ReplicaCollectives()).on_current_stream()
-        self._group, self._device, self._progress = group, device, progress
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._unshards: Sequence[Unshard] = ()
         self._collectives: list[_Collective] = []
         # Per unshard, how many collectives there are up to its computation, and up to its end.
         self._due: list[tuple[int, int]] = []
         self._next = self._mark = self._num_begun = 0
+        self._open: list[Group] = []
 
     def start(self, unshards: Iterable[Unshard]) -> None:
         """Set the unshards of a step or an evaluation that begins."""
-        self._unshards = [unshard for unshard in unshards if unshard.modules]
+        self._unshards = [unshard for unshard in unshards if unshard.groups]
         self._next = self._mark = self._num_begun = 0
         self._collectives, self._due = [], []
         for number, unshard in enumerate(self._unshards):
-            last = self._unshards[number - 1].modules if number else unshard.modules
-            gathered = [module for module in unshard.modules if module in last]
-            self._plan([*gathered, *self._prefetched(number)], is_reduction=False)
+            first = () if number else unshard.groups
+            self._plan([*first, *self._prefetched(number)], is_reduction=False)
             ready = len(self._collectives)
-            # torch reduces in the order in which backward reaches the modules.
-            self._plan(
-                [m for m in reversed(unshard.modules) if unshard.is_backward and m.trains], True
-            )
+            self._plan(_reduced(unshard), is_reduction=True)
             self._due.append((ready, len(self._collectives)))
 
-    def _plan(self, modules: Iterable[Module], is_reduction: bool) -> None:
-        self._collectives += [_Collective(module, is_reduction) for module in modules]
+    def _plan(self, groups: Iterable[Group], is_reduction: bool) -> None:
+        self._collectives += [_Collective(group, is_reduction) for group in groups]
 
-    def _prefetched(self, number: int) -> list[Module]:
-        """The modules to prefetch for the next unshard; this one's own are freed in between."""
-        own = self._unshards[number].modules
-        following = self._unshards[number + 1].modules if number + 1 < len(self._unshards) else ()
-        return [module for module in following if module not in own]
+    def _prefetched(self, number: int) -> list[Group]:
+        """The groups to prefetch for the next unshard, beside this one's own."""
+        own = self._unshards[number].groups
+        return [group for group in self._following(number) if group not in own]
 
-    def count_collective(self) -> None:
-        """Count a collective that has begun."""
-        self._num_begun += 1
+    def _following(self, number: int) -> tuple[Group, ...]:
+        last = number + 1 == len(self._unshards)
+        return () if last else self._unshards[number + 1].groups
 
-    def begin(self, modules: tuple[Module, ...], drained: bool = False) -> None:
-        """Gather the modules of the next unshard, and prefetch the one after.
+    def begin(self, groups: tuple[Group, ...], drained: bool = False) -> None:
+        """Gather the groups of the next unshard, and prefetch the one after.
 
         Args:
-            modules: its modules, as `start` was given.
+            groups: its groups, as `start` was given.
             drained: take part in the collectives for the other replicas alone.
         """
-        if not modules:
+        if not groups:
             return
         number = self._next
-        assert self._unshards[number].modules == modules, "a segment runs out of order"
+        assert self._unshards[number].groups == groups, "a segment runs out of order"
         self._next += 1
         if drained:
             self._join_due(self._due[number][0])
             return
-        with self._progress.waiting("the parameters of a segment from", others_of(self._group)):
-            for module in modules:
-                module.unshard()
-        for module in self._prefetched(number):
-            module.unshard(async_op=True)
+        for group in () if number else groups:
+            self._begin(group.begin_gather)
+        for group in groups:
+            with self._waiting("the parameters of a segment from", group):
+                group.unshard()
+        for group in self._prefetched(number):
+            self._begin(group.begin_gather)
 
-    def end(self, modules: tuple[Module, ...], drained: bool = False) -> None:
-        """Free the modules of an unshard that has ended; arguments as of `begin`."""
-        if not modules:
+    def end(self, groups: tuple[Group, ...], drained: bool = False) -> None:
+        """Free the groups of an unshard that has ended; arguments as of `begin`."""
+        if not groups:
             return
-        self._join_due(self._due[self._next - 1][1])  # where no gradient came, zeros are reduced
-        if not drained:
-            for module in modules:
-                module.reshard()
+        number = self._next - 1
+        if drained:
+            self._join_due(self._due[number][1])
+            return
+        reduced = _reduced(self._unshards[number])
+        if reduced:
+            self.take_reductions()
+        for group in reduced:
+            self._begin(group.begin_reduction)
+            self._open.append(group)
+        following = self._following(number)
+        for group in groups:
+            if group not in following:
+                group.reshard()
+
+    def take_reductions(self) -> None:
+        """Wait for the reductions that have begun."""
+        while self._open:
+            group = self._open.pop()
+            with self._waiting("the sum of the gradients of a segment with", group):
+                group.take_reduction()
+
+    def _begin(self, collective: Callable[[], None]) -> None:
+        collective()
+        self._num_begun += 1
+
+    def _waiting(self, what: str, group: Group) -> AbstractContextManager[None]:
+        return self._progress.waiting(what, others_of(group.group))
 
     def mark(self) -> None:
         """Mark where an action begins."""
@@ -149,20 +173,18 @@ class UnshardOrder:
     def rewind(self) -> None:
         """Go back to the mark: the action's unshards come again, drained."""
         self._next = self._mark
+        self._open.clear()
 
     def _join_due(self, num_due: int) -> None:
         """Take part, with zeros, in collectives that are due and have not begun here."""
         while self._num_begun < num_due:
             found = self._collectives[self._num_begun]
-            module, length = found.module, found.module.num_elements
-            dtype = module.reduce_dtype if found.is_reduction else module.dtype
-            one = torch.zeros(length, dtype=dtype, device=self._device)
-            every = torch.zeros(module.degree * length, dtype=dtype, device=self._device)
-            if found.is_reduction:
-                self.collectives.reduce_scatter(one, every, group=self._group)
-            else:
-                self.collectives.all_gather(every, one, group=self._group)
-            self.count_collective()
+            self._begin(partial(found.group.join, found.is_reduction))
+
+
+def _reduced(unshard: Unshard) -> list[Group]:
+    """The groups whose gradients are reduced at the end of an unshard."""
+    return [group for group in unshard.groups if unshard.is_backward and group.trains]
 
 
 def unshards_of(

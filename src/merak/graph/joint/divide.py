@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
+from merak.graph.ir.ir import Kind
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.joint.clean import is_view
 from merak.graph.joint.deferred import Deferred, find_deferred
 from merak.graph.joint.derive import JointGraph
@@ -42,7 +45,8 @@ def divide(
 ) -> Division:
     """Divide a joint graph at the values that the backward reads.
 
-    Views of arguments are made again in the backward, and what was gathered is gathered again.
+    Views of arguments and casts of parameters are made again in the backward, and what was gathered
+    is gathered again.
 
     Args:
         joint: the graph.
@@ -55,13 +59,12 @@ def divide(
     forward = [node for node in calls if not node.meta["is_backward"]]
     backward = [node for node in calls if node.meta["is_backward"]]
     read = [n for node in backward for n in node.all_input_nodes] + list(joint.gradients.values())
-    again, saved = _made_again(dict.fromkeys(filter(_is_of_forward, read)))
+    again, saved = _made_again(dict.fromkeys(filter(_is_of_forward, read)), _casts(forward))
     later = find_deferred(joint, backward, deferrable) if deferrable else Deferred()
     now = [node for node in backward if node not in later.nodes]
     kept = [g for number, g in joint.gradients.items() if number not in later.parameters]
     behind = [node for node in backward if node in later.nodes]
-    views = {node for node in again if is_view(node)}
-    weights = _ordered(behind, [], views)
+    weights = _ordered(behind, [], {n for n in again if n.target not in GATHERED_AGAIN})
     made = {*weights, *joint.arguments}
     held = dict.fromkeys(n for node in weights for n in node.all_input_nodes if n not in made)
     return Division(
@@ -98,15 +101,34 @@ def _append(order: dict[fx.Node, None], node: fx.Node, again: set[fx.Node]) -> N
         order.setdefault(node)
 
 
-def _made_again(values: Iterable[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """Nodes that the backward makes again for some values of the forward, and what it saves."""
+def _casts(forward: Sequence[fx.Node]) -> set[fx.Node]:
+    """Casts of parameters, or of views of them, into which nobody writes."""
+    written = {n.meta["layout"].storage for node in forward for n in mutated_arguments(node)}
+    casts = [node for node in forward if node.target is torch.ops.aten._to_copy.default]
+    return {
+        cast
+        for cast in casts
+        if _chain(cast.all_input_nodes[0])[1].meta.get("kind") is Kind.PARAMETER
+        and cast.meta["layout"].storage not in written
+    }
+
+
+def _made_again(
+    values: Iterable[fx.Node], casts: set[fx.Node]
+) -> tuple[set[fx.Node], list[fx.Node]]:
+    """Nodes that the backward makes again for some values of the forward, and what it saves.
+
+    Args:
+        values: that it reads.
+        casts: of parameters.
+    """
     again: set[fx.Node] = set()
     saved: dict[fx.Node, None] = {}
     waiting = list(values)
     while waiting:
         value = waiting.pop(0)
         chain, end = _chain(value)
-        if end.target in GATHERED_AGAIN:
+        if end.target in GATHERED_AGAIN or end in casts:
             again.update((*chain, end))
             waiting += filter(_is_of_forward, end.all_input_nodes)
         elif end.op == "placeholder":

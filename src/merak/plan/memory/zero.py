@@ -5,11 +5,8 @@ Source: arXiv:1910.02054 (ZeRO), sections 5.1 and 5.2.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -51,24 +48,15 @@ class ZeroSharding:
         return self.degree > 1
 
     def optimizer_tensors(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
-        """Tensors that the optimizer steps, on the replica with the largest shards."""
-        whole = Counter(
-            (
-                m.shape[0] if m.shape else 1,
-                math.prod(m.shape[1:]) * self._dtype(m).itemsize,
-                self.degree_of(name),
-            )
-            for name, m in metas.items()
-        )
-        index = _largest_replica(frozenset(whole.items()), self.degree)
-        return {name: self._rows(meta, index, self.degree_of(name)) for name, meta in metas.items()}
+        """Tensors that the optimizer steps, on the first replica, which has the largest shards."""
+        return {name: self._rows(meta, self.degree_of(name)) for name, meta in metas.items()}
 
     def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
         """Bytes of the unsharded gradients of some parameters."""
         return {name: meta.num_bytes for name, meta in self._gradients(metas).items()}
 
     def gradient_shard_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
-        """Bytes of each gradient's shard, on the replica with the largest shards."""
+        """Bytes of each gradient's shard, on the first replica, which has the largest ones."""
         shards = replace(self, master_weights=False).optimizer_tensors(self._gradients(metas))
         return {name: meta.num_bytes for name, meta in shards.items()}
 
@@ -87,31 +75,12 @@ class ZeroSharding:
         is_low = meta.dtype in _LOW_PRECISION
         return torch.float32 if self.master_weights and is_low else meta.dtype
 
-    def _rows(self, meta: TensorMeta, index: int, degree: int) -> TensorMeta:
+    def _rows(self, meta: TensorMeta, degree: int) -> TensorMeta:
         dtype = self._dtype(meta)
         if degree == 1:
             return replace(meta, dtype=dtype)
-        rows = row_shard(meta.shape, degree, index * degree // self.degree)
+        rows = row_shard(meta.shape, degree, 0)
         return replace(meta, dtype=dtype, shape=(rows.stop - rows.start, *meta.shape[1:]))
-
-
-@lru_cache(maxsize=4096)
-def _largest_replica(tensors: frozenset[tuple[tuple[int, int, int], int]], degree: int) -> int:
-    """The first replica with the most bytes of some tensors.
-
-    Args:
-        tensors: ((rows, bytes of a row, replicas that shard it), times).
-        degree: the number of all replicas.
-    """
-
-    def size(index: int) -> int:
-        total = 0
-        for (rows, row_bytes, own), times in tensors:
-            place = index * own // degree
-            total += times * row_bytes * (rows * (place + 1) // own - rows * place // own)
-        return total
-
-    return max(range(degree), key=size)
 
 
 def total_bytes(metas: Iterable[TensorMeta]) -> int:

@@ -14,8 +14,7 @@ from merak.engine.zero import unshard_order as under_test
 from merak.engine.zero.unshard_order import Unshard, UnshardOrder
 
 CPU = torch.device("cpu")
-SIZES = {"a": 1, "b": 2, "tied": 3, "frozen": 4}
-NAMES = {size: name for name, size in SIZES.items()}
+NAMES = ("a", "b", "tied", "frozen")
 
 
 class Short(Exception):
@@ -33,54 +32,43 @@ class Rank:
         self.most = most
         self.log: list[str] = []
         self.at_computations: list[int] = []
+        self.open_then: list[list[str]] = []
         self.num_over = 0
         monkeypatch.setattr(under_test, "others_of", lambda group: (1,))
-        group: Any = None
-        self.order = UnshardOrder(group, CPU, Progress(clock_of(CPU), 0))
-        self.order.collectives = self  # type: ignore[assignment]
-        self.modules = {name: Fake(name, self, trains=name != "frozen") for name in SIZES}
+        self.order = UnshardOrder(Progress(clock_of(CPU), 0))
+        self.groups = {name: Fake(name, self, trains=name != "frozen") for name in NAMES}
         forward = [("tied",), ("a", "frozen"), ("b", "tied")]
         rows = [(names, False) for names in forward]
         rows += [(names, True) for names in reversed(forward)]
-        self.steps = [Unshard(tuple(self.modules[n] for n in names), back) for names, back in rows]
-
-    def all_gather(self, every: torch.Tensor, one: torch.Tensor, group: object) -> None:
-        assert every.numel() == 2 * one.numel()
-        self.log.append(NAMES[one.numel()])
-
-    def reduce_scatter(self, one: torch.Tensor, every: torch.Tensor, group: object) -> None:
-        assert every.numel() == 2 * one.numel()
-        self.log.append(f"sum {NAMES[one.numel()]}")
+        self.steps = [Unshard(tuple(self.groups[n] for n in names), back) for names, back in rows]
 
     def begin(self, what: str) -> None:
         if len(self.log) == self.most:
             raise Short
         self.log.append(what)
-        self.order.count_collective()
 
     def run(self) -> None:
-        """Every turn; as torch does, a backward sums what it meets last first."""
+        """Every turn."""
         self.order.start(self.steps)
         for unshard in self.steps:
             self.order.mark()
-            self.order.begin(unshard.modules)
-            assert all(module.is_whole for module in self.modules_of(unshard))
+            self.order.begin(unshard.groups)
+            assert all(group.is_whole for group in self.groups_of(unshard))
             self.at_computations.append(len(self.log))
-            for module in reversed(self.modules_of(unshard)) if unshard.is_backward else ():
-                if module.trains:
-                    self.begin(f"sum {module.name}")
-            self.order.end(unshard.modules)
+            self.open_then.append([n for n, group in self.groups.items() if group.is_reducing])
+            self.order.end(unshard.groups)
             self.num_over += 1
+        self.order.take_reductions()
 
     def abort_step(self) -> None:
         """The rest, from the marked turn on, in name only."""
         self.order.rewind()
         for unshard in self.steps[self.num_over :]:
-            self.order.begin(unshard.modules, drained=True)
-            self.order.end(unshard.modules, drained=True)
+            self.order.begin(unshard.groups, drained=True)
+            self.order.end(unshard.groups, drained=True)
 
-    def modules_of(self, unshard: Unshard) -> tuple[Any, ...]:
-        return unshard.modules
+    def groups_of(self, unshard: Unshard) -> tuple[Any, ...]:
+        return unshard.groups
 
 
 @dataclass(eq=False)
@@ -90,29 +78,39 @@ class Fake:
     name: str
     rank: Rank
     trains: bool
-    degree: int = 2
-    dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
+    group: Any = None
+    is_gathering: bool = False
     is_whole: bool = False
-    num_elements: int = 0
+    is_reducing: bool = False
 
-    def __post_init__(self) -> None:
-        self.num_elements = SIZES[self.name]
+    def begin_gather(self) -> None:
+        assert not self.is_gathering and not self.is_whole
+        self.rank.begin(self.name)
+        self.is_gathering = True
 
-    def unshard(self, async_op: bool = False) -> None:
-        if not self.is_whole:
-            self.rank.begin(self.name)
-            self.is_whole = True
+    def unshard(self) -> None:
+        self.is_whole, self.is_gathering = self.is_whole or self.is_gathering, False
 
     def reshard(self) -> None:
         self.is_whole = False
+
+    def begin_reduction(self) -> None:
+        assert not self.is_reducing
+        self.rank.begin(f"sum {self.name}")
+        self.is_reducing = True
+
+    def take_reduction(self) -> None:
+        self.is_reducing = False
+
+    def join(self, is_reduction: bool) -> None:
+        self.rank.log.append(f"sum {self.name}" if is_reduction else self.name)
 
 
 WHOLE = [
     "tied", "a", "frozen",  # the first turn has its own, and the next one's set out
     "b", "tied",
-    "b", "tied", "a", "frozen",  # the same segment backward; what it used was freed
-    "sum tied", "sum b", "tied",
+    "a", "frozen",  # beside the last segment's backward, whose parameters are still there
+    "sum b", "sum tied", "tied",
     "sum a", "sum tied",
 ]  # fmt: skip
 
@@ -121,8 +119,15 @@ def test_what_comes_next_sets_out_before_a_segment_runs(monkeypatch: pytest.Monk
     rank = Rank(monkeypatch)
     rank.run()
     # The collectives that have begun when each of the six turns computes.
-    assert rank.at_computations == [3, 5, 5, 9, 12, 13]
+    assert rank.at_computations == [3, 5, 5, 7, 10, 11]
     assert rank.log == WHOLE
+    assert not any(group.is_whole or group.is_reducing for group in rank.groups.values())
+
+
+def test_sums_are_open_while_the_next_segment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.run()
+    assert rank.open_then == [[], [], [], [], ["b", "tied"], ["a"]]
 
 
 @pytest.mark.parametrize("most", range(len(WHOLE)))
@@ -134,12 +139,3 @@ def test_a_rank_that_gives_up_anywhere_owes_the_rest(
         rank.run()
     rank.abort_step()
     assert rank.log == WHOLE
-
-
-def test_sums_without_a_gradient_are_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(monkeypatch)
-    back = rank.steps[-1]
-    rank.order.start([back])
-    rank.order.begin(back.modules)
-    rank.order.end(back.modules)
-    assert rank.log == ["tied", "sum tied"] and not rank.modules["tied"].is_whole
