@@ -87,12 +87,12 @@ FRAMEWORKS: Mapping[str, Framework] = {
     ),
     # PyTorch's operators with flash attention, FSDP.
     "foundry": Framework(
-        KernelChoice(fused_sums=False, hides_sharded=True),
+        KernelChoice(fused_sums=False),
         is_fused=False,
         attention=_FLASH_ATTENTION_2,
     ),
     "kempner": Framework(
-        KernelChoice(fused_sums=False, hides_sharded=True),
+        KernelChoice(fused_sums=False),
         is_fused=False,
         float32=False,
     ),

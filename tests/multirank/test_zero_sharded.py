@@ -28,6 +28,9 @@ def train(layout: Layout, name: str, settings: list[dict[str, Any]]) -> list[Any
         parallel = make(layout, dtype, **options)
         losses = [parallel.step(share(step, dtype)).item() for step in range(STEPS)]
         losses.append(parallel.evaluate(share(9, dtype)).item())
+        stages = parallel.engine._state.base.stages.values()
+        for segment in (segment for stage in stages for segment in stage.segments):
+            assert not segment.trains or (segment.joint and not segment.joint.obstacle)
         kept = sum(p.nbytes for p in parallel.engine.parameters.values() if not p.is_meta)
         with parallel.engine.whole_model():
             found = dict(parallel.model.named_parameters())

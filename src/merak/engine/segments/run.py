@@ -6,8 +6,8 @@ is called explicitly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,7 @@ import torch
 
 from merak.core.random import set_random_state
 from merak.engine.segments import run_joint, run_offloaded
-from merak.engine.segments.context import SegmentContext
+from merak.engine.segments.context import SegmentContext, ShardedParameters
 from merak.engine.segments.run_joint import JointForward
 from merak.engine.segments.run_offloaded import OffloadedForward, Saving
 from merak.engine.tensors_by_name import LeafGradients, TensorDict
@@ -58,9 +58,13 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
         save: save its activations for the backward; else only if its program says so.
     """
     saves = (save or run.saved) and run.trains
-    with unsharded(run, ctx) as own:
-        made = run_joint.forward(run, values, own, saves)
-        return _forward(run, values, own, saves) if made is None else made
+    own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
+    made: Saved | None = run_joint.forward(run, values, own, saves)
+    if made is None:
+        made = _forward(run, values, own, saves)
+    if ctx.fsdp is not None:
+        ctx.fsdp.end(run.segment.parameters)
+    return made
 
 
 def _forward(
@@ -97,8 +101,10 @@ def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     """Recompute the activations that the forward did not save."""
     is_due = saved.saved if isinstance(saved, JointForward) else saved.outputs
     if is_due is None:
-        with unsharded(run, ctx) as own:
-            _recompute(run, saved, own)
+        own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
+        _recompute(run, saved, own)
+        if ctx.fsdp is not None:
+            ctx.fsdp.end(run.segment.parameters)
 
 
 def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
@@ -131,13 +137,15 @@ def backward(
         segment_done: called afterwards.
     """
     if run.trains:
-        with unsharded(run, ctx) as own:
-            if isinstance(saved, JointForward):
-                run_joint.backward(run, saved, gradients, own)
-            else:
-                if saved.outputs is None:
-                    _recompute(run, saved, own)
-                _propagate(run, saved, gradients, own)
+        own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
+        if isinstance(saved, JointForward):
+            run_joint.backward(run, saved, gradients, own)
+        else:
+            if saved.outputs is None:
+                _recompute(run, saved, own)
+            _propagate(run, saved, gradients, own)
+        if ctx.fsdp is not None:
+            ctx.fsdp.end(run.segment.parameters)
     segment_done(run)
 
 
@@ -156,20 +164,11 @@ def _propagate(
     )
 
 
-@contextmanager
-def unsharded(run: SegmentProgram, ctx: SegmentContext) -> Iterator[SegmentContext]:
-    """Context in which the segment's parameters are gathered, where FSDP shards them.
-
-    Yields:
-        What the segment reads, with them.
-    """
+def _unsharded(run: SegmentProgram, ctx: SegmentContext, fsdp: ShardedParameters) -> SegmentContext:
+    """What a segment reads, with its parameters gathered."""
     names = run.segment.parameters
-    if ctx.fsdp is None or not names:
-        yield ctx
-        return
-    ctx.fsdp.begin(names)
-    yield replace(ctx, weights=ctx.fsdp.weights(names, ctx.weights))
-    ctx.fsdp.end(names)
+    fsdp.begin(names)
+    return replace(ctx, weights=fsdp.weights(names, ctx.weights))
 
 
 def propagate(

@@ -23,11 +23,11 @@ from merak.engine.stage import Microbatch, Stage
 from merak.engine.tensors_by_name import ParamLeaves, TensorDict
 from merak.engine.weight_versions import LiveWeights
 from merak.engine.zero.fsdp import FsdpParameters
-from merak.engine.zero.unshard_order import needs_parameters
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.program.split_backward import WeightGradients
 from merak.graph.trace.branches.flags import is_condition
+from merak.plan.memory.unshards import needs_parameters
 from merak.schedule.ir import Action, Kind, Schedule
 from merak.schedule.steps import Payload, Receive
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
-from merak.engine.zero.unshard_order import unshards_of
 from merak.graph.program.program import Program
+from merak.plan.memory.unshards import unshards_of
 from merak.plan.step_plans import StepPlan
 from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action
@@ -38,7 +38,9 @@ class ScheduleRun(StepInterpreter):
         """The order in which the run gathers FSDP parameters; see `unshards_of`."""
         for action in self.schedule.actions[self.rank]:
             program = self._programs[action.microbatch].stages[action.stage]
-            yield from unshards_of(action.kind, program, self.schedule.recompute[action.stage])
+            recomputes = self.schedule.recompute[action.stage]
+            for segment, reduces in unshards_of(action.kind, program, recomputes):
+                yield segment.segment.parameters, reduces
 
     def send(self, step: Send) -> None:
         """Start to send what the action before has computed."""

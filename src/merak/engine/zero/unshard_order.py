@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
-from merak.graph.program.program import SegmentProgram, StageProgram
-from merak.schedule.ir import Kind
 
 
 class Group(Protocol):
@@ -185,29 +183,3 @@ class UnshardOrder:
 def _reduced(unshard: Unshard) -> list[Group]:
     """The groups whose gradients are reduced at the end of an unshard."""
     return [group for group in unshard.groups if unshard.is_backward and group.trains]
-
-
-def unshards_of(
-    kind: Kind, program: StageProgram, recomputes: bool
-) -> list[tuple[tuple[str, ...], bool]]:
-    """The unshards of an action: names of the parameters, and whether gradients are reduced.
-
-    Args:
-        kind: of the action.
-        program: of its stage, for its microbatch.
-        recomputes: whether the stage recomputes the activations that its program does not save.
-    """
-    is_backward = kind is Kind.BACKWARD
-    segments = reversed(program.segments) if is_backward else program.segments
-    return [
-        (segment.segment.parameters, is_backward)
-        for segment in segments
-        if needs_parameters(segment, kind, recomputes)
-    ]
-
-
-def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
-    """Whether a segment reads its parameters in an action; arguments as of `unshards_of`."""
-    if kind is Kind.RECOMPUTE:
-        return segment.trains and recomputes and not segment.saved
-    return segment.trains or kind is Kind.FORWARD

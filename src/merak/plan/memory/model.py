@@ -272,7 +272,7 @@ def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, 
 
 
 def _hold_parameters(ctx: MemoryContext, ledger: Ledger, is_away: bool) -> None:
-    """Hold the parameters, and those that the largest segment gathers under ZeRO-3.
+    """Hold the parameters, or this rank's shards of them.
 
     Shards that are masters count as state of the optimizer, unless that is in host memory.
     """
@@ -284,17 +284,6 @@ def _hold_parameters(ctx: MemoryContext, ledger: Ledger, is_away: bool) -> None:
     shards = {**stepped, **replace(ctx.zero, master_weights=False).optimizer_tensors(frozen)}
     held = {n: shards.get(n, meta) for n, meta in every.items() if n not in masters}
     ledger.hold("parameters", _sum(held), Category.PARAMETERS)
-    gathered = [
-        {n: sharded[n] for n in segment.segment.parameters if n in sharded}
-        for stage in ctx.program.stages.values()
-        for segment in stage.segments
-    ]
-    # In the buffer of the all-gather, and copied out of it.
-    most = max((2 * _sum(own) for own in gathered), default=0)
-    if ctx.has_levels:
-        # One exchange at a time copies a tensor, and shards of it.
-        most += level_bytes(most // 2, is_sharded=True)
-    ledger.hold("gathered", most, Category.COMMUNICATION)
 
 
 def _is_replicated(rank: int, schedule: Schedule, job: Job) -> bool:

@@ -15,6 +15,7 @@ from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
 from merak.plan.memory.ledger import Category, Ledger, SendWindow
+from merak.plan.memory.unshards import UnshardMemory, needs_parameters
 from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action, Kind
 from merak.schedule.steps import (
@@ -62,6 +63,7 @@ class MemoryTimeline(StepInterpreter):
         self.host = HostMemory(ledger)
         self._sends = SendWindow(ledger, MAX_OPEN_SENDS)
         self._gradients = Gradients(ctx, ledger)
+        self._unshards = UnshardMemory(ctx, ledger)
         self._made: dict[tuple[Payload, int, int], Keys] = {}
         self._arrived: dict[tuple[Payload, int, int], Keys] = {}
         self._records: dict[tuple[int, int], list[_Record]] = {}
@@ -80,6 +82,7 @@ class MemoryTimeline(StepInterpreter):
         self.run_steps(steps)
         self._gradients.flush("end")
         self.ledger.record_peak("end")
+        self._unshards.finish()
         self._gradients.finish()
         self._sends.close()
 
@@ -150,6 +153,7 @@ class MemoryTimeline(StepInterpreter):
         records = self._records[place] = []
         saves_all = not self.ctx.schedule.recompute[stage]
         for segment in program.segments:
+            self._unshards.begin(segment, action)
             # One without a backward saves nothing.
             inputs = {n: values[n] for n in segment.segment.inputs} if segment.trains else {}
             offloads = segment.offload is not None
@@ -172,6 +176,7 @@ class MemoryTimeline(StepInterpreter):
                 record.values = {**record.values, "": kept}
             values |= outputs
             records.append(record)
+            self._unshards.end(segment, action)
             self.host.segment_ended()
         self._hand_on(Payload.ACTIVATION, action, {n: values[n] for n in program.sent})
         self.ledger.release_all(_storages(values))
@@ -227,7 +232,10 @@ class MemoryTimeline(StepInterpreter):
         stage, number = action.stage, action.microbatch
         segments = self.ctx.program.stages[stage].segments
         for segment, record in zip(segments, self._records[stage, number], strict=True):
-            self._recompute_segment(segment, record, action)
+            if needs_parameters(segment, action.kind, self.ctx.schedule.recompute[stage]):
+                self._unshards.begin(segment, action)
+                self._recompute_segment(segment, record, action)
+                self._unshards.end(segment, action)
 
     def _recompute_segment(self, segment: SegmentProgram, record: _Record, action: Action) -> None:
         if record.is_saved or not segment.trains:
@@ -255,8 +263,10 @@ class MemoryTimeline(StepInterpreter):
             record = records.pop()
             self._fetch(records)
             if segment.trains:
+                self._unshards.begin(segment, action)
                 self._recompute_segment(segment, record, action)
                 self._segment_backward(segment, action, gradients, record)
+                self._unshards.end(segment, action, reduces=True)
                 self.ledger.release_all(_storages(record.values))
             if record.offloaded is not None:
                 self.host.release([record.offloaded])

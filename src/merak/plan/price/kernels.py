@@ -35,8 +35,6 @@ class KernelChoice:
         converted_gradients: whether gradients of a low precision are first converted to float32,
             where kernels of their own add them.
         hides_reductions: whether replicas reduce gradients beside the backward; else after it.
-        hides_sharded: whether ZeRO 3 reduces a segment's gradients beside the next one's backward,
-            as FSDP does by itself; Merak waits for them.
         overlaps_products: whether gathers and reduce-scatters over tp run beside the product that
             reads or gives their values, in as many chunks as there are ranks; Merak has none.
         copies_buckets: whether replicas copy tensors into the buckets that they exchange, and out
@@ -51,7 +49,6 @@ class KernelChoice:
     float32_gradients: bool = True
     converted_gradients: bool = False
     hides_reductions: bool = True
-    hides_sharded: bool = False
     overlaps_products: bool = False
     copies_buckets: bool = True
     joins: bool = True

@@ -113,13 +113,12 @@ def stage_exchange(
         gather_s = exchanges.seconds("all_gather", stage.parameters, held)
         unpacks_s = exchanges.copy_seconds("all_gather", held)
     if zero.parameters:
-        # Every segment's backward waits for its own reduction (`merak.engine.zero.fsdp`).
-        hidden_s = reduce_s if workload.kernels.hides_sharded else 0.0
-        beside_backward_s = beside_s(times.backward_s, gather_s + hidden_s, slows)
+        # A segment's reduction is open beside the next one's backward.
+        backward_s = beside_s(times.backward_s, gather_s + reduce_s, slows)
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
             forward_s=beside_s(times.forward_s, gather_s, slows) + unpacks_s,
-            backward_s=beside_backward_s + reduce_s - hidden_s + unpacks_s + packs_s,
+            backward_s=backward_s + unpacks_s + packs_s,
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )

@@ -93,7 +93,8 @@ class HeldEstimates:
         found = measured.selective([(segment, saved)] if trains else [], device)
         copies = min(saved, _weight_copies(segment)) if trains else 0
         selective = sum(own.saved_bytes for own in found.values())
-        return _HeldSegment(saved - copies + outputs, selective, copies)
+        # A joint graph casts weights again.
+        return _HeldSegment(saved - copies + outputs, selective, 0 if joins else copies)
 
 
 @dataclass(frozen=True, slots=True)

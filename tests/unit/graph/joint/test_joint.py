@@ -434,6 +434,31 @@ def test_without_a_gradient_of_an_input_products_alone_are_left() -> None:
     assert parts.weight_parameters == (1,)
 
 
+def _cast(w: Tensor, up: Tensor, x: Tensor) -> Tensor:
+    """Products of weights that are converted for it, one of them into a copy that is written."""
+    written = up.to(torch.bfloat16)
+    written.mul_(2.0)
+    return (x.bfloat16() @ w.t().to(torch.bfloat16) @ written).float()
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+def test_casts_of_parameters_are_made_again(splits: bool) -> None:
+    case = Case(_cast, [(24, 6), (24, 6)], [(4, 6)])
+    parts = _segment(case, splits).parts(_tensors(case, 0))
+    assert parts is not None
+    ours, theirs = _leaves(case), _leaves(case)
+    held = parts.forward([tensor.detach() for tensor in ours])[len(parts.carries) :]
+    # The converted input, the product of the first weight, and the copy that was written.
+    assert sorted(tuple(value.shape) for value in held) == [(4, 6), (4, 24), (24, 6)]
+    tangents = [torch.randn(4, 6)]
+    _, gradients = _joint(parts, ours, tangents)
+    _, wanted = _autograd(case, theirs, tangents)
+    found = [*(leaf.grad for leaf in ours[:2]), gradients[2]]
+    for mine, one in zip(found, [*(leaf.grad for leaf in theirs[:2]), wanted[0]], strict=True):
+        assert mine is not None and one is not None
+        assert torch.equal(mine, one)
+
+
 @counted(lambda counts, _: int(counts.sum()))
 def _spread(rows: Tensor, counts: Tensor, axis: str) -> Tensor:
     if isinstance(counts, FakeTensor):
