@@ -63,6 +63,10 @@ class Measured:
         """What a segment holds of a microbatch, as of `SegmentMemories`."""
         return self._measure.held(segment)
 
+    def joins(self, segment: Segment) -> bool:
+        """Whether a segment's backward is a graph."""
+        return self._measure.joint(segment) is not None
+
     def piece(self, piece: Segment) -> SegmentMemory:
         """Memory of a piece of a segment, which has the segment's number."""
         return self._measure(piece, whole=False)

@@ -91,10 +91,12 @@ class HeldEstimates:
         saved, outputs = measured.held(segment)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
         found = measured.selective([(segment, saved)] if trains else [], device)
-        copies = min(saved, _weight_copies(segment)) if trains else 0
-        selective = sum(own.saved_bytes for own in found.values())
         # A joint graph casts weights again.
-        return _HeldSegment(saved - copies + outputs, selective, 0 if joins else copies)
+        casts = trains and not measured.joins(segment)
+        copies = _weight_copies(segment) if casts else 0
+        copies = min(saved, copies)
+        selective = sum(own.saved_bytes for own in found.values())
+        return _HeldSegment(saved - copies + outputs, selective, copies)
 
 
 @dataclass(frozen=True, slots=True)
