@@ -17,7 +17,7 @@ from merak.cli.model import model_source, recipe_job
 from merak.cli.options import ModelRequest, option, shared, takes
 from merak.cli.output import show, stdout_to_stderr
 from merak.core.errors import CommandError
-from merak.core.units import count, counted, seconds, size
+from merak.core.units import count, counted, seconds, size, table_lines
 
 if TYPE_CHECKING:
     from merak.graph.ir.ir import ModelGraph, Segment
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
     from merak.plan.cluster.cluster import Cluster
+    from merak.plan.cost.segments.operator_rows import SegmentOperators
     from merak.plan.price.segments import SegmentPrice
 
 
@@ -85,6 +86,7 @@ class TraceReport:
         kept_whole: opaque modules, which run as one operator each.
         device: that the times of the segments are for; None without one.
         cp: the context parallel degree.
+        operators: of every different segment, where they were asked for.
         gathered_tokens: what context parallel ranks compute for all tokens, in a sentence; None
             where every rank computes its own tokens alone.
     """
@@ -103,6 +105,7 @@ class TraceReport:
     kept_whole: list[OpaqueModule] = field(default_factory=list)
     device: str | None = None
     cp: int = 1
+    operators: list[SegmentOperators] = field(default_factory=list)
     gathered_tokens: str | None = None
 
 
@@ -117,6 +120,12 @@ class TraceRequest(ModelRequest):
     sequence_parallel: bool = shared("sequence_parallel")
     no_cache: bool = option(
         False, "--no-cache", "", "Trace anew, and keep nothing for the next time."
+    )
+    operators: bool = option(
+        False,
+        "--operators",
+        "",
+        "Also list every operator, forward and backward, with its FLOPs and the bytes it saves.",
     )
     device: str | None = sheet_device("Also show the time of every segment.")
     cluster: str | None = cluster()
@@ -215,6 +224,7 @@ def _report(
         kept_whole=report_opaque(graph),
         device=None if devices is None else devices.nodes[0].device.name,
         cp=request.cp,
+        operators=_operators(graph, parallel, request, devices) if request.operators else [],
         gathered_tokens=_gathered_tokens(graph, parallel, request.cp),
     )
 
@@ -225,6 +235,24 @@ def _gathered_tokens(graph: ModelGraph, parallel: TensorParallel, cp: int) -> st
     if cp == 1:
         return None
     return gathered_operators(graph, context_parallel(graph, parallel, cp))
+
+
+def _operators(
+    graph: ModelGraph, parallel: TensorParallel, request: TraceRequest, devices: Cluster | None
+) -> list[SegmentOperators]:
+    import torch
+
+    from merak.core.mesh import Mesh, pretended
+    from merak.graph.context_parallel.apply import context_parallel
+    from merak.plan.cost.segments.operator_rows import segment_operators
+
+    whole = parallel if request.cp == 1 else context_parallel(graph, parallel, request.cp)
+    local, fitted = whole.fit(graph)
+    mesh = Mesh(1, request.tp, 1, 0, torch.device("cpu"), None, cp=request.cp, ep=request.ep)
+    kernels = "cpu" if devices is None else devices.nodes[0].device.device_type
+    with pretended(mesh):
+        own = [fitted(segment)[0] for segment in local.segments]
+        return segment_operators(own, mesh.device, kernels)
 
 
 def _times(
@@ -308,6 +336,7 @@ def _page(report: TraceReport) -> str:
         "",
         *_segments(report.parts),
         "",
+        *_operator_lines(report.operators),
         *opaque_lines(report.kept_whole),
         *_device_line(report),
         f"with tp={report.tp}, {report.tp_sharded_fraction:.0%} of the parameters are split; "
@@ -351,6 +380,33 @@ def _segments(parts: Sequence[SegmentSummary]) -> Iterator[str]:
         if lines not in shown:
             shown.add(lines)
             yield from (f"        {line}" for line in lines)
+
+
+def _operator_lines(found: Sequence[SegmentOperators]) -> Iterator[str]:
+    """Lines of a table for each segment of its own kind."""
+    for own in found:
+        flops = dict.fromkeys(("forward", "backward", "weight gradient"), 0.0)
+        for row in own.operators:
+            flops[row.part] += row.flops
+        saved_bytes = sum(row.saved_bytes for row in own.operators)
+        sums = ", ".join(f"{part} {count(round(number))}" for part, number in flops.items())
+        like = f" and {counted(own.alike - 1, 'segment')} like it" if own.alike > 1 else ""
+        yield f"{own.name}{like}: FLOPs {sums}; saves {size(saved_bytes)}"
+        if own.input_bytes:
+            yield f"    and its inputs, {size(own.input_bytes)}"
+        rows = [
+            (
+                row.part,
+                row.operator,
+                " × ".join(map(str, row.shape)),
+                count(round(row.flops)) if row.flops else "",
+                size(row.saved_bytes) if row.saved_bytes else "",
+            )
+            for row in own.operators
+        ]
+        headings = ("", "operator", "result", "FLOPs", "saved")
+        yield from table_lines([headings, *rows], left=(0, 1, 2), indent="    ")
+        yield ""
 
 
 def _time(part: SegmentSummary) -> str:

@@ -28,6 +28,7 @@ from merak.graph.ir.operators import (
     DROPOUTS,
     EXPERT_GEMMS,
     GEMM_OPERANDS,
+    GROUPED_GEMMS,
     NARROWS,
     RNNS,
     SEPARATE_GEMMS,
@@ -96,6 +97,8 @@ class _Kernels:
 
 
 _CUTTING_VIEWS = NARROWS | {"select", "diagonal"}
+
+_EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 
 _SAME_WORK: Mapping[str, str] = MappingProxyType(
     {
@@ -237,6 +240,8 @@ def _does_nothing(node: fx.Node, name: str) -> bool:
         return not _argument(node, 2, "train") or _argument(node, 1, "p") == 0
     if name in ("detach", "contiguous"):
         return name == "detach"
+    if name in _EMPTY:
+        return True
     if name == "to":
         return {t.dtype for t in outputs(node)} == {t.dtype for t in _inputs(node)}
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -272,6 +277,8 @@ def _product(node: fx.Node, _: str) -> NodeWork:
         transposed = "transpose" in name or (name == "convolution" and node.args[6])
         positions = _size(first if transposed else out)
         flops = 2.0 * positions * _size(second) / second.shape[0]
+    if len(out.shape) > len(second.shape) and name in GROUPED_GEMMS:
+        flops /= out.shape[0]  # every row is multiplied for its own group alone
     if name in EXPERT_GEMMS and (offsets := _tensor(node.args[2])) is not None:
         # Of rows that are spread evenly, those of the rank's own experts.
         flops *= second.shape[0] / offsets.shape[0]
@@ -297,6 +304,28 @@ def _separate_products(node: fx.Node, _: str) -> NodeWork:
     return NodeWork(
         (product,), tuple(_product_gradients(product, shape, x.requires_grad, of_weights))
     )
+
+
+def _convolution_backward(node: fx.Node, _: str) -> NodeWork:
+    """Gradients of a convolution's operands, each of which takes as long as the convolution."""
+    given = _named(node)
+    gradient, x, weight = (_tensor(node.args[index]) for index in range(3))
+    assert gradient is not None and x is not None and weight is not None
+    positions = _size(x if given["transposed"] else gradient)
+    flops = 2.0 * positions * _size(weight) / weight.shape[0]
+    shape = _product_shape(weight, gradient, flops)
+    product = Work(_num_bytes(gradient, x, weight), flops, weight.dtype, shape=shape)
+    of_x, of_weight, of_bias = given["output_mask"]
+    works = _product_gradients(product, shape, of_x, of_weight)
+    return NodeWork((*works, *[Work(gradient.num_bytes)] * of_bias))
+
+
+def _embedding_backward(node: fx.Node, _: str) -> NodeWork:
+    """A gradient of the whole table, which is filled, and to which rows are added."""
+    rows, indices = (_tensor(node.args[index]) for index in range(2))
+    (table,) = outputs(node)
+    assert rows is not None
+    return NodeWork((Work(table.num_bytes), Work(_num_bytes(indices) + 3 * rows.num_bytes)))
 
 
 def _product_gradients(
@@ -362,32 +391,54 @@ def _attention(node: fx.Node, device_type: str) -> NodeWork:
     query, key, value = (_tensor(node.args[index]) for index in range(3))
     assert query is not None and key is not None and value is not None
     mask = _tensor(_argument(node, 3, "attn_mask"))
-    fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
-    scores = _size(query) // query.shape[-1] * key.shape[-2]
-    fraction = 1.0
-    # Documents are at most as long as their rows.
-    is_causal = _argument(node, 5, "is_causal", False) or room_for_documents(node) > 0
-    if fused and is_causal:
-        fraction = _causal_fraction(query.shape[-2], key.shape[-2])
     sizes, values = query.shape[-1], value.shape[-1]
     num_bytes = _num_bytes(query, key, value, mask, *outputs(node))
+    fused = device_type != "cpu" or not _argument(node, 4, "dropout_p", 0.0)
+    scores = _size(query) // query.shape[-1] * key.shape[-2]
     if fused:
-        flops = 2.0 * scores * fraction
-        shape = AttentionShape(sizes, key.shape[-2], _size(query) // sizes, fraction < 1, False)
-        forward = Work(
-            num_bytes, flops * (sizes + values), query.dtype, scores * fraction, shape=shape
-        )
-        backward = Work(
-            2 * num_bytes,
-            flops * (3 * sizes + 2 * values),
-            query.dtype,
-            shape=replace(shape, is_backward=True),
-        )
+        # Documents are at most as long as their rows.
+        is_causal = _argument(node, 5, "is_causal", False) or room_for_documents(node) > 0
+        forward, backward = _fused_attention((query, key, value), is_causal, num_bytes)
         return NodeWork((forward,), (backward,))
     traffic = 3.0 * scores * query.dtype.itemsize
     passes = (Work(traffic), Work(traffic, functions=scores), Work(traffic, randoms=scores))
     products = [Work(num_bytes / 2, 2.0 * scores * size, query.dtype) for size in (sizes, values)]
     return NodeWork((*products, *passes), (*products, *products, *([Work(traffic)] * 3)))
+
+
+def _fused_attention(
+    operands: tuple[TensorMeta, TensorMeta, TensorMeta], is_causal: bool, num_bytes: float
+) -> tuple[Work, Work]:
+    """One kernel each way, of a query, a key and a value: (…, tokens, features)."""
+    query, key, value = operands
+    sizes, values = query.shape[-1], value.shape[-1]
+    scores = _size(query) // sizes * key.shape[-2]
+    fraction = _causal_fraction(query.shape[-2], key.shape[-2]) if is_causal else 1.0
+    flops = 2.0 * scores * fraction
+    shape = AttentionShape(sizes, key.shape[-2], _size(query) // sizes, fraction < 1, False)
+    forward = Work(num_bytes, flops * (sizes + values), query.dtype, scores * fraction, shape=shape)
+    flops *= 3 * sizes + 2 * values
+    backward = Work(2 * num_bytes, flops, query.dtype, shape=replace(shape, is_backward=True))
+    return forward, backward
+
+
+def _attention_kernel(node: fx.Node, _: str) -> NodeWork:
+    """One of torch's kernels of attention, or of its backward."""
+    found = {name: value for name, value in _named(node).items() if isinstance(value, fx.Node)}
+    query, key, value = (_tensor(found[name]) for name in ("query", "key", "value"))
+    assert query is not None and key is not None and value is not None
+    out = replace(query, shape=(*query.shape[:-1], value.shape[-1]))
+    bias = _tensor(found.get("attn_bias", found.get("attn_mask")))
+    operands, is_causal = (query, key, value), bool(_named(node).get("is_causal"))
+    both = _fused_attention(operands, is_causal, _num_bytes(query, key, value, bias, out))
+    return NodeWork((both[_name(node).endswith("_backward")],))
+
+
+def _named(node: fx.Node) -> Mapping[str, Any]:
+    """Arguments of an operator of torch by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return {**dict(zip(names, node.args)), **node.kwargs}
 
 
 def _causal_fraction(num_queries: int, num_keys: int) -> float:
@@ -456,6 +507,25 @@ def _elementwise(node: fx.Node, kernels: _Kernels) -> NodeWork:
     return NodeWork((forward,), (backward,))
 
 
+_ATTENTION_KERNELS = [
+    f"_scaled_dot_product_{kernel}{way}"
+    for kernel in (
+        "flash_attention",
+        "flash_attention_for_cpu",
+        "efficient_attention",
+        "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+    for way in ("", "_backward")
+]
+
+_FUNCTIONS_OF_BACKWARDS = [
+    *(f"{name}_backward" for name in sorted(ACTIVATIONS)),
+    *"_softmax _log_softmax _log_softmax_backward_data".split(),
+]
+"""Kernels that only graphs of backwards have, and what they read, which evaluate a function."""
+
+
 def _table(*rows: tuple[Iterable[str], _Kernels]) -> Mapping[str, _Kernels]:
     return MappingProxyType({name: kernels for names, kernels in rows for name in names})
 
@@ -468,6 +538,9 @@ _KERNELS = _table(
     (("einsum",), _Kernels(_einsum, False)),
     (("bilinear",), _Kernels(_bilinear, False)),
     (("opaque_call",), _Kernels(_opaque_call, False)),
+    (_ATTENTION_KERNELS, _Kernels(_attention_kernel, False)),
+    (("convolution_backward",), _Kernels(_convolution_backward, False)),
+    (("embedding_dense_backward",), _Kernels(_embedding_backward, False)),
     (("embedding", "vocab_parallel_embedding"), _Kernels(_embedding, False)),
     # Log-probabilities are written and read; their sparse gradient is written, then spread.
     (CROSS_ENTROPIES, _Kernels(None, False, functions=2, passes=(2, 2))),
@@ -476,8 +549,10 @@ _KERNELS = _table(
     # Statistics first; the weight's gradient is a second pass.
     (("batch_norm",), _Kernels(passes=(1, 2))),
     (("layer_norm",), _Kernels(passes=(0, 2))),
+    (("layer_norm_backward", "batch_norm_backward"), _Kernels(passes=(2, 0))),
     (ACTIVATIONS | {"cos", "log_softmax", "sin"}, _Kernels(functions=2)),
     ("erf exp log logsumexp sigmoid softmax tanh".split(), _Kernels(functions=1)),
+    (_FUNCTIONS_OF_BACKWARDS, _Kernels(functions=1)),
     (DROPOUTS, _Kernels(draws=True, gradient="mask")),
     (("dropout_sharded",), _Kernels(_dropout_sharded, gradient="mask")),
     (("bernoulli",), _Kernels(draws=True)),

@@ -17,15 +17,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.gradients import LOW_PRECISION
 from merak.core.storages import MIN_OFFLOADED_BYTES
-from merak.graph.ir.ir import Kind, Segment
+from merak.graph.ir.ir import Segment
 from merak.graph.joint.clean import clean, is_contiguous, is_view
 from merak.graph.joint.derive import JointGraph, Layout, derive
 from merak.graph.joint.divide import divide
-from merak.graph.joint.parts import PartNodes, Parts, parts_of
+from merak.graph.joint.parts import PartNodes, Parts
 from merak.graph.joint.recomputed import results_to_keep
 from merak.graph.joint.segment import joint_obstacle
 from merak.graph.program.codegen import as_run
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
+from merak.plan.cost.joint_operators import parts_of_segment
 from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
 
 Sizes = dict[int, int]
@@ -71,16 +72,8 @@ def memory_by_graph(
         immediate: names of parameters whose gradients are never left for later.
         keeps: names of the operators whose results are kept where others are recomputed.
     """
-    nodes = segment.graph.find_nodes(op="placeholder")
-    names = {number: node.meta["name"] for number, node in enumerate(nodes)}
-    deferrable = [
-        number
-        for number, node in enumerate(joint.arguments)
-        if node.meta["kind"] is Kind.PARAMETER and names[number] not in immediate
-    ]
-    division = divide(joint, keeps=keeps)
-    parts = parts_of(joint, division)
-    split = parts_of(joint, divide(joint, deferrable, keeps))
+    found = parts_of_segment(segment, joint, immediate, keeps)
+    division, parts = found.division, found.whole
     lifetimes = _Lifetimes(joint, float32_gradients)
     outputs, roots = _outputs(segment, joint)
     saved = _of(division.saved, lifetimes.arguments)
@@ -97,7 +90,7 @@ def memory_by_graph(
         saving_forward_bytes=lifetimes.taken_bytes(parts.forward),
         recompute_bytes=lifetimes.taken_bytes(parts.recompute, stays=kept),
         whole=lifetimes.backward(parts, roots),
-        split=lifetimes.backward(split, roots),
+        split=lifetimes.backward(found.split, roots),
         offload_sizes=sizes,
         resident_bytes=sum(own.values()) - sum(sizes),
         offload_values=frozenset(roots[s] for s in movable if s in roots),

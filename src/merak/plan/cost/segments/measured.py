@@ -12,6 +12,7 @@ from merak.graph.ir.ir import Segment
 from merak.graph.ir.operators import is_aten_alone
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.derive import JointGraph
+from merak.plan.cost.joint_operators import JointParts, parts_of_segment
 from merak.plan.cost.segments.by_autograd import memory_by_autograd, saved_and_outputs
 from merak.plan.cost.segments.by_graph import held_by_graph, joint_graph_of, memory_by_graph
 from merak.plan.cost.segments.memory import SegmentMemory
@@ -115,6 +116,15 @@ class SegmentMemories:
             return joint_graph_of(one, self.device, self._kernels)
 
         return self.once(segment, "joint", find)[0] if self._joins else None
+
+    def joint_parts(self, segment: Segment) -> JointParts | None:
+        """Parts of the joint graph of a segment, or of one that is alike; None as of `joint`."""
+
+        def find(one: Segment) -> JointParts | None:
+            joint = self.joint(one)
+            return None if joint is None else parts_of_segment(one, joint)
+
+        return self.once(segment, "joint parts", find)[0]
 
     def once(
         self, segment: Segment, what: Hashable, find: Callable[[Segment], T]

@@ -1,0 +1,39 @@
+"""`merak trace --operators`: what every operator computes and saves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from merak.cli.main import main
+
+TINY = '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
+WORDS = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--batch", "1", "--operators"]
+
+
+def test_operators_have_their_flops_and_saved_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--tp", "1", "--json"]) == 0
+    found = {own["name"]: own for own in json.loads(capsys.readouterr().out)["operators"]}
+    block = found["transformer.h.0.attn"]
+    assert block["alike"] == 2 and block["input_bytes"] == 4 * 16 * 8
+    parts = {part: 0.0 for part in ("forward", "backward", "weight gradient")}
+    for row in block["operators"]:
+        parts[row["part"]] += row["flops"] if row["operator"] in ("addmm", "mm") else 0.0
+    products = 2 * 16 * 8 * (3 * 8 + 8)
+    assert parts == dict.fromkeys(parts, products)
+    (attention,) = [r for r in block["operators"] if r["operator"].startswith("scaled_dot")]
+    assert attention["saved_bytes"] > 0
+    saved = [row for row in block["operators"] if row["saved_bytes"]]
+    assert {row["part"] for row in saved} == {"forward"}
+    # Two pairs of heads' keys, queries and values, and what the projection reads.
+    assert sum(row["saved_bytes"] for row in saved) >= 4 * 16 * (3 * 8 + 8)
+
+
+def test_ranks_of_tensor_parallelism_have_their_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--tp", "2", "--device", "h100"]) == 0
+    page = capsys.readouterr().out
+    assert "transformer.h.0.attn and 1 segment like it: FLOPs forward" in page
+    rows = [line.split() for line in page.splitlines()]
+    assert ["forward", "reduce_from", "1", "×", "16", "×", "8"] in rows
+    assert ["backward", "all_reduce", "16", "×", "8"] in rows
