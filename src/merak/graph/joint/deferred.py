@@ -10,6 +10,7 @@ Source: arXiv:2401.10241, section 2.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,10 +65,10 @@ def find_deferred(
     late = {n: g for n, g in joint.gradients.items() if n in deferrable and g in own}
     soon = [g for n, g in joint.gradients.items() if n not in late]
     if soon:
-        nodes = own - _needed([*soon, *_fixed(backward)], own)
+        nodes = own - _needed([*soon, *_fixed(joint, backward)], own)
     else:
         ends = frozenset[fx.Node]().union(*map(_product, late.values()))
-        nodes = ends - _needed([*(own - ends), *_fixed(backward)], own)
+        nodes = ends - _needed([*(own - ends), *_fixed(joint, backward)], own)
     lasting = {
         argument.meta["layout"].storage
         for number, argument in enumerate(joint.arguments)
@@ -97,18 +98,24 @@ def _needed(nodes: Iterable[fx.Node], among: frozenset[fx.Node]) -> frozenset[fx
     return frozenset(found)
 
 
-def _fixed(backward: Sequence[fx.Node]) -> list[fx.Node]:
-    """Operators that write, draw or send, and those that use memory into which one writes."""
-    fixed = [node for node in backward if has_effect(node)]
-    written = {n.meta["layout"].storage for node in fixed for n in mutated_arguments(node)}
-    return fixed + [
+def _fixed(joint: JointGraph, backward: Sequence[fx.Node]) -> list[fx.Node]:
+    """Operators that write, draw or send, and those that use memory into which one then writes."""
+    writes: dict[int, float] = {}
+    for place, node in enumerate(backward):
+        writes |= {n.meta["layout"].storage: place for n in mutated_arguments(node)}
+    # The next microbatch writes into those of arguments again.
+    writes |= dict.fromkeys(writes.keys() & _storages(joint.arguments), math.inf)
+    return [
         node
-        for node in backward
-        if any(
-            n.meta["layout"] is not None and n.meta["layout"].storage in written
-            for n in (node, *node.all_input_nodes)
-        )
+        for place, node in enumerate(backward)
+        if has_effect(node)
+        or any(place < writes.get(s, -1) for s in _storages((node, *node.all_input_nodes)))
     ]
+
+
+def _storages(nodes: Iterable[fx.Node]) -> set[int]:
+    layouts = [node.meta["layout"] for node in nodes]
+    return {layout.storage for layout in layouts if layout is not None}
 
 
 def _product(gradient: fx.Node) -> frozenset[fx.Node]:

@@ -341,7 +341,7 @@ def test_sums_of_later_readers_enter_first() -> None:
     assert torch.equal(ours[0].grad, theirs[0].grad)
 
 
-def _with_function(name: str) -> JointSegment | None:
+def _with_function(name: str, late: Sequence[str] = ()) -> JointSegment | None:
     """Segment that applies an autograd function of a test's."""
     graph = _graph(Case(lambda w, x: F.relu(x @ w), [(6, 5)], [(4, 6)]))
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
@@ -352,7 +352,7 @@ def _with_function(name: str) -> JointSegment | None:
         made = graph.call_function(AUTOGRAD_FUNCTION, (node.args, function, packed[1]))
         node.replace_all_uses_with(graph.call_function(operator.getitem, (made, 0)))
     graph.erase_node(node)
-    return joint_segment(graph, graph)
+    return joint_segment(graph, graph, late)
 
 
 def test_autograd_functions_are_written_out() -> None:
@@ -432,6 +432,21 @@ def test_without_a_gradient_of_an_input_products_alone_are_left() -> None:
     parts = _segment(case, splits=True).parts(_tensors(case, 0))
     assert parts is not None
     assert parts.weight_parameters == (1,)
+
+
+def test_products_of_a_gradient_that_was_written_are_left_for_later() -> None:
+    """As of a vocabulary-parallel head, whose logits' gradient is made in place."""
+    case = Case(lambda w, x: own_backwards.Doubled.apply(x @ w), [(6, 5)], [(4, 6)])
+    segment, ours, theirs = _with_function("Doubled", ["n0"]), _leaves(case), _leaves(case)
+    assert segment is not None
+    parts = segment.parts([tensor.detach() for tensor in ours])
+    assert parts is not None and parts.weight_parameters == (0,)
+    tangents = [torch.randn(4, 5)]
+    _, gradients = _joint(parts, ours, tangents)
+    _, wanted = _autograd(case, theirs, tangents)
+    for mine, one in zip((ours[0].grad, gradients[1]), (theirs[0].grad, *wanted), strict=True):
+        assert mine is not None and one is not None
+        assert torch.equal(mine, one)
 
 
 def _cast(w: Tensor, up: Tensor, x: Tensor) -> Tensor:
