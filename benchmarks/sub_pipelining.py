@@ -37,6 +37,8 @@ from torch import nn
 
 import merak
 from merak.engine import Engine
+from merak.graph.joint.generate import Part
+from merak.graph.joint.segment import Functions, JointSegment
 from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.tensor_parallel import features
 from merak.ops import collectives
@@ -87,29 +89,37 @@ def compute(seconds: float, x: torch.Tensor) -> None:
         time.sleep(seconds)
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, whose backward takes a known time."""
+class Lasting:
+    """Functions of a segment that compute for a known time, twice that in the backward.
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
+    Args:
+        joint: gives the functions.
+        forward_s: how long the forward computes.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        compute(ctx.seconds, gradient)
-        return gradient, None
+    def __init__(self, joint: JointSegment, forward_s: float) -> None:
+        self._joint = joint
+        self._forward_s = forward_s
+        self._slowed = lru_cache(self._slow)
+
+    def parts(self, *args: Any) -> Functions | None:
+        return self._slowed(self._joint.parts(*args))
+
+    def _slow(self, parts: Functions) -> Functions:
+        slow, backward_s = partial(lasting, seconds=self._forward_s), 2 * self._forward_s
+        slowed = {name: slow(getattr(parts, name)) for name in ("forward", "plain", "recompute")}
+        return replace(parts, **slowed, backward=lasting(parts.backward, backward_s))
 
 
-def lasting(function: Callable[..., Any], forward_s: float) -> Callable[..., Any]:
-    """A function that computes for a known time, and for twice that in its backward."""
+def lasting(part: Part, seconds: float) -> Part:
+    """A part that computes for a known time before its first all-reduce starts."""
+    first, *others = part
 
-    def call(*args: Any) -> tuple[torch.Tensor, ...]:
-        compute(forward_s, args[0])
-        first, *others = function(*args)
-        return (Sleep.apply(first, 2 * forward_s), *others)
+    def slowed(given: list[Any]) -> tuple[torch.Tensor, ...]:
+        compute(seconds, given[0])
+        return first(given)
 
-    return call
+    return (slowed, *others)
 
 
 def slow_down(engine: Engine, compute_s: float) -> None:
@@ -132,20 +142,14 @@ def _is_block(segment: Any) -> bool:
 def _slow_whole(run: SegmentProgram, compute_s: float) -> SegmentProgram:
     if not _is_block(run.segment):
         return run
-    return replace(run, function=lasting(run.function, compute_s))
+    return replace(run, joint=Lasting(run.joint, compute_s))
 
 
 def _slow_sub_microbatches(segment: SubPipelinedSegment, compute_s: float) -> SubPipelinedSegment:
     if not _is_block(segment.whole.segment):
         return segment
-    slowed = []
-    for program in segment.programs:
-        pieces = [
-            replace(p, function=lasting(p.function, compute_s / 2)) if _is_block(p.segment) else p
-            for p in program.pieces
-        ]
-        slowed.append(replace(program, pieces=tuple(pieces)))
-    return replace(segment, programs=(slowed[0], slowed[1]))
+    slowed = [_slow_whole(half, compute_s / 2) for half in segment.halves]
+    return replace(segment, halves=(slowed[0], slowed[1]))
 
 
 def build(num_layers: int, tokens: int, split: bool) -> ParallelModel:

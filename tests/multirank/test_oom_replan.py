@@ -233,9 +233,8 @@ def test_sums_over_tp_are_completed(pool, tmp_path):
     off, on = (("sub_pipelining", "off"),), (("sub_pipelining", "on"),)
     faults = [Fault(SUM, (1,), n, options=off) for n in (1, 5, 8, 12)]
     faults += [Fault(CALL, (0,), 9, options=off)]
-    halves = "merak.engine.segments.run_sub_pipelined."
-    faults += [Fault(f"{halves}start_all_reduce", (1,), n, options=on) for n in (1, 20)]
-    faults += [Fault(f"{halves}propagate", (0,), 5, options=on)]
+    faults += [Fault(SUM, (1,), n, options=on) for n in (1, 20)]
+    faults += [Fault("merak.engine.segments.run_sub_pipelined.run_part", (0,), 25, options=on)]
     faults += [Fault(SUM, (0,), 6, schedule="zero_bubble_h1", options=off)]
     check(pool, (1, 2, 1), faults, tmp_path)
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
+from merak.graph.joint import segment as joint_segments
 from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan import sub_pipelining as overlap
@@ -187,6 +189,28 @@ def test_a_block_with_the_loss_in_its_segment_is_sub_pipelined(pool, tmp_path, s
     columns = dict(signature(draw(samples)).columns)
     whole = build_graph(GraphSource(blocks(0.1)), columns, training=True)
     assert ranks[0]["1f1b", True][2] == [segment.name for segment in whole.segments]
+
+
+def gradients_without_graphs(schedules: list[str], cache: Path) -> tuple[Any, int]:
+    """Of GPT-2, of whose segments those with an activation have no joint graph."""
+    derive, refused = joint_segments.derive, []
+
+    def derived(graph: fx.Graph, *others: Any) -> Any:
+        if any("tanh" in str(node.target) for node in graph.nodes):
+            refused.append(graph)
+            raise ValueError("no graph")
+        return derive(graph, *others)
+
+    with mock.patch.multiple(joint_segments, derive=derived, _MADE={}):
+        return gradients("gpt2", schedules, (2, 1), 4, cache), len(refused)
+
+
+@pytest.mark.slow
+def test_segments_that_autograd_runs_are_whole_between_turns_of_the_others(pool, tmp_path):
+    schedules = ["1f1b", "early_recompute", "zero_bubble_h1"]
+    ranks = pool.run(gradients_without_graphs, 2, schedules, tmp_path)
+    compare([found for found, _ in ranks], schedules)
+    assert all(refused for _, refused in ranks)
 
 
 @pytest.mark.slow

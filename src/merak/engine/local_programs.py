@@ -255,16 +255,18 @@ class ProgramCache:
         # A graph that was cut otherwise has other segments: their numbers mean nothing there.
         is_same = len(graph.segments) == self._partition.num_segments
         choices = self._choices if is_same and training else RECOMPUTE_ALL
-        arrange: Arrange = arrange_whole
+        samples = None
         if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
-            arrange = partial(arrange_sub_pipelined, samples)
         parallel = self._parallel if training else exact(self._parallel)
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         make = partial(runnable, compiler=self._compiler)
-        compiler = Compiler(graph, make, joins=training and self._joins)
+        compiler = Compiler(graph, make, joins=(training or samples is not None) and self._joins)
+        arrange: Arrange = arrange_whole
+        if samples is not None:
+            arrange = partial(arrange_sub_pipelined, samples, compiler)
         rewrites = self._make_rewrites(parallel)
         program = compile_program(graph, bounds, rewrites, choices, arrange, compiler)
         device = self.mesh.device

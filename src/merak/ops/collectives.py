@@ -277,6 +277,24 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return _summand(tensor, axis)
 
 
+Started = tuple[torch.Tensor, "dist.Work | None"]
+"""An all-reduce that has been started: what will be the sum, and what to wait for."""
+
+
+def begin_all_reduce(tensor: torch.Tensor, axis: str) -> Started:
+    """Start the all-reduce of a tensor, which stays as it is; see `end_all_reduce`."""
+    total = _copy_to_sum(tensor)
+    return total, start_all_reduce(total, axis)
+
+
+def end_all_reduce(started: Started) -> torch.Tensor:
+    """The sum of an all-reduce, which is waited for."""
+    total, work = started
+    if work is not None:
+        work.wait()
+    return total
+
+
 def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
     """Asynchronous all-reduce of a contiguous tensor over an axis, in place.
 
@@ -377,6 +395,9 @@ def _gather_for_split(
 ) -> torch.Tensor:
     return _all_gather(tensor, dim, parts, axis)
 
+
+ALL_REDUCE = unwrap(_all_reduce)
+"""All-reduce, as a recorder sees it: `begin_all_reduce` and `end_all_reduce` in one."""
 
 GATHERED_AGAIN = frozenset({unwrap(_gather_for_split)})
 """Of the operators that a recorder sees, those whose result is gathered again for the backward."""

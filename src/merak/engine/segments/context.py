@@ -17,7 +17,7 @@ from merak.engine.tensors_by_name import (
 )
 from merak.graph.ir.ir import Segment
 from merak.graph.program.codegen import Function
-from merak.graph.program.program import PieceProgram, SegmentProgram
+from merak.graph.program.program import SegmentProgram
 from merak.graph.program.split_backward import WeightGradients
 
 
@@ -71,8 +71,8 @@ class SegmentContext:
     observer: OperatorObserver | None = None
     weight_gradients: WeightGradients | None = None
 
-    def function(self, program: SegmentProgram | PieceProgram) -> Function:
-        """The function of a segment or a piece of one, which may be looked at."""
+    def function(self, program: SegmentProgram) -> Function:
+        """The function of a segment, which may be looked at."""
         if self.observer is None:
             return program.function
         return self.observer.function(program.segment, self.random_key)

@@ -18,7 +18,7 @@ from merak.engine.segments.activation_offload import ActivationOffload, unpacked
 from merak.engine.segments.context import SegmentContext
 from merak.engine.segments.run_offloaded import OffloadedForward
 from merak.engine.tensors_by_name import TensorDict
-from merak.graph.joint.derive import Given
+from merak.graph.joint.derive import Given, Strides
 from merak.graph.joint.generate import Part
 from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import Functions, Like
@@ -59,6 +59,21 @@ def forward(
         ctx: what else it reads.
         save: save what the backward reads.
     """
+    made = begin_forward(run, values, ctx, save)
+    if made is None:
+        return None
+    part = made.parts.forward if save else made.parts.plain
+    outputs = compute(run, made, part, made.arguments, ctx)
+    values.update(zip(run.segment.outputs, outputs, strict=True))
+    if save and run.offload is not None and ctx.offload is not None:
+        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
+    return made
+
+
+def begin_forward(
+    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
+) -> JointForward | None:
+    """What the forward of a segment reads, before it runs; arguments and result as of `forward`."""
     joint = run.joint
     if joint is None or ctx.observer is not None:
         return None
@@ -71,11 +86,6 @@ def forward(
         first = len(run.segment.parameters)
         places = {name: first + i for i, name in enumerate(run.segment.buffers)}
         made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
-    part = parts.forward if save else parts.plain
-    outputs = compute(run, made, part, arguments, ctx)
-    values.update(zip(run.segment.outputs, outputs, strict=True))
-    if save and run.offload is not None and ctx.offload is not None:
-        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
     return made
 
 
@@ -123,10 +133,15 @@ def _fetch(run: SegmentProgram, saved: JointForward, offload: ActivationOffload)
 def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> None:
     """Recompute what the forward did not save."""
     if saved.saved is None:
-        arguments = list(saved.arguments)
-        for place, buffer in saved.buffers.items():
-            arguments[place] = buffer
-        compute(run, saved, saved.parts.recompute, arguments, ctx)
+        compute(run, saved, saved.parts.recompute, again(saved), ctx)
+
+
+def again(saved: JointForward) -> list[Any]:
+    """What a recomputation reads: the forward's arguments, with buffers as that has found them."""
+    arguments = list(saved.arguments)
+    for place, buffer in saved.buffers.items():
+        arguments[place] = buffer
+    return arguments
 
 
 def backward(
@@ -140,34 +155,74 @@ def backward(
         gradients: loses those of its outputs and gains those of its inputs.
         ctx: as in the forward.
     """
-    recompute(run, saved, ctx)
+    if saved.saved is None:
+        recompute(run, saved, ctx)
     if saved.offloaded is not None:
         assert ctx.offload is not None
         _fetch(run, saved, ctx.offload)
-    tangents = [gradients.pop(name, None) for name in run.segment.outputs]
-    for place, carries in enumerate(saved.parts.carries):
-        if not carries:
-            tangents[place] = None
-    if all([gradient is None for gradient in tangents]):
-        return
+    begun = begin_backward(run, saved, gradients, ctx)
+    if begun is not None:
+        parts, arguments = begun
+        end_backward(run, saved, parts, run_part(parts.backward, arguments), gradients, ctx)
+
+
+def begin_backward(
+    run: SegmentProgram, saved: JointForward, gradients: TensorDict, ctx: SegmentContext
+) -> tuple[Functions, list[Any]] | None:
+    """The functions of a backward and what it reads, before it runs; None where nothing does.
+
+    Args:
+        run: the segment.
+        saved: from the forward or recomputation.
+        gradients: loses those of its outputs, and sums that later readers have given.
+        ctx: as in the forward.
+    """
+    tangents: list[torch.Tensor] = []
+    strides: list[Strides | None] = []
+    for name, carries in zip(run.segment.outputs, saved.parts.carries, strict=True):
+        gradient = gradients.pop(name, None)
+        if gradient is None or not carries:
+            strides.append(None)
+        else:
+            tangents.append(gradient)
+            strides.append(gradient.stride())
+    if not tangents:
+        return None
     later = _later(run, gradients, ctx)
-    given = Given(
-        tuple([None if gradient is None else gradient.stride() for gradient in tangents]),
-        tuple([(number, gradient.stride()) for number, gradient in later]),
-    )
+    given = Given(tuple(strides), tuple([(number, known.stride()) for number, known in later]))
     parts = saved.parts if saved.parts.given == given else _changed(run, saved, given)
     assert saved.saved is not None
     names = run.segment.parameters
     arguments = [
         *map(saved.arguments.__getitem__, parts.reads),
-        *[gradient for _, gradient in later],
-        *[gradient for gradient in tangents if gradient is not None],
+        *[known for _, known in later],
+        *tangents,
         *saved.saved,
         *map(ctx.weights.__getitem__, map(names.__getitem__, parts.parameters)),
     ]
     saved.saved = None
-    del later, tangents
-    made = run_part(parts.backward, arguments)
+    return parts, arguments
+
+
+def end_backward(
+    run: SegmentProgram,
+    saved: JointForward,
+    parts: Functions,
+    made: Sequence[torch.Tensor],
+    gradients: TensorDict,
+    ctx: SegmentContext,
+) -> None:
+    """Hand on what a backward has made.
+
+    Args:
+        run: the segment.
+        saved: from the forward.
+        parts: its functions.
+        made: results of the backward.
+        gradients: gains those of the segment's inputs.
+        ctx: as in the forward.
+    """
+    names = run.segment.parameters
     first, num = _first_input(run), len(parts.inputs)
     inputs = run.segment.inputs
     gradients.update(zip([inputs[n - first] for n in parts.inputs], made[:num], strict=True))
@@ -249,7 +304,20 @@ def compute(
     """
     if run.draws:
         set_random_state(ctx.device, *ctx.random_key, run.segment.index)
-    results = run_part(part, [*arguments, *made.kept])
+    return end_forward(run, made, part, run_part(part, [*arguments, *made.kept]))
+
+
+def end_forward(
+    run: SegmentProgram, made: JointForward, part: Part, results: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Outputs of a forward or recomputation; arguments as of `compute`.
+
+    Args:
+        run: the segment.
+        made: gains what is saved, or kept for a recomputation.
+        part: of its parts, that has run.
+        results: of it.
+    """
     if part is made.parts.recompute:
         made.saved, made.kept = results, ()
         return ()

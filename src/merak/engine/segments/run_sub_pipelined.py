@@ -1,62 +1,72 @@
-"""Sub-pipelined tensor parallelism: two sub-microbatches of a microbatch, one beside the other.
+"""Sub-pipelined tensor parallelism: two sub-microbatches of a microbatch, in turns.
 
-Each sub-microbatch goes through the pieces of its segments and yields to the other one whenever it
-has started an all-reduce, for which it waits when it continues. So one's all-reduce runs while the
-other computes, across segments, in forward, recomputation and backward.
+Each goes through the parts of its segments up to the next all-reduce that it starts, and then it is
+the other one's turn. So one's all-reduce runs while the other computes, across segments, in
+forward, recomputation and backward.
 
 Source: Merak (IEEE TPDS), section 5.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from merak.core.random import random_state, restore_random_state, set_random_state
+from merak.engine.segments import run as run_whole
+from merak.engine.segments import run_joint
 from merak.engine.segments.context import SegmentContext, add_to
-from merak.engine.segments.run import propagate
-from merak.engine.tensors_by_name import TensorDict
-from merak.graph.program.program import (
-    PieceProgram,
-    SegmentProgram,
-    SubPipelinedRun,
-    SubPipelinedSegment,
-)
-from merak.graph.sub_pipelining.pieces import PieceAllReduce
+from merak.engine.segments.run_joint import JointForward
+from merak.engine.tensors_by_name import TensorDict, no_leaf_gradients
+from merak.graph.joint.generate import Part
+from merak.graph.joint.generate import run as run_part
+from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
-from merak.ops.collectives import start_all_reduce
-
-TENSOR_AXIS = "tp"
-
-Coroutine = Generator[None, None, None]
-"""The run of a sub-microbatch, which yields where it has started an all-reduce."""
 
 
 @dataclass(slots=True)
-class SavedPiece:
-    """The tensors that a piece saves for its backward: leaves and outputs of its graph."""
+class Call:
+    """A part of a segment that runs piece by piece.
 
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+    Args:
+        pieces: those to come.
+        given: what the next one takes.
+        end: takes the results.
+        device: where it draws.
+        state: of the generator where the last piece has left it; None where nothing draws.
+    """
+
+    pieces: Part
+    given: list[Any]
+    end: Callable[[tuple[torch.Tensor, ...]], object]
+    device: torch.device = torch.device("cpu")
+    state: torch.Tensor | None = None
+
+    def run_piece(self) -> tuple[torch.Tensor, ...]:
+        """Run the next piece, which draws on from where the last one has drawn."""
+        if self.state is not None:
+            restore_random_state(self.device, self.state)
+        piece, self.pieces = self.pieces[:1], self.pieces[1:]
+        results = run_part(piece, self.given)
+        if self.state is not None and self.pieces:
+            self.state = random_state(self.device)
+        return results
 
 
-@dataclass(slots=True)
-class SavedSegment:
-    """The saved inputs of a segment for one sub-microbatch, and its pieces unless recomputed."""
-
-    inputs: TensorDict
-    pieces: list[SavedPiece] | None = None
+Task = Callable[[], Call | None]
+"""Begins a call; None where everything is done with that."""
 
 
 @dataclass(slots=True)
 class SavedRun:
-    """The saved tensors of consecutive segments, for both sub-microbatches."""
+    """What the forward of consecutive segments leaves for their backwards, by sub-microbatch."""
 
-    sub_microbatches: tuple[list[SavedSegment], list[SavedSegment]] = field(
+    sub_microbatches: tuple[list[run_whole.Saved], list[run_whole.Saved]] = field(
         default_factory=lambda: ([], [])
     )
 
@@ -75,40 +85,22 @@ def forward(run: SubPipelinedRun, values: TensorDict, ctx: SegmentContext, save:
         The tensors that the backward needs.
     """
     saved = SavedRun()
-    made: tuple[TensorDict, TensorDict] = ({}, {})
-
-    def work(half: int) -> Coroutine:
-        local = made[half]
-        for segment in run.segments:
-            for name in segment.whole.segment.inputs:
-                if name not in local:
-                    local[name] = _samples_of(
-                        values[name], segment.dims.get(name), run.sub_microbatches[half]
-                    )
-            record = _save_inputs(segment, local)
-            saves = (save or segment.whole.saved) and segment.whole.trains
-            job = _SubMicrobatchRun(segment, half, ctx, saves)
-            local.update((yield from job.forward(record)))
-            saved.sub_microbatches[half].append(
-                record if segment.whole.trains else SavedSegment({})
-            )
-
-    _alternate(work(0), work(1))
+    both = _both(run, ctx, saved)
+    for one in both:
+        for name, dim in run.inputs.items():
+            one.values[name] = _samples_of(values[name], dim, one.samples)
+    _in_turns(*([partial(one.forward, segment, save) for segment in run.segments] for one in both))
     for name, dim in run.outputs.items():
-        parts = [half[name].detach() for half in made]
+        parts = [one.values[name].detach() for one in both]
         values[name] = parts[0] if dim is None else torch.cat(parts, dim)
     return saved
 
 
 def recompute(run: SubPipelinedRun, saved: SavedRun, ctx: SegmentContext) -> None:
     """Recompute the activations that the forward did not save."""
-
-    def work(half: int) -> Coroutine:
-        for segment, record in zip(run.segments, saved.sub_microbatches[half], strict=True):
-            if record.pieces is None and segment.whole.trains:
-                yield from _SubMicrobatchRun(segment, half, ctx, True).forward(record)
-
-    _alternate(work(0), work(1))
+    numbered = [(segment, number) for number, segment in enumerate(run.segments)]
+    both = _both(run, ctx, saved)
+    _in_turns(*([partial(one.recompute, *own) for own in numbered] for one in both))
 
 
 def backward(
@@ -128,40 +120,179 @@ def backward(
         ctx: as in the forward.
         segment_done: called when both sub-microbatches of a segment are done, last segment first.
     """
-    local: tuple[TensorDict, TensorDict] = ({}, {})
+    both = _both(run, ctx, saved)
     for name, dim in run.outputs.items():
-        if (gradient := gradients.pop(name, None)) is not None:
-            for half in range(1 if dim is None else 2):
-                local[half][name] = _samples_of(gradient, dim, run.sub_microbatches[half])
+        for one in both[: 1 if dim is None else 2] if name in gradients else ():
+            one.values[name] = _samples_of(gradients[name], dim, one.samples)
+        gradients.pop(name, None)
     done: set[int] = set()
 
-    def work(half: int) -> Coroutine:
-        for segment in reversed(run.segments):
-            record = saved.sub_microbatches[half].pop()
-            if segment.whole.trains:
-                job = _SubMicrobatchRun(segment, half, ctx, True)
-                if record.pieces is None:
-                    yield from job.forward(record)
-                yield from job.backward(record, local[half])
-            if id(segment) in done:
-                segment_done(segment.whole)
-            done.add(id(segment))
+    def half_done(segment: SubPipelinedSegment) -> None:
+        if id(segment) in done:
+            segment_done(segment.whole)
+        done.add(id(segment))
 
-    _alternate(work(0), work(1))
+    def tasks(one: _SubMicrobatchRun) -> list[Task]:
+        found: list[Task] = []
+        for segment in reversed(run.segments):
+            found += [partial(one.recompute, segment), partial(one.backward, segment, half_done)]
+        return found
+
+    _in_turns(*map(tasks, both))
     for name, split_dim in run.inputs.items():
-        parts = [half.pop(name) for half in local if name in half]
+        parts = [one.values.pop(name) for one in both if name in one.values]
         if parts:
             add_to(gradients, name, _join(parts, split_dim))
 
 
-def _alternate(*sub_microbatches: Coroutine) -> None:
-    """Run both sub-microbatches in turn until they are done."""
-    working = list(sub_microbatches)
+def _in_turns(*tasks: Iterable[Task]) -> None:
+    """Run the tasks of sub-microbatches, each up to the next all-reduce that it starts."""
+    working = [_Turns(deque(own)) for own in tasks]
     while working:
-        working = [half for half in working if next(half, _DONE) is not _DONE]
+        working = [one for one in working if one.run()]
 
 
-_DONE: Any = object()
+@dataclass(slots=True)
+class _Turns:
+    """The tasks of a sub-microbatch, and the call that has begun."""
+
+    tasks: deque[Task]
+    call: Call | None = None
+
+    def run(self) -> bool:
+        """Run until an all-reduce has been started; whether anything is left."""
+        while self.call is not None or self.tasks:
+            call = self.tasks.popleft()() if self.call is None else self.call
+            if call is None:
+                continue
+            results = call.run_piece()
+            self.call = call if call.pieces else None
+            if self.call is not None:
+                return True
+            call.end(results)
+            del call, results  # which the next one may drop
+        return False
+
+
+@dataclass(slots=True)
+class _SubMicrobatchRun:
+    """The run of a sub-microbatch through some segments, task by task.
+
+    Args:
+        number: 0 or 1, the sub-microbatch.
+        samples: of it.
+        ctx: what its segments read besides their inputs.
+        saved: by segment, what its forward has left so far.
+        values: that its segments read and make; of a backward, gradients.
+    """
+
+    number: int
+    samples: SubMicrobatch
+    ctx: SegmentContext
+    saved: list[run_whole.Saved]
+    values: TensorDict = field(default_factory=dict)
+
+    def forward(self, segment: SubPipelinedSegment, save: bool) -> Call | None:
+        """Begin the forward of a segment; autograd runs it where its backward is no graph."""
+        run = segment.halves[self.number]
+        saves = (save or run.saved) and run.trains
+        made = run_joint.begin_forward(run, self.values, self.ctx, saves)
+        if made is None:
+            self.saved.append(run_whole.forward(run, self.values, self.ctx, save))
+            return None
+        self.saved.append(made)
+
+        def end(outputs: tuple[torch.Tensor, ...]) -> None:
+            self.values.update(zip(run.segment.outputs, outputs, strict=True))
+
+        part = made.parts.forward if saves else made.parts.plain
+        return self._call(run, made, part, made.arguments, end)
+
+    def recompute(self, segment: SubPipelinedSegment, number: int = -1) -> Call | None:
+        """Begin the recomputation of a segment.
+
+        Args:
+            segment: the segment.
+            number: of what it has saved.
+        """
+        run, saved = segment.halves[self.number], self.saved[number]
+        if not isinstance(saved, JointForward):
+            run_whole.recompute(run, saved, self.ctx)
+            return None
+        if saved.saved is not None:
+            return None
+        arguments = run_joint.again(saved)
+        return self._call(run, saved, saved.parts.recompute, arguments, lambda outputs: None)
+
+    def _call(
+        self,
+        run: SegmentProgram,
+        made: JointForward,
+        part: Part,
+        arguments: Sequence[Any],
+        end: Callable[[tuple[torch.Tensor, ...]], object],
+    ) -> Call:
+        """A forward or recomputation."""
+
+        def ended(results: tuple[torch.Tensor, ...]) -> None:
+            end(run_joint.end_forward(run, made, part, results))
+
+        call = Call(part, [*arguments, *made.kept], ended)
+        if run.draws:
+            set_random_state(self.ctx.device, *self.ctx.random_key, run.segment.index)
+            call.device, call.state = self.ctx.device, random_state(self.ctx.device)
+        return call
+
+    def backward(
+        self, segment: SubPipelinedSegment, done: Callable[[SubPipelinedSegment], None]
+    ) -> Call | None:
+        """Begin the backward of a segment.
+
+        Args:
+            segment: the segment.
+            done: called behind it.
+        """
+        run, saved = segment.halves[self.number], self.saved.pop()
+        if not isinstance(saved, JointForward):
+            run_whole.backward(run, saved, self.values, self.ctx, lambda _: done(segment))
+            return None
+        begun = run_joint.begin_backward(run, saved, self.values, self.ctx)
+        if begun is None:
+            done(segment)
+            return None
+        parts, arguments = begun
+
+        def end(made: tuple[torch.Tensor, ...]) -> None:
+            run_joint.end_backward(run, saved, parts, made, self.values, self.ctx)
+            done(segment)
+
+        return Call(parts.backward, arguments, end)
+
+
+def _both(
+    run: SubPipelinedRun, ctx: SegmentContext, saved: SavedRun
+) -> tuple[_SubMicrobatchRun, _SubMicrobatchRun]:
+    """Both sub-microbatches of a run."""
+    first, second = (
+        _SubMicrobatchRun(number, own, _context(run, own, ctx), saved.sub_microbatches[number])
+        for number, own in enumerate(run.sub_microbatches)
+    )
+    return first, second
+
+
+def _context(run: SubPipelinedRun, samples: SubMicrobatch, ctx: SegmentContext) -> SegmentContext:
+    """What a sub-microbatch reads besides its inputs; gradients of parameters are summed behind."""
+    dims = {name: dim for segment in run.segments for name, dim in segment.dims.items()}
+
+    def own(whole: Mapping[str, torch.Tensor]) -> TensorDict:
+        return {name: _samples_of(t, dims.get(name), samples) for name, t in whole.items()}
+
+    return replace(
+        ctx,
+        columns=own(ctx.columns),
+        batch_only=own(ctx.batch_only),
+        leaf_gradients=no_leaf_gradients,
+    )
 
 
 def _samples_of(tensor: torch.Tensor, dim: int | None, samples: SubMicrobatch) -> torch.Tensor:
@@ -174,129 +305,3 @@ def _join(parts: list[torch.Tensor], dim: int | None) -> torch.Tensor:
     if dim is not None:
         return torch.cat(parts, dim)
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-def _save_inputs(segment: SubPipelinedSegment, local: TensorDict) -> SavedSegment:
-    whole = segment.whole
-    carrying = zip(whole.segment.inputs, whole.gradient_inputs, strict=True)
-    return SavedSegment({name: local[name].detach().requires_grad_(c) for name, c in carrying})
-
-
-class _SubMicrobatchRun:
-    """The run of one sub-microbatch through one segment.
-
-    Args:
-        segment: the segment.
-        half: 0 or 1, the sub-microbatch.
-        ctx: what it reads besides its inputs.
-        save: whether the forward is for a backward.
-    """
-
-    def __init__(
-        self, segment: SubPipelinedSegment, half: int, ctx: SegmentContext, save: bool
-    ) -> None:
-        self._program = segment.programs[half].given(ctx.batch_only)
-        self._whole = segment.whole
-        self._dims = segment.dims
-        self._samples = segment.sub_microbatches[half]
-        self._context = ctx
-        self._keep = save
-
-    def forward(self, record: SavedSegment) -> Generator[None, None, TensorDict]:
-        """Run the pieces, and save them in the record if they are for a backward.
-
-        Returns:
-            The segment's outputs by name.
-        """
-        values = dict(record.inputs)
-        pieces = []
-        if self._whole.draws:
-            key = self._context.random_key
-            set_random_state(self._context.device, *key, self._whole.segment.index)
-        for piece in self._program.pieces:
-            # A piece has an autograd graph of its own, from leaves.
-            inputs = [
-                values[n].detach().requires_grad_(values[n].requires_grad)
-                for n in piece.segment.inputs
-            ]
-            outputs = self._call(piece, inputs)
-            pieces.append(SavedPiece(inputs, outputs))
-            values.update(zip(piece.segment.outputs, outputs, strict=True))
-            yield from self._reduce_outputs(piece.all_reduces, values)
-        if self._keep:
-            record.pieces = pieces
-        return {name: values[found] for name, found in self._program.returned}
-
-    def backward(self, record: SavedSegment, gradients: TensorDict) -> Coroutine:
-        """Run the pieces' backwards; `gradients` loses the outputs' and gains the inputs'."""
-        assert record.pieces is not None
-        for name, found in self._program.returned:
-            if found != name and name in gradients:
-                add_to(gradients, found, gradients.pop(name))
-        for piece in reversed(self._program.pieces):
-            yield from self._reduce_gradients(piece.all_reduces, gradients)
-            saved, segment = record.pieces.pop(), piece.segment
-            propagate(segment.outputs, saved.outputs, segment.inputs, saved.inputs, gradients)
-
-    def _call(
-        self, piece: PieceProgram, inputs: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        segment, ctx = piece.segment, self._context
-        if not segment.outputs:
-            return ()
-        columns = (self._own(ctx.columns[n], n) for n in segment.columns)
-        batch_only = (self._own(ctx.batch_only[n], n) for n in segment.batch_only)
-        with torch.set_grad_enabled(self._keep):
-            return ctx.function(piece)(
-                *(ctx.weights[name] for name in segment.parameters),
-                *(ctx.buffers[name] for name in segment.buffers),
-                *columns,
-                *inputs,
-                *batch_only,
-            )
-
-    def _own(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        return _samples_of(tensor, self._dims.get(name), self._samples)
-
-    def _reduce_outputs(self, crossings: Sequence[PieceAllReduce], values: TensorDict) -> Coroutine:
-        """All-reduce the outputs of a piece, while the other sub-microbatch runs."""
-        works = []
-        for crossing in crossings:
-            source = values[crossing.source]
-            if not crossing.in_forward:
-                values[crossing.result] = source
-                continue
-            total = source.detach().clone(memory_format=torch.contiguous_format)
-            values[crossing.result] = total.requires_grad_(source.requires_grad)
-            works.append(start_all_reduce(total.detach(), TENSOR_AXIS))
-        if works:
-            yield from self._yield_turn(works)
-
-    def _reduce_gradients(
-        self, crossings: Sequence[PieceAllReduce], gradients: TensorDict
-    ) -> Coroutine:
-        """All-reduce the gradients of a piece, while the other sub-microbatch runs."""
-        works = []
-        arriving = []
-        for crossing in crossings:
-            gradient = gradients.pop(crossing.result, None)
-            if gradient is None:
-                continue
-            if not crossing.in_forward:
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-                works.append(start_all_reduce(gradient, TENSOR_AXIS))
-            arriving.append((crossing.source, gradient))
-        if works:
-            yield from self._yield_turn(works)
-        for source, gradient in arriving:
-            add_to(gradients, source, gradient)
-
-    def _yield_turn(self, works: Sequence[dist.Work | None]) -> Coroutine:
-        draws, device = self._whole.draws, self._context.device
-        state = random_state(device) if draws else None
-        yield
-        if state is not None:
-            restore_random_state(device, state)
-        for work in works:
-            if work is not None:
-                work.wait()

@@ -1,24 +1,29 @@
 """Generation: the parts of a joint graph as straight-line Python.
 
 A part takes its arguments in a list, which it empties, and drops each value after its last use. It
-runs beneath autograd: what it returns has no history.
+runs beneath autograd: what it returns has no history. One that starts all-reduces is several
+functions, between which something else may run.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from merak.graph.joint.all_reduces import starts_all_reduce
 from merak.graph.joint.bindings import binding
 from merak.graph.joint.parts import PartNodes
 
-Part = Callable[[list[Any]], tuple[torch.Tensor, ...]]
-"""Takes a list of tensors, which it empties, and returns tensors."""
+Piece = Callable[[list[Any]], tuple[torch.Tensor, ...]]
+"""Takes a list of tensors, which it empties; fills it for the next piece, or returns tensors."""
+
+Part = tuple[Piece, ...]
+"""Pieces of a part; all but the last one end in an all-reduce that they have started."""
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, bool], None]
 
@@ -27,20 +32,22 @@ def run(part: Part, given: list[Any]) -> tuple[torch.Tensor, ...]:
     """Run a part beneath autograd, without history: what autograd would do is in it.
 
     Args:
-        part: the function.
-        given: what it takes.
+        part: its functions, or some of them that come next.
+        given: what the first one takes.
     """
     is_recording = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # of which `torch.no_grad` makes six calls
     try:
         with torch._C._AutoDispatchBelowAutograd():
-            return part(given)
+            for piece in part:
+                results = piece(given)
+        return results
     finally:
         torch._C._set_grad_enabled(is_recording)
 
 
 def generate(part: PartNodes, accumulate: Accumulate | None = None) -> Part:
-    """Function that runs a part.
+    """Functions that run a part.
 
     Args:
         part: its nodes.
@@ -48,36 +55,49 @@ def generate(part: PartNodes, accumulate: Accumulate | None = None) -> Part:
     """
     names: dict[fx.Node, str] = {}
     scope: dict[str, Any] = {"accumulate": accumulate}
-    lines = ["def part(given):"]
+    lines: list[str] = []
     for node in part.reads:
         names[node] = f"v{len(names)}"
     last = part.last_uses()
-    heads = [*(names[node] for node in part.reads), *(f"p{n}" for n in part.parameters)]
-    if heads:
-        lines.append(f"    {', '.join(heads)}, = given")
-    lines.append("    given.clear()")
+    alive = dict.fromkeys(
+        (*(names[node] for node in part.reads), *(f"p{n}" for n in part.parameters))
+    )
+    num_pieces = 0
+
+    def begin() -> None:
+        nonlocal num_pieces
+        lines.append(f"def piece_{num_pieces}(given):")
+        lines.extend([f"    {', '.join(alive)}, = given"] if alive else [])
+        lines.append("    given.clear()")
+        num_pieces += 1
+
+    def drop(nodes: Iterable[fx.Node]) -> None:
+        gone = dict.fromkeys(names[node] for node in nodes)
+        lines.extend([f"    del {', '.join(gone)}"] if gone else [])
+        for name in gone:
+            del alive[name]
 
     def add(node: fx.Node) -> None:
         for number, owned in part.accumulated.get(node, ()):
             lines.append(f"    accumulate(p{number}, {names[node]}, {owned})")
 
-    unused = [names[n] for n in part.reads if n not in last]
-    if unused:
-        lines.append(f"    del {', '.join(unused)}")
+    begin()
+    drop(node for node in part.reads if node not in last)
     for node in part.reads:
         add(node)
     for node in part.nodes:
         names[node] = f"v{len(names)}"
+        alive[names[node]] = None
         lines.append(f"    {names[node]} = {_call(node, names, scope)}")
         add(node)
-        gone = [names[n] for n in (*node.all_input_nodes, node) if last.get(n) is node]
-        if gone:
-            lines.append(f"    del {', '.join(dict.fromkeys(gone))}")
+        drop(n for n in (*node.all_input_nodes, node) if last.get(n) is node)
+        if starts_all_reduce(node):
+            lines.append(f"    given[:] = {', '.join(alive)},")
+            begin()
     returned = "".join(f"{names[node]}, " for node in part.results)
     lines.append(f"    return ({returned})")
     exec(compile("\n".join(lines), "<merak joint graph>", "exec"), scope)
-    function: Part = scope["part"]
-    return function
+    return tuple(scope[f"piece_{number}"] for number in range(num_pieces))
 
 
 def _call(node: fx.Node, names: dict[fx.Node, str], scope: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from merak.graph.ir.operators import (
     multiplies_groups,
 )
 from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.joint.all_reduces import start_early
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, Strides, derive
 from merak.graph.joint.divide import divide
@@ -81,6 +82,7 @@ class JointSegment:
         deferrable: numbers of the parameters whose gradients may be left for later.
         outcomes: of its conditions, for which the graph is specialized.
         keeps: names of the operators whose results are kept where others are recomputed.
+        yields: whether something else may run while an all-reduce does.
 
     Attributes:
         kept: places of those operators in the graph.
@@ -93,14 +95,16 @@ class JointSegment:
         deferrable: tuple[int, ...] = (),
         keeps: Container[str] = (),
         outcomes: BranchValues = (),
+        yields: bool = False,
     ) -> None:
         self._graph = graph
+        self._yields = yields
         self._structure = structure
         self._deferrable = deferrable
         self._keeps = {node.name: place for place, node in enumerate(graph.nodes)}
         self._keeps = {name: place for name, place in self._keeps.items() if name in keeps}
         self.kept = tuple(self._keeps.values())
-        self._kind = (structure, deferrable, self.kept, outcomes)
+        self._kind = (structure, deferrable, self.kept, outcomes, yields)
         placeholders = enumerate(graph.find_nodes(op="placeholder"))
         self._conditions = [n for n, node in placeholders if is_condition(node) and not outcomes]
         self._chosen: dict[BranchValues, JointSegment] = {}
@@ -140,7 +144,7 @@ class JointSegment:
                 self.obstacle = f"its conditions have more than {_MOST_OUTCOMES} outcomes"
                 return None
             graph = specialize_branches(self._graph, outcomes)
-            args = (graph, self._structure, self._deferrable, self._keeps, outcomes)
+            args = (graph, self._structure, self._deferrable, self._keeps, outcomes, self._yields)
             self._chosen[outcomes] = JointSegment(*args)
         chosen = self._chosen[outcomes]
         found = chosen.parts(arguments, given)
@@ -171,6 +175,8 @@ class JointSegment:
         except Exception as error:  # of an operator on fake tensors; autograd runs the backward
             return str(error) or type(error).__name__
         clean(joint)
+        if self._yields:
+            start_early(joint)
         nodes = parts_of(joint, divide(joint, self._deferrable, self._keeps))
         return nodes.map(partial(generate, accumulate=accumulate))
 
@@ -206,6 +212,7 @@ def joint_segment(
     as_run: fx.Graph,
     deferrable: Container[str] = (),
     keeps: Container[str] = (),
+    yields: bool = False,
 ) -> JointSegment | None:
     """Functions of a segment; None where its backward is no graph for sure.
 
@@ -214,6 +221,7 @@ def joint_segment(
         as_run: the same with the operators that run.
         deferrable: names of the parameters whose gradients may be left for later.
         keeps: names of the operators whose results are kept where others are recomputed.
+        yields: whether something else may run while an all-reduce does.
     """
     if joint_obstacle(graph):
         return None
@@ -223,7 +231,7 @@ def joint_segment(
         for number, node in placeholders
         if node.meta["kind"] is Kind.PARAMETER and node.meta["name"] in deferrable
     )
-    return JointSegment(as_run, structure_of_graph(graph), numbers, keeps)
+    return JointSegment(as_run, structure_of_graph(graph), numbers, keeps, yields=yields)
 
 
 def joint_obstacle(graph: fx.Graph) -> str:

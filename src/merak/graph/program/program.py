@@ -19,9 +19,7 @@ from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.program.split_backward import SplitBackward
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
-from merak.graph.sub_pipelining.pieces import PieceAllReduce
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
-from merak.graph.trace.branches.outcomes import BranchValues, branch_values
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 
@@ -81,51 +79,12 @@ class ActivationChoices:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceProgram:
-    """Function of a piece: (parameters, buffers, columns, inputs, batch_only) → outputs.
-
-    Args:
-        segment: its names.
-        function: returns the tuple of its outputs.
-        all_reduces: what is summed after it, before any piece that reads the results.
-    """
-
-    segment: Segment
-    function: Callable[..., tuple[torch.Tensor, ...]]
-    all_reduces: tuple[PieceAllReduce, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SubMicrobatchProgram:
-    """Functions of a segment for one sub-microbatch, piece by piece.
-
-    Args:
-        pieces: in the order they run.
-        returned: per output of the segment, its name and what the pieces call it.
-        conditions: batch-only values that decide which branches run.
-        for_branches: gives the program for their outcomes, without branches that are not taken.
-    """
-
-    pieces: tuple[PieceProgram, ...]
-    returned: tuple[tuple[str, str], ...]
-    conditions: tuple[str, ...] = ()
-    for_branches: Callable[[BranchValues], SubMicrobatchProgram] | None = None
-
-    def given(self, batch_only: Mapping[str, torch.Tensor]) -> SubMicrobatchProgram:
-        """Program for the branches that batch-only values take."""
-        if self.for_branches is None:
-            return self
-        answers = branch_values([batch_only[name] for name in self.conditions])
-        return self if answers is None else self.for_branches(answers)
-
-
-@dataclass(frozen=True, slots=True)
 class SubPipelinedSegment:
     """Segment that runs in sub-microbatches.
 
     Args:
         whole: the segment for all of a microbatch.
-        programs: the first sub-microbatch's samples, and the second's.
+        halves: the same for the first sub-microbatch's samples, and for the second's.
         sub_microbatches: which samples they are.
         dims: the dim along which a sub-microbatch has its samples, by the name of an input, column,
             batch-only
@@ -133,7 +92,7 @@ class SubPipelinedSegment:
     """
 
     whole: SegmentProgram
-    programs: tuple[SubMicrobatchProgram, SubMicrobatchProgram]
+    halves: tuple[SegmentProgram, SegmentProgram]
     sub_microbatches: tuple[SubMicrobatch, SubMicrobatch]
     dims: Mapping[str, int]
 
@@ -363,6 +322,7 @@ class Compiler:
         segment: Segment,
         rewrites: Sequence[Rewrite],
         selective: Container[str] | None = None,
+        yields: bool = False,
     ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
         """Program of a segment, and how its parameters are split over tp.
 
@@ -370,11 +330,12 @@ class Compiler:
             segment: of the graph.
             rewrites: what is done to it in turn.
             selective: its operators whose results are saved where it recomputes; None for none.
+            yields: whether something else may run while an all-reduce of it does.
         """
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
         splits = [rewrite for rewrite in rewrites if isinstance(rewrite, SplitBackward)]
         local, shards = _rewritten(segment, [r for r in rewrites if r not in splits])
-        joint = self._joint(local, splits, selective or ())
+        joint = self._joint(local, splits, selective or (), yields)
         saved_ops = None
         if joint is None:
             local, _ = _rewritten(local, splits)
@@ -383,13 +344,22 @@ class Compiler:
         program = compile_segment(local, self.graph.values, draws, self._make)
         return replace(program, selective=saved_ops, joint=joint), shards
 
+    def extended(self, values: Mapping[str, TensorMeta]) -> Compiler:
+        """The same for segments that give one another further values."""
+        graph = replace(self.graph, values={**self.graph.values, **values})
+        return Compiler(graph, self._make, joins=self._joins)
+
     def _joint(
-        self, segment: Segment, splits: Sequence[SplitBackward], keeps: Container[str]
+        self,
+        segment: Segment,
+        splits: Sequence[SplitBackward],
+        keeps: Container[str],
+        yields: bool,
     ) -> JointSegment | None:
         if not self._joins or not _trains(segment, self.graph.values):
             return None
         late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
-        return joint_segment(segment.graph, as_run(segment.graph), late, keeps)
+        return joint_segment(segment.graph, as_run(segment.graph), late, keeps, yields)
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby, islice
-
-import torch
-from torch import fx
 
 from merak.core.errors import ShardError
 from merak.core.rank0 import warn_on_rank0
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Segment, returned_nodes
-from merak.graph.program.logical_draws import draw_in_logical_order
 from merak.graph.program.program import (
-    PieceProgram,
+    Compiler,
     Rewrite,
     SegmentProgram,
     StageItem,
-    SubMicrobatchProgram,
     SubPipelinedRun,
     SubPipelinedSegment,
-    compile_segment,
-    has_draws,
 )
-from merak.graph.segment.cut import copy_graph
 from merak.graph.sub_pipelining.leading_part import leading_cuts
-from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment, sub_microbatches
-from merak.graph.trace.branches.flags import is_condition
-from merak.graph.trace.branches.outcomes import BranchValues, specialize_branches
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
@@ -45,6 +34,7 @@ _MOST_CUTS = 4
 
 def arrange_sub_pipelined(
     samples: SampleDims,
+    compiler: Compiler,
     segments: Sequence[Segment],
     programs: Sequence[SegmentProgram],
     rewrites: Sequence[Rewrite],
@@ -54,6 +44,7 @@ def arrange_sub_pipelined(
 
     Args:
         samples: of a microbatch.
+        compiler: of the segments.
         segments: of the stage, as traced.
         programs: the same as they run for a whole microbatch.
         rewrites: what is done in turn to the segments of the stage.
@@ -67,9 +58,9 @@ def arrange_sub_pipelined(
     parts: list[SubPipelinedPart] = []
     for segment, program in zip(segments, programs, strict=True):
         try:
-            parts.append(sub_pipeline_segment(segment, program, samples, rewrites))
+            parts.append(sub_pipeline_segment(segment, program, samples, rewrites, compiler))
         except ShardError as error:
-            cut = _cut(segment, program, samples, rewrites)
+            cut = _cut(segment, program, samples, rewrites, compiler)
             parts.extend(cut or (program,))
             what = "only its first part runs" if cut else "it does not run"
             logger.info(
@@ -83,7 +74,11 @@ def arrange_sub_pipelined(
 
 
 def _cut(
-    segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
+    segment: Segment,
+    whole: SegmentProgram,
+    samples: SampleDims,
+    rewrites: Sequence[Rewrite],
+    compiler: Compiler,
 ) -> tuple[SubPipelinedSegment, SegmentProgram] | None:
     """Leading part of a segment in sub-microbatches, and its rest; None where that does not pay.
 
@@ -91,24 +86,20 @@ def _cut(
     """
     for parts in islice(leading_cuts(segment, samples), _MOST_CUTS):
         try:
-            first, rest = (_compile_whole(part, whole, rewrites) for part in parts)
+            own = compiler.extended(_values(parts[0]))
+            first, rest = (
+                replace(own.segment(part, rewrites)[0], saved=whole.saved) for part in parts
+            )
             if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
-                return sub_pipeline_segment(parts[0], first, samples, rewrites), rest
+                return sub_pipeline_segment(parts[0], first, samples, rewrites, own), rest
         except ShardError:
             continue
     return None
 
 
-def _compile_whole(
-    part: Segment, whole: SegmentProgram, rewrites: Sequence[Rewrite]
-) -> SegmentProgram:
+def _values(part: Segment) -> dict[str, TensorMeta]:
     returned = zip(part.outputs, returned_nodes(part.graph), strict=True)
-    entering = ((n.meta["name"], n) for n in part.graph.find_nodes(op="placeholder"))
-    values = {name: node.meta["tensor"] for name, node in (*entering, *returned)}
-    local = part
-    for rewrite in rewrites:
-        local, _ = rewrite(local)
-    return replace(compile_segment(local, values, has_draws(part)), saved=whole.saved)
+    return {name: node.meta["tensor"] for name, node in returned}
 
 
 def _num_collectives(program: SegmentProgram) -> int:
@@ -117,7 +108,11 @@ def _num_collectives(program: SegmentProgram) -> int:
 
 
 def sub_pipeline_segment(
-    segment: Segment, whole: SegmentProgram, samples: SampleDims, rewrites: Sequence[Rewrite]
+    segment: Segment,
+    whole: SegmentProgram,
+    samples: SampleDims,
+    rewrites: Sequence[Rewrite],
+    compiler: Compiler,
 ) -> SubPipelinedSegment:
     """Program of a segment in sub-microbatches.
 
@@ -126,45 +121,22 @@ def sub_pipeline_segment(
         whole: the same as it runs for a whole microbatch.
         samples: of a microbatch.
         rewrites: what is done in turn to the segments of its stage.
+        compiler: of its sub-microbatches.
 
     Raises:
-        ShardError: a single sample, or an operator that does not treat them one by one.
+        ShardError: a single sample, an operator that does not treat them one by one, or a backward
+            that is no graph.
     """
     split = split_segment(segment, samples)
-    first, second = (_compile(one, rewrites) for one in split.segments)
-    return SubPipelinedSegment(whole, (first, second), split.sub_microbatches, split.dims)
-
-
-def _compile(segment: Segment, rewrites: Sequence[Rewrite]) -> SubMicrobatchProgram:
-    for rewrite in rewrites:
-        segment, _ = rewrite(segment)
-    program = _in_pieces(segment)
-    placeholders = segment.graph.find_nodes(op="placeholder")
-    conditions = tuple(n.meta["name"] for n in placeholders if is_condition(n))
-    if not conditions:
-        return program
-
-    @lru_cache(maxsize=64)
-    def for_branches(answers: BranchValues) -> SubMicrobatchProgram:
-        return _in_pieces(replace(segment, graph=specialize_branches(segment.graph, answers)))
-
-    return replace(program, conditions=conditions, for_branches=for_branches)
-
-
-def _in_pieces(segment: Segment) -> SubMicrobatchProgram:
-    pieces = tuple(
-        PieceProgram(piece.segment, _function(piece.segment.graph), piece.all_reduces)
-        for piece in cut_at_all_reduces(segment)
+    first, second = (compiler.segment(one, rewrites, yields=True)[0] for one in split.segments)
+    if first.joint is None or second.joint is None:
+        raise ShardError("autograd runs its backward, in one piece.")
+    draws, saved = whole.draws, whole.saved  # of what was traced
+    halves = (
+        replace(first, draws=draws, saved=saved),
+        replace(second, draws=draws, saved=saved),
     )
-    return SubMicrobatchProgram(
-        pieces, tuple(zip(segment.outputs, returned_names(segment), strict=True))
-    )
-
-
-def _function(graph: fx.Graph) -> Callable[..., tuple[torch.Tensor, ...]]:
-    graph, _ = copy_graph(graph)
-    draw_in_logical_order(graph)
-    return fx.GraphModule(torch.nn.Module(), graph).forward
+    return SubPipelinedSegment(whole, halves, split.sub_microbatches, split.dims)
 
 
 def group_runs(parts: Sequence[SubPipelinedPart], leaving: frozenset[str]) -> tuple[StageItem, ...]:

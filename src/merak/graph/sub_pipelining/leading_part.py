@@ -6,14 +6,14 @@ does not. Cut between them, the block runs in sub-microbatches like all others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment, returned_nodes
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.sub_pipelining.pieces import sub_segment
+from merak.graph.segment.cut import sub_graph
 from merak.graph.sub_pipelining.sub_microbatch import (
     SampleDims,
     SamplePlacements,
@@ -97,8 +97,19 @@ def _parts(
     later = set(second)
     crossing = [n for n in first if n in own or any(user in later for user in n.users)]
     parts = (
-        sub_segment(segment, first, crossing, name),
-        sub_segment(segment, second, [n for n in second if n in own], name),
+        _part(segment, first, crossing, name),
+        _part(segment, second, [n for n in second if n in own], name),
     )
     if not set(parts[0].parameters) & set(parts[1].parameters):
         yield parts
+
+
+def _part(
+    segment: Segment,
+    own: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    name: Callable[[fx.Node], str],
+) -> Segment:
+    """Segment of some operators, whose results others read by the names that it is given."""
+    graph = sub_graph(own, outputs, lambda node: Kind.VALUE, name)
+    return Segment.of(segment.index, segment.name, graph, map(name, outputs))

@@ -101,7 +101,7 @@ def _find(
     if not names:
         return None
     if joint is not None:
-        memory = memory_by_graph(segment, joint, memories.float32_gradients, keeps=names)
+        memory = memory_by_graph(segment, [joint], memories.float32_gradients, keeps=names)
     else:
         memory = _measure(segment, memories(segment), names, device, kernels)
     return SelectiveOps(names, memory)

@@ -122,6 +122,7 @@ class _CompilerOnce(Compiler):
         segment: Segment,
         rewrites: Sequence[Rewrite],
         selective: Container[str] | None = None,
+        yields: bool = False,
     ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
         """Program of a segment, and how its parameters are split over tp."""
         assert selective is None, "a forecast has the operators that are saved apart"

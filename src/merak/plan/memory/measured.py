@@ -35,6 +35,7 @@ class Measured:
         self.optimizers = optimizers
         self._measure = segments
         self._segments: dict[tuple[int, frozenset[str]], SegmentMemory] = {}
+        self._in_turns: dict[Any, SegmentMemory | None] = {}
         self._prologues: dict[Any, int] = {}
 
     def selective(
@@ -67,9 +68,18 @@ class Measured:
         """Whether a segment's backward is a graph."""
         return self._measure.joint(segment) is not None
 
-    def piece(self, piece: Segment) -> SegmentMemory:
-        """Memory of a piece of a segment, which has the segment's number."""
-        return self._measure(piece, whole=False)
+    def in_turns(
+        self,
+        segment: Segment,
+        halves: tuple[Segment, Segment],
+        immediate: tuple[str, ...],
+        joined: tuple[str, ...],
+    ) -> SegmentMemory | None:
+        """Memory of a segment in sub-microbatches; as of `SegmentMemories.in_turns`."""
+        key = segment.index, immediate, joined
+        if key not in self._in_turns:
+            self._in_turns[key] = self._measure.in_turns(segment, halves, immediate, joined)
+        return self._in_turns[key]
 
     def prologue_bytes(self, program: Program) -> tuple[int, int]:
         """Bytes of batch-only values that are held throughout, and of those of one microbatch."""

@@ -149,9 +149,10 @@ class MemoryModel:
             }
             if job.split is not None:
                 whole = dict(self.segments)
-                for program in job.programs:
+                for program, tied in zip(job.programs, job.tied, strict=True):
                     for stage in program.stages.values():
-                        self.segments |= job.split.stage(stage, measured.piece, whole)
+                        now = {name for name, _ in tied}
+                        self.segments |= job.split.stage(stage, measured, whole, now)
             self._derived = [measured.prologue_bytes(program) for program in job.programs]
         # All ranks' kinds of parameters at first, of which each rank has some.
         kinds = [meta for p in job.programs for meta in dict.fromkeys(_stepped(job, p).values())]

@@ -21,6 +21,7 @@ from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.joint.derive import Given
+from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import Functions, JointSegment, joint_segment
 from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
 from merak.ops.linear import linear
@@ -182,10 +183,10 @@ def _joint(
         torch.manual_seed(3)
         aliases = [tensor.detach() for tensor in tensors]
         num = len(parts.carries)
-        outputs = parts.plain(list(aliases))
+        outputs = run_part(parts.plain, list(aliases))
         if saves:
             torch.manual_seed(3)
-            results = parts.forward(list(aliases))
+            results = run_part(parts.forward, list(aliases))
             assert all(torch.equal(a, b) for a, b in zip(outputs, results[:num], strict=True))
             outputs, saved = results[:num], results[num:]
             del results
@@ -196,7 +197,7 @@ def _joint(
             *(tensors[number] for number in parts.parameters),
         ]
         del saved
-        results = parts.backward(given)
+        results = run_part(parts.backward, given)
         made = dict(zip(parts.inputs, results))
         assert not given
         if parts.weights is not None:
@@ -205,7 +206,7 @@ def _joint(
                 *results[len(parts.inputs) :],
                 *(tensors[number] for number in parts.weight_parameters),
             ]
-            assert parts.weights(given) == ()
+            assert run_part(parts.weights, given) == ()
     return outputs, [made.get(number) for number in range(len(tensors))]
 
 
@@ -279,7 +280,7 @@ def test_it_holds_no_more_than_autograd(name: str) -> None:
             torch._C._AutoDispatchBelowAutograd(),
             Storages([*known[0], *tangents]) as storages,
         ):
-            results = parts.forward([tensor.detach() for tensor in ours])
+            results = run_part(parts.forward, [tensor.detach() for tensor in ours])
             held = storages.live_bytes
             num = len(parts.carries)
             outputs, saved = results[:num], results[num:]
@@ -291,7 +292,7 @@ def test_it_holds_no_more_than_autograd(name: str) -> None:
             ]
             del results, saved
             storages.restart()
-            gradients = parts.backward(given)
+            gradients = run_part(parts.backward, given)
             peak = storages.peak_bytes - held
             del gradients
     assert held <= autograd_held
@@ -328,9 +329,9 @@ def test_sums_of_later_readers_enter_first() -> None:
     parts = segment.parts(aliases, Given(((6, 1),), ((0, (6, 1)), (1, (6, 1)))))
     assert parts is not None
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-        output, *saved = parts.forward(list(aliases))
+        output, *saved = run_part(parts.forward, list(aliases))
         read = [aliases[number] for number in parts.reads]
-        (made,) = parts.backward([*read, of_weight, of_input, tangent, *saved, ours[0]])
+        (made,) = run_part(parts.backward, [*read, of_weight, of_input, tangent, *saved, ours[0]])
     leaf = theirs[1].requires_grad_()
     output = case.function(theirs[0], leaf)
     torch.autograd.backward([theirs[0], leaf, output], [of_weight, of_input, tangent])
@@ -462,7 +463,7 @@ def test_casts_of_parameters_are_made_again(splits: bool) -> None:
     parts = _segment(case, splits).parts(_tensors(case, 0))
     assert parts is not None
     ours, theirs = _leaves(case), _leaves(case)
-    held = parts.forward([tensor.detach() for tensor in ours])[len(parts.carries) :]
+    held = run_part(parts.forward, [tensor.detach() for tensor in ours])[len(parts.carries) :]
     # The converted input, the product of the first weight, and the copy that was written.
     assert sorted(tuple(value.shape) for value in held) == [(4, 6), (4, 24), (24, 6)]
     tangents = [torch.randn(4, 6)]

@@ -1,4 +1,4 @@
-"""Segments in halves and in pieces give what they give whole."""
+"""Segments in halves give what they give whole, and run in turns."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 from torch import fx, nn
 
 from merak.core.errors import ShardError
+from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.joint.all_reduces import all_in_turns
+from merak.graph.joint.divide import divide
+from merak.graph.joint.parts import parts_of
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.sub_pipelining.leading_part import leading_cuts
-from merak.graph.sub_pipelining.pieces import cut_at_all_reduces, returned_names
 from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import Column, Row
-from merak.ops.collectives import copy_to, reduce_from
+from merak.ops.collectives import end_all_reduce
+from merak.plan.cost.segments.by_graph import joint_graphs_in_turns
 from tests.tiers import one_in
 
 BATCH = 4
@@ -164,19 +168,22 @@ def test_a_block_is_not_cut_where_more_would_cross_or_draw() -> None:
     assert not list(leading_cuts(graph_of(Growing()).segments[-1], SampleDims(BATCH)))
 
 
-def test_pieces_are_cut_at_the_sums_and_hold_none() -> None:
+def test_each_sub_microbatch_computes_beside_the_all_reduces_of_the_other() -> None:
     graph = graph_of(Model())
     rewrite = tensor_parallel(graph, {"up": Column(), "down": Row()}, 2)
-    crossings = []
-    for whole in graph.segments:
-        segment, _ = rewrite(whole)
-        pieces = cut_at_all_reduces(segment)
-        inside = {node.target for piece in pieces for node in piece.segment.graph.nodes}
-        assert not inside & {copy_to, reduce_from}
-        made = set(segment.inputs)
-        for piece in pieces:  # everything is made before it is read
-            assert set(piece.segment.inputs) <= made
-            made |= {*piece.segment.outputs, *(c.result for c in piece.all_reduces)}
-        assert set(returned_names(segment)) <= made
-        crossings += [c.in_forward for p in pieces for c in p.all_reduces]
-    assert crossings == [False, True] * 3  # three blocks, one sum in each direction
+    device, beside = torch.device("cpu"), []
+    for whole in graph.segments[:-1]:
+        halves = [rewrite(own)[0] for own in split_segment(whole, SampleDims(BATCH)).segments]
+        with pretended(Mesh(1, 2, 1, 0, device, None)):
+            joints = joint_graphs_in_turns(halves, device, "cpu")
+        parts = all_in_turns([parts_of(joint, divide(joint)) for joint in joints])
+        for nodes in (parts.forward.nodes, parts.recompute.nodes, parts.backward.nodes):
+            for wait in nodes:
+                if wait.target is end_all_reduce:
+                    between = nodes[nodes.index(wait.args[0]) : nodes.index(wait)]
+                    others = {str(n.target) for n in between if n.graph is not wait.graph}
+                    beside.append((wait.graph is joints[0].graph, others))
+    # Two blocks with one all-reduce in each direction; the loss needs all samples of the third.
+    assert len(beside) == 2 * 2 * 2
+    for is_first, others in beside:
+        assert {"aten.mm.default", "aten.addmm.default"} & others if is_first else others

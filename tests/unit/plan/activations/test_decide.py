@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.data import signature
 from merak.engine import Engine, build_engine, forecast_of
+from merak.graph.joint.generate import run as run_part
 from merak.graph.segment.build import GraphSource
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import preset
@@ -66,7 +68,8 @@ class Counted:
     def parts(self, arguments, given=None):  # type: ignore[no-untyped-def]
         found = self._joint.parts(arguments, given)
         names = ("forward", "plain", "recompute")
-        return replace(found, **{name: self._counting(getattr(found, name)) for name in names})
+        whole = {name: partial(run_part, getattr(found, name)) for name in names}
+        return replace(found, **{name: (self._counting(part),) for name, part in whole.items()})
 
 
 def count_runs(engine: Engine) -> Counter[int]:

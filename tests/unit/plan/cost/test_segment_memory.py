@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import pytest
 import torch
 
@@ -13,6 +15,8 @@ from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import joint_segment
 from merak.graph.program.codegen import as_run
 from merak.graph.segment.build import GraphSource
+from merak.graph.sub_pipelining.sub_microbatch import find_sample_dims, split_segment
+from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from merak.plan.cost.segments import measured
 from merak.plan.cost.segments.measured import SegmentMemories
 from merak.plan.price.candidate import Candidate, Form
@@ -132,6 +136,67 @@ def test_peaks_are_those_of_real_tensors(family, splits):
                 taken = storages.peak_bytes - start
         assert parts.weights is None or taken == backward.weights_bytes, segment.name
         values.update(zip(segment.outputs, outputs, strict=True))
+
+
+def ones(meta):
+    return torch.ones(meta.shape, dtype=meta.dtype)
+
+
+def _in_turns(parts, given):
+    """Results of parts of which each runs until it has started an all-reduce, in turn."""
+    results = [(), ()]
+    for turn in zip_longest(*parts):
+        for number, piece in enumerate(turn):
+            if piece is not None:
+                results[number] = run_part((piece,), given[number])
+    return results
+
+
+@one_in(2)
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_peaks_of_sub_microbatches_are_those_of_real_tensors(family):
+    batch = batch_of(family)
+    whole = graph_of(MODELS[family](0.1), batch)
+    graph, rewrite = auto_tensor_parallel(whole, 2).fit(whole)
+    samples = find_sample_dims(whole.segments, len(batch["labels"]))
+    memories = SegmentMemories(torch.device("cpu"))
+    with pretended(Candidate(tp=2).mesh(0, torch.device("cpu"))):
+        for segment in graph.segments[1:-1]:
+            halves = [rewrite(own)[0] for own in split_segment(segment, samples).segments]
+            memory = memories.in_turns(segment, halves)
+            nodes = [half.graph.find_nodes(op="placeholder") for half in halves]
+            own = [{n.meta["name"]: ones(n.meta["tensor"]) for n in own} for own in nodes]
+            own[1] |= {name: own[0][name] for name in segment.parameters}
+            given = [list(values.values()) for values in own]
+            every = [tensor for values in given for tensor in values]
+            joints = [joint_segment(half.graph, as_run(half.graph), yields=True) for half in halves]
+            both = [joint.parts(values) for joint, values in zip(joints, given, strict=True)]
+            with Storages(every) as storages:
+                _in_turns([parts.plain for parts in both], [list(values) for values in given])
+                assert storages.peak_bytes == memory.forward_bytes, segment.name
+            for expected in (memory.whole.first_bytes, memory.whole.later_bytes):
+                grads = [t.grad for t in every if t.grad is not None]
+                with Storages([*every, *grads]) as storages:
+                    again = [list(values) for values in given]
+                    made = _in_turns([parts.forward for parts in both], again)
+                    assert storages.peak_bytes == memory.saving_forward_bytes, segment.name
+                    num = len(segment.outputs)
+                    back = [
+                        [
+                            *(values[number] for number in parts.reads),
+                            *(torch.ones_like(o) for o, c in zip(results, parts.carries) if c),
+                            *results[num:],
+                            *(values[number] for number in parts.parameters),
+                        ]
+                        for values, parts, results in zip(given, both, made, strict=True)
+                    ]
+                    outputs = [results[:num] for results in made]
+                    del made
+                    start = storages.live_bytes
+                    storages.restart()
+                    _in_turns([parts.backward for parts in both], back)
+                    assert storages.peak_bytes - start == expected, segment.name
+                del outputs
 
 
 @one_in(2)

@@ -7,8 +7,8 @@ operator follows from the nodes alone. Kernels' own temporaries are not among it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.gradients import LOW_PRECISION
 from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.graph.ir.ir import Segment
+from merak.graph.joint.all_reduces import all_in_turns, start_early
 from merak.graph.joint.clean import clean, is_contiguous, is_view
 from merak.graph.joint.derive import JointGraph, Layout, derive
 from merak.graph.joint.divide import divide
@@ -56,46 +57,77 @@ def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> Join
     return joint
 
 
+def joint_graphs_in_turns(
+    segments: Sequence[Segment], device: torch.device, kernels: str
+) -> list[JointGraph]:
+    """Joint graphs of a segment's sub-microbatches; none where autograd runs a backward.
+
+    Storages have numbers of their own in each, and all-reduces are two operators.
+    """
+    made = [joint_graph_of(segment, device, kernels) for segment in segments]
+    joints = [joint for joint in made if joint is not None]
+    if len(joints) < len(segments):
+        return []
+    for number, joint in enumerate(joints):
+        start_early(joint)
+        for node in joint.graph.nodes:
+            layout: Layout | None = node.meta.get("layout")
+            if layout is not None:
+                storage = layout.storage * len(joints) + number
+                node.meta["layout"] = replace(layout, storage=storage)
+            sizes: Sizes = node.meta.get("results", {})
+            node.meta["results"] = {n * len(joints) + number: b for n, b in sizes.items()}
+    return joints
+
+
 def memory_by_graph(
     segment: Segment,
-    joint: JointGraph,
+    joints: Sequence[JointGraph],
     float32_gradients: bool,
     immediate: Collection[str] = (),
     keeps: Collection[str] = (),
+    joined: Collection[str] = (),
 ) -> SegmentMemory:
-    """Memory of a segment, read off its joint graph.
+    """Memory of a segment, read off its joint graph, or off those of its sub-microbatches.
 
     Args:
-        segment: whose joint graph it is.
-        joint: the graph.
+        segment: whose joint graph it is, or a sub-microbatch of it.
+        joints: the graph, or those of sub-microbatches that run in turns.
         float32_gradients: whether gradients of low precision are accumulated in float32.
         immediate: names of parameters whose gradients are never left for later.
         keeps: names of the operators whose results are kept where others are recomputed.
+        joined: names of outputs of sub-microbatches that are put together for others.
     """
-    found = parts_of_segment(segment, joint, immediate, keeps)
-    division, parts = found.division, found.whole
-    lifetimes = _Lifetimes(joint, float32_gradients)
-    outputs, roots = _outputs(segment, joint)
-    saved = _of(division.saved, lifetimes.arguments)
+    of_each = [parts_of_segment(segment, one, immediate, keeps) for one in joints]
+    divisions = [own.division for own in of_each]
+    parts = all_in_turns([own.whole for own in of_each])
+    split = all_in_turns([own.split for own in of_each])
+    places = [place for place, name in enumerate(segment.outputs) if name in joined]
+    lifetimes = _Lifetimes(joints, float32_gradients, places)
+    outputs = [_outputs(segment, one) for one in joints]
+    roots = {s: name for _, own in outputs for s, name in own.items() if name not in joined}
+    saved_values = [node for division in divisions for node in division.saved]
+    saved = _of(saved_values, lifetimes.arguments)
     own = {storage: size for storage, size in saved.items() if storage not in roots}
-    movable = _movable([*division.saved, *(joint.arguments[n] for n in parts.reads)])
+    movable = _movable([*saved_values, *(joints[0].arguments[n] for n in parts.reads)])
     sizes = tuple(size for storage, size in own.items() if storage in movable)
-    kept = _of(division.recomputation.kept, {*lifetimes.arguments, *roots})
-    again = {n.meta["origin"] for n in division.recomputation.nodes if not _is_free(n)}
+    again = [division.recomputation for division in divisions]
+    kept = _of([n for one in again for n in one.kept], {*lifetimes.arguments, *roots})
+    origins = {n.meta["origin"] for one in again for n in one.nodes if not _is_free(n)}
     return SegmentMemory(
-        outputs=outputs,
+        outputs=outputs[0][0],
         saved_bytes=sum(own.values()),
         saved_outputs=frozenset(roots[s] for s in saved if s in roots),
-        forward_bytes=lifetimes.taken_bytes(parts.plain),
-        saving_forward_bytes=lifetimes.taken_bytes(parts.forward),
+        forward_bytes=lifetimes.forward_bytes(parts.plain),
+        saving_forward_bytes=lifetimes.forward_bytes(parts.forward),
         recompute_bytes=lifetimes.taken_bytes(parts.recompute, stays=kept),
         whole=lifetimes.backward(parts, roots),
-        split=lifetimes.backward(found.split, roots),
+        split=lifetimes.backward(split, roots),
         offload_sizes=sizes,
         resident_bytes=sum(own.values()) - sum(sizes),
         offload_values=frozenset(roots[s] for s in movable if s in roots),
         kept_bytes=sum(kept.values()),
-        recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name in again),
+        recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name in origins),
     )
 
 
@@ -185,6 +217,7 @@ class _Live:
     """Storages that are alive, and how many values hold each."""
 
     held: Counter[int]
+    gained: set[int] = field(default_factory=set)  # numbers of parameters that have a gradient
     now: int = 0
     peak: int = 0
 
@@ -204,17 +237,25 @@ class _Lifetimes:
     """What the parts of a joint graph take while they run.
 
     Args:
-        joint: the graph.
+        joints: the graph, or those of sub-microbatches with the same parameters.
         float32_gradients: whether gradients of low precision are accumulated in float32.
+        joined: places of outputs that are put together of sub-microbatches.
 
     Attributes:
         arguments: storages of the segment's arguments, which are held throughout.
     """
 
-    def __init__(self, joint: JointGraph, float32_gradients: bool) -> None:
-        self._joint = joint
+    def __init__(
+        self, joints: Sequence[JointGraph], float32_gradients: bool, joined: Sequence[int] = ()
+    ) -> None:
+        self._joint = joints[0]
         self._float32_gradients = float32_gradients
-        self.arguments = frozenset(node.meta["layout"].storage for node in joint.arguments)
+        arguments = [node for joint in joints for node in joint.arguments]
+        self.arguments = frozenset(node.meta["layout"].storage for node in arguments)
+        outputs = [joint.outputs[place] for joint in joints for place in joined]
+        self._joined_bytes: int = sum(node.meta["layout"].num_bytes for node in outputs)
+        tangents = [joint.tangents.get(place) for joint in joints for place in joined]
+        self._whole_gradients = _of([node for node in tangents if node is not None], ())
 
     def taken_bytes(
         self, part: PartNodes, stays: Collection[int] = (), is_first: bool = False
@@ -248,6 +289,9 @@ class _Lifetimes:
     def _accumulate(self, part: PartNodes, node: fx.Node, live: _Live, is_first: bool) -> None:
         """Add a gradient to parameters', as `merak.core.gradients.accumulate` does."""
         for number, owned in part.accumulated.get(node, ()) if is_first else ():
+            if number in live.gained:
+                continue
+            live.gained.add(number)
             of, made = (n.meta["layout"] for n in (self._joint.arguments[number], node))
             is_low = self._float32_gradients and of.dtype in LOW_PRECISION
             dtype = torch.float32 if is_low else of.dtype
@@ -257,6 +301,11 @@ class _Lifetimes:
             live.now += made.num_bytes // made.dtype.itemsize * dtype.itemsize
             live.peak = max(live.peak, live.now)
 
+    def forward_bytes(self, part: PartNodes) -> int:
+        """Peak of a forward, and of what is put together behind it."""
+        results = sum(_of(part.results, self.arguments).values())
+        return max(self.taken_bytes(part), results + self._joined_bytes)
+
     def backward(self, parts: Parts[PartNodes], roots: Mapping[int, str]) -> BackwardMemory:
         """Memory of a backward.
 
@@ -264,7 +313,9 @@ class _Lifetimes:
             parts: of the graph.
             roots: names of inputs and outputs, by storage.
         """
-        first, later = (self.taken_bytes(parts.backward, is_first=one) for one in (True, False))
+        first, later = (
+            self.taken_bytes(parts.backward, self._whole_gradients, one) for one in (True, False)
+        )
         if parts.weights is None:
             return BackwardMemory(first, later)
         held = _of(parts.weights.reads, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,7 +14,12 @@ from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.derive import JointGraph
 from merak.plan.cost.joint_operators import JointParts, parts_of_segment
 from merak.plan.cost.segments.by_autograd import memory_by_autograd, saved_and_outputs
-from merak.plan.cost.segments.by_graph import held_by_graph, joint_graph_of, memory_by_graph
+from merak.plan.cost.segments.by_graph import (
+    held_by_graph,
+    joint_graph_of,
+    joint_graphs_in_turns,
+    memory_by_graph,
+)
 from merak.plan.cost.segments.memory import SegmentMemory
 
 T = TypeVar("T")
@@ -73,29 +78,28 @@ class SegmentMemories:
         self._graphs = MeasuredGraphs() if graphs is None else graphs
         self._ranks = ranks
         self._joins = joins
+        self._halves: dict[int, list[JointGraph]] = {}
 
-    def __call__(
-        self, segment: Segment, immediate: Collection[str] = (), whole: bool = True
-    ) -> SegmentMemory:
+    def __call__(self, segment: Segment, immediate: Collection[str] = ()) -> SegmentMemory:
         """Memory of a segment, by the shapes in its graph.
 
         Args:
             segment: the segment.
             immediate: names of parameters whose gradients are never left for later.
-            whole: whether it runs on a whole microbatch; else autograd runs its backward.
         """
         own = tuple(n for n, name in enumerate(segment.parameters) if name in immediate)
-        joins = self._joins and whole
 
         def find(one: Segment) -> SegmentMemory:
-            joint = self.joint(one) if joins else None
+            joint = self.joint(one)
             if joint is None:
                 given = one, self.device, self._kernels, self.float32_gradients
                 return memory_by_autograd(*given)
             names = [one.parameters[number] for number in own]
-            return memory_by_graph(one, joint, self.float32_gradients, names)
+            return memory_by_graph(one, [joint], self.float32_gradients, names)
 
-        memory, known = self.once(segment, ("memory", self.float32_gradients, own, joins), find)
+        memory, known = self.once(
+            segment, ("memory", self.float32_gradients, own, self._joins), find
+        )
         return memory.renamed(values_of(known, segment))
 
     def held(self, segment: Segment) -> tuple[int, int]:
@@ -108,6 +112,31 @@ class SegmentMemories:
             return held_by_graph(one, joint)
 
         return self.once(segment, ("held", self._joins), find)[0]
+
+    def in_turns(
+        self,
+        segment: Segment,
+        halves: Sequence[Segment],
+        immediate: Collection[str] = (),
+        joined: Collection[str] = (),
+    ) -> SegmentMemory | None:
+        """Memory of a segment whose sub-microbatches run in turns; None where autograd runs it.
+
+        Of the whole segment, its outputs and which operators are recomputed say more.
+
+        Args:
+            segment: for a whole microbatch.
+            halves: for each sub-microbatch.
+            immediate: as for one that runs whole.
+            joined: names of outputs that are put together of both for others.
+        """
+        if segment.index not in self._halves:
+            self._halves[segment.index] = joint_graphs_in_turns(halves, self.device, self._kernels)
+        joints = self._halves[segment.index] if self._joins else []
+        if len(joints) < len(halves):
+            return None
+        own = (halves[0], joints, self.float32_gradients, immediate)
+        return memory_by_graph(*own, joined=joined)
 
     def joint(self, segment: Segment) -> JointGraph | None:
         """Joint graph of a segment; None where autograd runs its backward."""
