@@ -12,8 +12,8 @@ _FULL_EVAL = "evaluation uses the weights that are trained; bf16=True or fp16=Tr
 _RECOMPUTE = "means `recompute='full'`, where `recompute` is not given"
 _CHECKPOINT = "Merak recomputes segments of the traced model, not modules by torch's checkpoint"
 _COMPILE = (
-    "torch compiles each segment of the traced model, forward and backward, when it first runs; "
-    "collectives and operators that mutate a tensor run as they are"
+    "torch compiles the forward, recomputation and backward of each segment when it first runs, "
+    "under every schedule; collectives, draws and operators that mutate a tensor run as they are"
 )
 _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"

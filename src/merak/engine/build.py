@@ -184,11 +184,6 @@ def _refuse_sub_pipelining(options: EngineOptions, cp: int) -> None:
             f"sub_pipelining='on' hides collectives of tensor parallelism, but cp={cp}; leave it "
             "out, or use cp=1."
         )
-    if options.compilation is not None:
-        raise ScheduleError(
-            "torch_compile=True compiles whole segments, but sub_pipelining='on' cuts them into "
-            "pieces; leave one out."
-        )
     if problem := sub_pipelining_problem(options.zero):
         raise ScheduleError(problem)
 
@@ -202,7 +197,6 @@ def _requested_sub_pipelining(layout: Layout, options: EngineOptions, cp: int) -
             "segments, but sub_pipelining='on' runs them as sub-microbatches; leave one out."
         )
     plain = options.zero == 3 or layout.activations.offloaded or cp > 1
-    plain = plain or options.compilation is not None
     return "off" if plain else requested
 
 

@@ -263,7 +263,8 @@ class ProgramCache:
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         make = partial(runnable, compiler=self._compiler)
-        compiler = Compiler(graph, make, joins=(training or samples is not None) and self._joins)
+        joins = (training or samples is not None) and self._joins
+        compiler = Compiler(graph, make, joins=joins, torch_compiler=self._compiler)
         arrange: Arrange = arrange_whole
         if samples is not None:
             arrange = partial(arrange_sub_pipelined, samples, compiler)

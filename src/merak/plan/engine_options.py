@@ -45,7 +45,7 @@ class EngineOptions(ParallelOptions):
     @property
     def joins(self) -> bool:
         """Whether backwards of segments are graphs, where they can be."""
-        return self.trains and self.compilation is None and not self.by_autograd
+        return self.trains and not self.by_autograd
 
     @property
     def features(self) -> Features | None:

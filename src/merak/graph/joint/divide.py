@@ -13,6 +13,7 @@ from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.joint.clean import is_view
 from merak.graph.joint.deferred import Deferred, find_deferred
 from merak.graph.joint.derive import JointGraph
+from merak.graph.joint.fused import cut
 from merak.graph.joint.recomputed import Recomputation, find_recomputed
 from merak.ops.collectives import GATHERED_AGAIN
 
@@ -41,7 +42,10 @@ class Division:
 
 
 def divide(
-    joint: JointGraph, deferrable: Collection[int] = (), keeps: Collection[str] = ()
+    joint: JointGraph,
+    deferrable: Collection[int] = (),
+    keeps: Collection[str] = (),
+    fuses: bool = False,
 ) -> Division:
     """Divide a joint graph at the values that the backward reads.
 
@@ -54,12 +58,18 @@ def divide(
             stages wait for.
         keeps: names of the segment's operators whose results a forward keeps that saves nothing
             else.
+        fuses: whether elementwise operators are fused, and run again where that saves bytes.
     """
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
     forward = [node for node in calls if not node.meta["is_backward"]]
     backward = [node for node in calls if node.meta["is_backward"]]
     read = [n for node in backward for n in node.all_input_nodes] + list(joint.gradients.values())
-    again, saved = _made_again(dict.fromkeys(filter(_is_of_forward, read)), _casts(forward))
+    casts = _casts(forward)
+    again, saved = _made_again(dict.fromkeys(filter(_is_of_forward, read)), casts)
+    if fuses:
+        fused, saved = cut(saved, forward)
+        gathered, saved = _made_again(saved, casts)
+        again |= fused | gathered
     later = find_deferred(joint, backward, deferrable) if deferrable else Deferred()
     now = [node for node in backward if node not in later.nodes]
     kept = [g for number, g in joint.gradients.items() if number not in later.parameters]

@@ -30,6 +30,7 @@ from merak.graph.ir.operators import (
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.joint.all_reduces import start_early
 from merak.graph.joint.clean import clean
+from merak.graph.joint.compiled import TorchCompiler, compile_part
 from merak.graph.joint.derive import Given, Strides, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate
@@ -83,6 +84,7 @@ class JointSegment:
         outcomes: of its conditions, for which the graph is specialized.
         keeps: names of the operators whose results are kept where others are recomputed.
         yields: whether something else may run while an all-reduce does.
+        compiler: of the functions; None runs their operators as they are.
 
     Attributes:
         kept: places of those operators in the graph.
@@ -96,15 +98,18 @@ class JointSegment:
         keeps: Container[str] = (),
         outcomes: BranchValues = (),
         yields: bool = False,
+        compiler: TorchCompiler | None = None,
     ) -> None:
         self._graph = graph
         self._yields = yields
+        self._compiler = compiler
         self._structure = structure
         self._deferrable = deferrable
         self._keeps = {node.name: place for place, node in enumerate(graph.nodes)}
         self._keeps = {name: place for name, place in self._keeps.items() if name in keeps}
         self.kept = tuple(self._keeps.values())
-        self._kind = (structure, deferrable, self.kept, outcomes, yields)
+        how = None if compiler is None else compiler.how
+        self._kind = (structure, deferrable, self.kept, outcomes, yields, how)
         placeholders = enumerate(graph.find_nodes(op="placeholder"))
         self._conditions = [n for n, node in placeholders if is_condition(node) and not outcomes]
         self._chosen: dict[BranchValues, JointSegment] = {}
@@ -144,8 +149,8 @@ class JointSegment:
                 self.obstacle = f"its conditions have more than {_MOST_OUTCOMES} outcomes"
                 return None
             graph = specialize_branches(self._graph, outcomes)
-            args = (graph, self._structure, self._deferrable, self._keeps, outcomes, self._yields)
-            self._chosen[outcomes] = JointSegment(*args)
+            args = (graph, self._structure, self._deferrable, self._keeps, outcomes)
+            self._chosen[outcomes] = JointSegment(*args, self._yields, self._compiler)
         chosen = self._chosen[outcomes]
         found = chosen.parts(arguments, given)
         self.obstacle = chosen.obstacle
@@ -177,7 +182,10 @@ class JointSegment:
         clean(joint)
         if self._yields:
             start_early(joint)
-        nodes = parts_of(joint, divide(joint, self._deferrable, self._keeps))
+        fuses = self._compiler is not None
+        nodes = parts_of(joint, divide(joint, self._deferrable, self._keeps, fuses))
+        if self._compiler is not None:
+            nodes = nodes.map(partial(compile_part, compiler=self._compiler))
         return nodes.map(partial(generate, accumulate=accumulate))
 
 
@@ -213,6 +221,7 @@ def joint_segment(
     deferrable: Container[str] = (),
     keeps: Container[str] = (),
     yields: bool = False,
+    compiler: TorchCompiler | None = None,
 ) -> JointSegment | None:
     """Functions of a segment; None where its backward is no graph for sure.
 
@@ -222,6 +231,7 @@ def joint_segment(
         deferrable: names of the parameters whose gradients may be left for later.
         keeps: names of the operators whose results are kept where others are recomputed.
         yields: whether something else may run while an all-reduce does.
+        compiler: of the functions; None runs their operators as they are.
     """
     if joint_obstacle(graph):
         return None
@@ -231,7 +241,8 @@ def joint_segment(
         for number, node in placeholders
         if node.meta["kind"] is Kind.PARAMETER and node.meta["name"] in deferrable
     )
-    return JointSegment(as_run, structure_of_graph(graph), numbers, keeps, yields=yields)
+    graphs = as_run, structure_of_graph(graph)
+    return JointSegment(*graphs, numbers, keeps, yields=yields, compiler=compiler)
 
 
 def joint_obstacle(graph: fx.Graph) -> str:

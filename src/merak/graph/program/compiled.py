@@ -9,7 +9,7 @@ the equal layers of a model share one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
@@ -48,19 +48,21 @@ class TorchCompiler:
     """
 
     def __init__(self, how: Compilation) -> None:
-        self._how = how
-        self._made: WeakValueDictionary[Structure, torch.nn.Module] = WeakValueDictionary()
+        self.how = how
+        self._made: WeakValueDictionary[tuple[Structure, Hashable], torch.nn.Module]
+        self._made = WeakValueDictionary()
 
-    def compile(self, module: fx.GraphModule) -> torch.nn.Module:
+    def compile(self, module: fx.GraphModule, layouts: Hashable = None) -> torch.nn.Module:
         """Compiled module, as long as somebody has it the same for an equal graph.
 
         Args:
             module: without tensors, whose graph no longer changes.
+            layouts: of what it is called with, where the graph does not say.
         """
-        key = structure_of_graph(module.graph)
+        key = structure_of_graph(module.graph), layouts
         made = self._made.get(key)
         if made is None:
-            made = self._made[key] = _compile(module, self._how)
+            made = self._made[key] = _compile(module, self.how)
         return made
 
 

@@ -12,6 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
+from merak.graph.joint.compiled import TorchCompiler
 from merak.graph.joint.segment import JointSegment, joint_segment
 from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange
@@ -308,14 +309,21 @@ class Compiler:
         graph: the whole model, cut into segments.
         make: gives the function of a segment's graph.
         joins: whether forwards and backwards of segments are made as one graph, where they can be.
+        torch_compiler: compiles those graphs; None runs their operators as they are.
     """
 
     def __init__(
-        self, graph: ModelGraph, make: MakeFunction = runnable, *, joins: bool = False
+        self,
+        graph: ModelGraph,
+        make: MakeFunction = runnable,
+        *,
+        joins: bool = False,
+        torch_compiler: TorchCompiler | None = None,
     ) -> None:
         self.graph = graph
         self._make = make
         self._joins = joins
+        self._torch_compiler = torch_compiler
 
     def segment(
         self,
@@ -347,7 +355,8 @@ class Compiler:
     def extended(self, values: Mapping[str, TensorMeta]) -> Compiler:
         """The same for segments that give one another further values."""
         graph = replace(self.graph, values={**self.graph.values, **values})
-        return Compiler(graph, self._make, joins=self._joins)
+        own = self._torch_compiler
+        return Compiler(graph, self._make, joins=self._joins, torch_compiler=own)
 
     def _joint(
         self,
@@ -359,7 +368,8 @@ class Compiler:
         if not self._joins or not _trains(segment, self.graph.values):
             return None
         late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
-        return joint_segment(segment.graph, as_run(segment.graph), late, keeps, yields)
+        graph = as_run(segment.graph)
+        return joint_segment(segment.graph, graph, late, keeps, yields, self._torch_compiler)
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.

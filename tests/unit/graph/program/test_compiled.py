@@ -16,8 +16,6 @@ import merak
 from merak.core.mesh import current_mesh, reset
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.engine.engine import Engine
-from merak.graph.ir.structure import structural_key
 from merak.graph.program.codegen import runnable
 from merak.graph.program.compiled import (
     Compilation,
@@ -122,12 +120,11 @@ def test_torch_names_its_backends_and_modes() -> None:
 def test_equal_layers_are_compiled_once() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         few, many = (pool.submit(count_compilations, layers).result() for layers in (4, 8))
-    assert few["compiled"] == many["compiled"] == few["structures"] == many["structures"]
-    assert few["runs"] < many["runs"]
+    assert few == many > 0
 
 
-def count_compilations(layers: int) -> dict[str, int]:
-    """Compilations of a model's step, beside the runs of plain operators and their structures."""
+def count_compilations(layers: int) -> int:
+    """Compilations of a model's steps, whose gradients are those of what is not compiled."""
     graphs: list[fx.GraphModule] = []
 
     def counting(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -137,7 +134,7 @@ def count_compilations(layers: int) -> dict[str, int]:
     torch._dynamo.register_backend(counting, name=f"counting_{layers}")
     compilation = Compilation(f"counting_{layers}")
     merak.init(device="cpu")
-    found, runs = [], []
+    found = []
     for how in (None, compilation):
         options = EngineOptions(num_microbatches=2, recompute="off", compilation=how)
         source = GraphSource(gpt2(layers=layers))
@@ -146,23 +143,6 @@ def count_compilations(layers: int) -> dict[str, int]:
         engine = build_engine(source, columns, current_mesh(), options)
         engine.train_step(0, [columns] * 2, [batch, text_batch(seed=1)], 0.5)
         found.append([parameter.grad for parameter in engine.parameters.values()])
-        runs = plain_runs(engine)
     assert all(map(torch.equal, *found))
     reset()
-    structures = {structural_key(run.graph) for run in runs}
-    return {"compiled": len(graphs), "runs": len(runs), "structures": len(structures)}
-
-
-def plain_runs(engine: Engine) -> list[fx.GraphModule]:
-    """What `torch.compile` is given of an engine's segments."""
-    given: list[Any] = []
-
-    class Listing(TorchCompiler):
-        def compile(self, module: fx.GraphModule) -> torch.nn.Module:
-            given.append(module)
-            return module
-
-    for stage in engine._state.program_for.base.stages.values():
-        for program in stage.segments:
-            runnable(program.segment.graph, compiler=Listing(Compilation()))
-    return given
+    return len(graphs)

@@ -1,0 +1,148 @@
+"""Compiled parts: runs of torch's operators in a part become functions that torch compiles.
+
+What mutates, and what is not torch's own, such as collectives, runs between them as it is. So a
+part is compiled for every schedule, recomputation and level of ZeRO alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from merak.graph.joint.clean import has_effect, is_view
+from merak.graph.joint.parts import PartNodes
+
+_FEWEST = 2
+"""Operators of a run that are worth compiling, beside views."""
+
+
+class TorchCompiler(Protocol):
+    """Compiles modules, one for all that are alike."""
+
+    @property
+    def how(self) -> Hashable:
+        """What tells its functions from another's."""
+
+    def compile(self, module: fx.GraphModule, layouts: Hashable = None) -> Callable[..., Any]:
+        """Compiled module.
+
+        Args:
+            module: without tensors.
+            layouts: of what it is called with.
+        """
+
+
+def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
+    """Part whose runs of torch's operators are compiled.
+
+    Args:
+        part: stays as it is.
+        compiler: of the runs.
+    """
+    graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in part.reads:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+    shared: set[fx.Node] = set()
+    for run in _runs(part):
+        if sum(not is_view(n) and n.target is not operator.getitem for n in run) < _FEWEST:
+            for node in run:
+                known[node] = graph.node_copy(node, known.__getitem__)
+            continue
+        inputs, outputs = _inputs(run), _outputs(run, part)
+        call = _compiled(run, inputs, outputs, compiler)
+        made = graph.call_function(call, tuple(known[node] for node in inputs))
+        made.meta = {"layout": None}
+        for number, node in enumerate(outputs):
+            known[node] = graph.call_function(operator.getitem, (made, number))
+            known[node].meta = dict(node.meta)
+        shared |= _alike(run)
+    return PartNodes(
+        tuple(known[node] for node in part.reads),
+        tuple(node for node in graph.nodes if node.op == "call_function"),
+        tuple(known[node] for node in part.results),
+        {
+            known[node]: [(n, owned and node not in shared) for n, owned in found]
+            for node, found in part.accumulated.items()
+        },
+    )
+
+
+def _runs(part: PartNodes) -> Iterator[list[fx.Node]]:
+    """Operators of a part in order: runs of plain ones, and others one by one."""
+    run: list[fx.Node] = []
+    for node in part.nodes:
+        if _is_plain(node) or (node.target is operator.getitem and node.args[0] in run):
+            run.append(node)
+            continue
+        if run:
+            yield run
+        run = []
+        yield [node]
+    if run:
+        yield run
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether torch may compile an operator: one of torch's that mutates and draws nothing."""
+    return isinstance(node.target, torch._ops.OpOverload) and not has_effect(node)
+
+
+def _inputs(run: Sequence[fx.Node]) -> list[fx.Node]:
+    own = set(run)
+    read = dict.fromkeys(argument for node in run for argument in node.all_input_nodes)
+    return [node for node in read if node not in own]
+
+
+def _outputs(run: Sequence[fx.Node], part: PartNodes) -> list[fx.Node]:
+    """Values of a run that the rest of the part reads, or gives."""
+    own = set(run)
+    read = {n for node in part.nodes if node not in own for n in node.all_input_nodes}
+    read |= {*part.results, *part.accumulated}
+    return [node for node in run if node in read]
+
+
+def _compiled(
+    run: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    compiler: TorchCompiler,
+) -> Callable[..., Any]:
+    """Function of a run's inputs that gives its outputs."""
+    graph = fx.Graph()
+    known = {node: graph.placeholder(f"v{number}") for number, node in enumerate(inputs)}
+    for number, node in enumerate(run):
+        copy = known[node] = graph.node_copy(node, known.__getitem__)
+        copy.name, copy.meta = f"o{number}", {}
+    graph.output(tuple(known[node] for node in outputs))
+    layouts = tuple(_layout(node) for node in inputs)
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    made = compiler.compile(module, layouts)
+
+    def compiled_run(*args: Any) -> Any:
+        # On tensors without memory, as a step that was given up runs on, nothing is compiled.
+        return (made if _get_current_dispatch_mode() is None else module)(*args)
+
+    return compiled_run
+
+
+def _layout(node: fx.Node) -> Hashable:
+    found = node.meta["layout"]
+    return None if found is None else (found.shape, found.stride, found.dtype, str(found.device))
+
+
+def _alike(run: Sequence[fx.Node]) -> set[fx.Node]:
+    """Operators of a run that compute the same as another one, whose result may be theirs."""
+    numbers: dict[Any, int] = {}
+    of: dict[fx.Node, int] = {}
+    for node in run:
+        args = fx.map_arg((node.args, tuple(node.kwargs.items())), lambda n: of.get(n, n))
+        of[node] = numbers.setdefault((node.target, repr(args)), len(numbers))
+    counts = Counter(of.values())
+    return {node for node in run if counts[of[node]] > 1}
