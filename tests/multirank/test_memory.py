@@ -45,6 +45,7 @@ def test_sub_microbatches_take_what_was_foreseen(pool, tmp_path):
         MemoryJob(family, 0.1, options={"recompute": recompute, **split})
         for family, recompute in (("gpt2", "off"), ("bert", "off"), ("t5", "off"), ("vit", "full"))
     ]
+    jobs += [MemoryJob("llama", 0.1, frozen="layers.0", options={"recompute": "full", **split})]
     assert_close(pool.run(measure, 2, (1, 2, 1), jobs, tmp_path))
 
 

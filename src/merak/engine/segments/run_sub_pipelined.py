@@ -200,7 +200,7 @@ class _SubMicrobatchRun:
         if made is None:
             self.saved.append(run_whole.forward(run, self.values, self.ctx, save))
             return None
-        self.saved.append(made)
+        self.saved.append(made if run.trains else run_whole.SavedForward([], (), {}))
 
         def end(outputs: tuple[torch.Tensor, ...]) -> None:
             self.values.update(zip(run.segment.outputs, outputs, strict=True))

@@ -365,11 +365,12 @@ def _derive(
         later_nodes = {i: recorder.placeholder(f"later_{i}", t) for i, t in later.items()}
         tangent_nodes = {i: recorder.placeholder(f"tangent_{i}", t) for i, t in tangents.items()}
         with recorder:
-            found = torch.autograd.grad(
-                [*(leaves[i] for i in later), *(outputs[i] for i in tangents)],
-                list(leaves.values()),
-                [*later.values(), *tangents.values()],
-                allow_unused=True,
+            roots = [*(leaves[i] for i in later), *(outputs[i] for i in tangents)]
+            given_roots = [*later.values(), *tangents.values()]
+            found = (
+                torch.autograd.grad(roots, list(leaves.values()), given_roots, allow_unused=True)
+                if leaves
+                else ()
             )
         gradients = {
             number: recorder.node(gradient)

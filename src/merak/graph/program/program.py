@@ -365,7 +365,7 @@ class Compiler:
         keeps: Container[str],
         yields: bool,
     ) -> JointSegment | None:
-        if not self._joins or not _trains(segment, self.graph.values):
+        if not self._joins or not (yields or _trains(segment, self.graph.values)):
             return None
         late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
         graph = as_run(segment.graph)
