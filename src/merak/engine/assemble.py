@@ -31,6 +31,7 @@ from merak.engine.layer_dropping import layer_dropping
 from merak.engine.local_programs import ProgramCache, num_readers
 from merak.engine.microbatches import MicrobatchFactory
 from merak.engine.segments.activation_offload import ActivationOffload
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.stage import Stage
 from merak.engine.state import EngineState, SaveFewer
 from merak.engine.weight_versions import LiveWeights, StashedWeights, Weights
@@ -223,12 +224,12 @@ def _stages(
             stage,
             _weights(job, stage, all_gather),
             job.programs.buffers,
-            weight_gradients,
+            WeightGradients(),
             job.mesh.device,
             fsdp,
             offload,
         )
-        for stage, weight_gradients in job.programs.weight_gradients.items()
+        for stage in job.programs.own_stages
     }
 
 

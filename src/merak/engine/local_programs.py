@@ -40,7 +40,6 @@ from merak.graph.program.program import (
     arrange_whole,
     compile_program,
 )
-from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.program.sub_pipelined import arrange_sub_pipelined
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
@@ -95,7 +94,6 @@ class ProgramCache:
         self._stage_rank = layout.stage_rank
         self._choices = _choices(layout)
         self._is_sub_pipelined = is_sub_pipelined
-        self.weight_gradients = {stage: WeightGradients() for stage in self.own_stages}
         self._parallel = parallel
         self._observer = options.observer
         how = options.compilation
@@ -130,9 +128,6 @@ class ProgramCache:
             rewrites[stage] = [parallel] if parallel else []
             if self.densified:
                 rewrites[stage].append(partial(densify, self.densified))
-            if self._splits_backwards:
-                split = SplitBackward(self.weight_gradients[stage], self._shared)
-                rewrites[stage].append(split)
             if self._observer is not None:
                 rewrites[stage].append(self._observer)
         return rewrites
@@ -264,7 +259,8 @@ class ProgramCache:
             graph, parallel = parallel.fit(graph)
         make = partial(runnable, compiler=self._compiler)
         joins = (training or samples is not None) and self._joins
-        compiler = Compiler(graph, make, joins=joins, torch_compiler=self._compiler)
+        immediate = self._shared if self._splits_backwards else None
+        compiler = Compiler(graph, make, joins, self._compiler, immediate)
         arrange: Arrange = arrange_whole
         if samples is not None:
             arrange = partial(arrange_sub_pipelined, samples, compiler)

@@ -16,6 +16,7 @@ from merak.engine.segments import run as run_whole
 from merak.engine.segments import run_sub_pipelined
 from merak.engine.segments.activation_offload import ActivationOffload
 from merak.engine.segments.context import OperatorObserver, SegmentContext, ShardedParameters
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.tensors_by_name import (
     GiveLeafGradients,
     ParamLeaves,
@@ -24,7 +25,6 @@ from merak.engine.tensors_by_name import (
 )
 from merak.engine.weight_versions import Weights
 from merak.graph.program.program import Program, SegmentProgram, StageProgram, SubPipelinedRun
-from merak.graph.program.split_backward import WeightGradients
 
 
 @dataclass(slots=True)

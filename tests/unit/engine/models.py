@@ -9,12 +9,12 @@ import transformers
 from torch import nn
 
 from merak.core.tensor_meta import TensorMeta
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import LiveWeights
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.program.program import Program, SegmentProgram, compile_program
-from merak.graph.program.split_backward import WeightGradients
 from merak.graph.segment.build import GraphSource, build_graph
 
 VOCABULARY, SEQUENCE = 40, 8

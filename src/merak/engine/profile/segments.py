@@ -17,6 +17,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.engine.profile.stopwatch import Stopwatch
 from merak.engine.segments import run as run_segment
 from merak.engine.segments.context import SegmentContext
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.program.program import (
@@ -25,7 +26,6 @@ from merak.graph.program.program import (
     compile_segment,
     has_draws,
 )
-from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.weights.materialize import materialize
 from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
@@ -147,18 +147,19 @@ def _random(meta: TensorMeta, device: torch.device) -> torch.Tensor:
 
 
 def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
-    compiler, deferred = Compiler(inputs.graph, joins=True), WeightGradients()
+    deferred = WeightGradients()
     ctx = replace(inputs.context, weight_gradients=deferred)
 
-    def compiled(rewrites: Sequence[SplitBackward]) -> SegmentProgram:
-        program, _ = compiler.segment(inputs.segment, rewrites)
+    def compiled(immediate: Sequence[str] | None) -> SegmentProgram:
+        compiler = Compiler(inputs.graph, joins=True, immediate=immediate)
+        program, _ = compiler.segment(inputs.segment, [])
         return replace(program, draws=draws, gradient_inputs=_carries(inputs.segment))
 
     def forward(run: SegmentProgram, save: bool) -> tuple[run_segment.Saved, TensorDict]:
         values = dict(inputs.values)
         return run_segment.forward(run, values, ctx, save), values
 
-    program = compiled([])
+    program = compiled(None)
     carried = [n for n in inputs.segment.outputs if inputs.graph.values[n].requires_grad]
     plain = _Passes(program, lambda save: forward(program, save), carried, ctx, watch)
     forward_s = plain.forward_s()
@@ -166,7 +167,7 @@ def _seconds(inputs: _Inputs, watch: Stopwatch, draws: bool) -> PassSeconds:
     if not program.trains:
         return PassSeconds(forward_s, recompute_s, 0.0, 0.0, 0.0)
     backward_s, _ = plain.backward_s()
-    split = compiled([SplitBackward(deferred)])
+    split = compiled([])
     split_passes = _Passes(split, lambda save: forward(split, save), carried, ctx, watch, deferred)
     input_s, weight_s = split_passes.backward_s()
     return PassSeconds(forward_s, recompute_s, backward_s, input_s, weight_s)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from merak.engine.segments.activation_offload import ActivationOffload
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.tensors_by_name import (
     GiveLeafGradients,
     ParamLeaves,
@@ -18,7 +19,6 @@ from merak.engine.tensors_by_name import (
 from merak.graph.ir.ir import Segment
 from merak.graph.program.codegen import Function
 from merak.graph.program.program import SegmentProgram
-from merak.graph.program.split_backward import WeightGradients
 
 
 class ShardedParameters(Protocol):

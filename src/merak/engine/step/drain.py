@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.engine.comm.stage_io import StageIO
+from merak.engine.segments.weight_gradients import WeightGradients
 from merak.engine.stage import Microbatch, Stage
 from merak.engine.tensors_by_name import ParamLeaves, TensorDict
 from merak.engine.weight_versions import LiveWeights
 from merak.engine.zero.fsdp import FsdpParameters
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
-from merak.graph.program.split_backward import WeightGradients
 from merak.graph.trace.branches.flags import is_condition
 from merak.plan.memory.unshards import needs_parameters
 from merak.schedule.ir import Action, Kind, Schedule

@@ -97,8 +97,7 @@ GEMM_OPERANDS: Mapping[str, Operands] = MappingProxyType(
 SPLIT_GEMMS: Mapping[Any, Operands] = MappingProxyType(
     {getattr(torch.ops.aten, name).default: GEMM_OPERANDS[name] for name in LINEARS}
 )
-"""GEMMs whose weight gradient can be computed apart from their input's; see
-`graph.program.split_backward`."""
+"""GEMMs whose weight gradient frameworks on autograd compute apart from their input's."""
 
 
 # Operators that move elements

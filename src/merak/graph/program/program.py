@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +17,6 @@ from merak.graph.joint.segment import JointSegment, joint_segment
 from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
-from merak.graph.program.split_backward import SplitBackward
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
@@ -302,6 +301,7 @@ def compile_program(
     )
 
 
+@dataclass(eq=False)
 class Compiler:
     """Compiles the segments of a graph into functions.
 
@@ -310,20 +310,15 @@ class Compiler:
         make: gives the function of a segment's graph.
         joins: whether forwards and backwards of segments are made as one graph, where they can be.
         torch_compiler: compiles those graphs; None runs their operators as they are.
+        immediate: where backwards are split, names of the parameters whose gradients are not left
+            for later; None where they are whole.
     """
 
-    def __init__(
-        self,
-        graph: ModelGraph,
-        make: MakeFunction = runnable,
-        *,
-        joins: bool = False,
-        torch_compiler: TorchCompiler | None = None,
-    ) -> None:
-        self.graph = graph
-        self._make = make
-        self._joins = joins
-        self._torch_compiler = torch_compiler
+    graph: ModelGraph
+    make: MakeFunction = runnable
+    joins: bool = False
+    torch_compiler: TorchCompiler | None = None
+    immediate: Collection[str] | None = None
 
     def segment(
         self,
@@ -341,35 +336,26 @@ class Compiler:
             yields: whether something else may run while an all-reduce of it does.
         """
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
-        splits = [rewrite for rewrite in rewrites if isinstance(rewrite, SplitBackward)]
-        local, shards = _rewritten(segment, [r for r in rewrites if r not in splits])
-        joint = self._joint(local, splits, selective or (), yields)
+        local, shards = _rewritten(segment, rewrites)
+        joint = self._joint(local, selective or (), yields)
         saved_ops = None
-        if joint is None:
-            local, _ = _rewritten(local, splits)
-            if selective is not None:
-                local, saved_ops = save_operators(local, selective)
-        program = compile_segment(local, self.graph.values, draws, self._make)
+        if joint is None and selective is not None:
+            local, saved_ops = save_operators(local, selective)
+        program = compile_segment(local, self.graph.values, draws, self.make)
         return replace(program, selective=saved_ops, joint=joint), shards
 
     def extended(self, values: Mapping[str, TensorMeta]) -> Compiler:
         """The same for segments that give one another further values."""
         graph = replace(self.graph, values={**self.graph.values, **values})
-        own = self._torch_compiler
-        return Compiler(graph, self._make, joins=self._joins, torch_compiler=own)
+        return replace(self, graph=graph)
 
-    def _joint(
-        self,
-        segment: Segment,
-        splits: Sequence[SplitBackward],
-        keeps: Container[str],
-        yields: bool,
-    ) -> JointSegment | None:
-        if not self._joins or not (yields or _trains(segment, self.graph.values)):
+    def _joint(self, segment: Segment, keeps: Container[str], yields: bool) -> JointSegment | None:
+        if not self.joins or not (yields or _trains(segment, self.graph.values)):
             return None
-        late = frozenset[str]().union(*(split.deferrable(segment) for split in splits))
+        now = segment.parameters if self.immediate is None else self.immediate
+        late = frozenset(segment.parameters).difference(now)
         graph = as_run(segment.graph)
-        return joint_segment(segment.graph, graph, late, keeps, yields, self._torch_compiler)
+        return joint_segment(segment.graph, graph, late, keeps, yields, self.torch_compiler)
 
     def prologues(self, names: frozenset[str]) -> tuple[SegmentProgram, SegmentProgram]:
         """Prologues of a rank: first the batch-only values that no column or draw changes.

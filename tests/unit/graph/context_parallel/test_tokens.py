@@ -15,7 +15,6 @@ from merak.core.tensor_meta import TensorMeta
 from merak.engine.build import forecast_of
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.program.split_backward import SplitBackward, WeightGradients
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.plan.engine_options import EngineOptions
@@ -145,22 +144,6 @@ def test_what_is_written_into_heads_is_gathered() -> None:
     said = gathered_operators(graph, context_parallel(graph, None, 2))
     assert said is not None
     assert said.startswith("cp=2: every rank gathers all tokens for 1 × add_, the first at")
-
-
-def test_arguments_that_tokens_leave_unread_are_passed_to_split_backwards() -> None:
-    """Experts' rows come back without the numbers that the whole model reads for it."""
-    graph = cases.traced(build("mixtral"), cases.batch(padded=False))
-    fitted, parallel = context_parallel(graph, None, 2).fit(graph)
-    num_unread = 0
-    for segment in fitted.segments:
-        local, _ = parallel(segment)
-        split, _ = SplitBackward(WeightGradients())(local)
-        read = local.graph.find_nodes(op="placeholder")
-        num_unread += sum(not node.users for node in read)
-        assert [n.meta["name"] for n in split.graph.find_nodes(op="placeholder")] == [
-            node.meta["name"] for node in read
-        ]
-    assert num_unread
 
 
 def test_a_length_that_does_not_divide_is_computed_whole() -> None:

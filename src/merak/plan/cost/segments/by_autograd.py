@@ -103,7 +103,11 @@ class FakeRun:
 
 
 def memory_by_autograd(
-    segment: Segment, device: torch.device, kernels: str | None, float32_gradients: bool
+    segment: Segment,
+    device: torch.device,
+    kernels: str | None,
+    float32_gradients: bool,
+    defers: bool = False,
 ) -> SegmentMemory:
     """Memory of a segment whose backward autograd runs.
 
@@ -112,14 +116,16 @@ def memory_by_autograd(
         device: of fake tensors.
         kernels: type of the device whose kernels run; None for `device`'s.
         float32_gradients: whether gradients of low precision are accumulated in float32.
+        defers: whether a split backward leaves gradients of linear layers' weights for later, as
+            in other frameworks; else it leaves nothing.
     """
     run = FakeRun(segment, device, kernels)
     if float32_gradients:
         sum_in_float32(run.parameters)
-    return _measure(run)
+    return _measure(run, defers)
 
 
-def _measure(run: FakeRun) -> SegmentMemory:
+def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
     held, first, places = _backward(run)
@@ -128,9 +134,9 @@ def _measure(run: FakeRun) -> SegmentMemory:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
-    gradients = [parameter.grad for parameter in run.parameters]
+    gradients = [parameter.grad for parameter in run.parameters] if defers else []
     largest = max((g.nbytes for g in gradients if g is not None), default=0)
-    deferred_bytes = _deferred_bytes(run.segment.graph)
+    deferred_bytes = _deferred_bytes(run.segment.graph) if defers else 0
     offload_sizes, resident_bytes, offload_values = _offloadable(run)
     return SegmentMemory(
         outputs=places,

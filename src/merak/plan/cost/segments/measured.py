@@ -93,7 +93,7 @@ class SegmentMemories:
             joint = self.joint(one)
             if joint is None:
                 given = one, self.device, self._kernels, self.float32_gradients
-                return memory_by_autograd(*given)
+                return memory_by_autograd(*given, defers=not self._joins)
             names = [one.parameters[number] for number in own]
             return memory_by_graph(one, [joint], self.float32_gradients, names)
 
