@@ -160,7 +160,7 @@ def measure(
     )
     parallel = ParallelModel(source.model, engine, count, sgd, None)
     assert job.forward_s is not None
-    slow_down(engine, forecast, job.forward_s)
+    slow_down(forecast, job.forward_s)
     rate = choice.get("host_bytes_per_s", float("inf"))
     put_between(engine, rate, is_beside)
     seconds = []

@@ -19,8 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -30,13 +28,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tools import report
+from tools.lasting import Seconds, make_last
 from tools.link import slow_link
 
 import merak
 from merak.engine.profile.links import SIZES
 from merak.engine.profile.measure import ProfiledModel, measure_profile
-from merak.engine.segments import run as run_segment
-from merak.graph.program.split_backward import WeightGradients
+from merak.graph.joint.segment import JointSegment
 from merak.plan.cluster.from_profile import cluster_of
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import price
@@ -107,14 +105,6 @@ def batch_of(source: ModelSource, samples: int) -> dict[str, torch.Tensor]:
 # ---- computation that lasts a known time ----
 
 
-@contextmanager
-def lasting(seconds: float) -> Iterator[None]:
-    """What is inside lasts so long, or longer if it computes longer."""
-    end = time.perf_counter() + seconds
-    yield
-    time.sleep(max(0.0, end - time.perf_counter()))
-
-
 def fall_asleep(million_s: float) -> None:
     """Let every pass of a segment last a known time, in the engine and in the profile.
 
@@ -122,46 +112,18 @@ def fall_asleep(million_s: float) -> None:
         million_s: seconds of a forward for a million parameters and one sample. A backward takes
             twice as long, and W half of it.
     """
-    call, propagate, add = run_segment.call, run_segment._propagate, WeightGradients.add
 
-    def seconds(program: Any) -> float:
+    def seconds(segment: JointSegment) -> Seconds:
         shapes: dict[str, list[torch.Size]] = {"parameter": [], "value": []}
-        for node in program.segment.graph.find_nodes(op="placeholder"):
+        for node in segment.graph.find_nodes(op="placeholder"):
             shapes.setdefault(node.meta["kind"].value, []).append(node.meta["tensor"].shape)
-        (end,) = program.segment.graph.find_nodes(op="output")
+        (end,) = segment.graph.find_nodes(op="output")
         made = [node.meta["tensor"].shape for node in end.all_input_nodes]
         samples = (shapes["value"] or made)[0][0]
-        return million_s * samples * sum(map(math.prod, shapes["parameter"])) / 1e6
+        forward_s = million_s * samples * sum(map(math.prod, shapes["parameter"])) / 1e6
+        return Seconds(forward_s, forward_s, 2 * forward_s, forward_s)
 
-    def slow_call(program: Any, inputs: Any, ctx: Any, *others: Any, **named: Any) -> Any:
-        with lasting(seconds(program)):
-            return call(program, inputs, ctx, *others, **named)
-
-    def slow_propagate(run: Any, saved: Any, gradients: Any, ctx: Any) -> None:
-        own_s = seconds(run)
-        before = len(deferred)
-        current[:] = [own_s]
-        with lasting(own_s):
-            propagate(run, saved, gradients, ctx)
-        if len(deferred) == before:
-            time.sleep(own_s)
-
-    deferred: list[float] = []
-    current: list[float] = []
-
-    def slow_add(self: WeightGradients, gradient: Callable[[], None]) -> None:
-        """The first of a segment's gradients of weights takes the time of all."""
-        own_s = current.pop() if current else 0.0
-        deferred.append(own_s)
-
-        def late() -> None:
-            with lasting(own_s):
-                gradient()
-
-        add(self, late)
-
-    run_segment.call, run_segment._propagate = slow_call, slow_propagate
-    WeightGradients.add = slow_add  # type: ignore[method-assign]
+    make_last(seconds)
 
 
 # ---- what a rank does ----

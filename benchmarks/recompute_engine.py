@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from schedule_fidelity import spawn
 from tools import report
+from tools.lasting import Seconds, make_last
 from tools.models import SIZES, build_model
 from tools.plans import first_of_stages, paper_ratios
 from torch import nn
@@ -30,8 +31,8 @@ from torch import nn
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
-from merak.engine import Engine, GraphSource, build_engine, forecast_of
-from merak.graph.program.program import SegmentProgram
+from merak.engine import GraphSource, build_engine, forecast_of
+from merak.graph.joint.segment import JointSegment
 from merak.parallel import ParallelModel, split_batch
 from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy
@@ -59,46 +60,17 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-class Sleep(torch.autograd.Function):
-    """The identity, whose backward takes a known time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
-def lasting(program: SegmentProgram, forward_s: float, share: float) -> SegmentProgram:
-    """A segment whose forward takes a known time, less what its kept operators save it."""
-
-    def call(*args: Any) -> tuple[torch.Tensor, ...]:
-        saved = program.selective
-        replays = saved is not None and saved._recording is not None and saved._replays
-        time.sleep(forward_s * (1 - share if replays else 1))
-        first, *others = program.function(*args)
-        return (Sleep.apply(first, 2 * forward_s), *others)  # type: ignore[no-untyped-call]
-
-    return dataclasses.replace(program, function=call)
-
-
-def slow_down(engine: Engine, forecast: Forecast, forward_s: float) -> None:
-    """Let every segment of this rank compute for a known time."""
+def slow_down(forecast: Forecast, forward_s: float) -> None:
+    """Let every segment of this rank compute for a known time, less what it keeps saves it."""
     same = [SegmentTimes("", 1.0, 2.0)] * len(forecast.layout.graph.segments)
     times = forecast.timed(same, speeds(forecast.options, forecast.mesh, None))
-    shares = {
-        i: 1 - forecast.recompute_s(times, i, ops) for i, ops in forecast.policy.selective.items()
-    }
-    stages = engine._state.base.stages
-    for number, stage in stages.items():
-        runs = tuple(
-            lasting(s, forward_s, shares.get(s.segment.index, 0.0)) for s in stage.segments
-        )
-        stages[number] = dataclasses.replace(stage, segments=runs, runs=runs)
+    again = {forecast.recompute_s(times, i, o) for i, o in forecast.policy.selective.items()}
+    kept_s = forward_s * max(again, default=1.0)  # of blocks that are equal
+
+    def seconds(segment: JointSegment) -> Seconds:
+        return Seconds(forward_s, kept_s if segment.kept else forward_s, 2 * forward_s)
+
+    make_last(seconds)
 
 
 # ---- what a rank does ----
@@ -209,7 +181,7 @@ def measure(name: str, job: Job, options: Any, **choice: Any) -> dict[str, Any]:
     seconds = []
     bytes_counted = counted_step(parallel, job.batch)
     if job.forward_s is not None:
-        slow_down(parallel.engine, forecast, job.forward_s)
+        slow_down(forecast, job.forward_s)
     for _ in range(1 + options.steps):
         dist.barrier()
         start = time.perf_counter()

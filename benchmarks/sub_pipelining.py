@@ -33,11 +33,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tools import report
+from tools.lasting import Seconds, all_lasting
 from torch import nn
 
 import merak
 from merak.engine import Engine
-from merak.graph.joint.generate import Part
 from merak.graph.joint.segment import Functions, JointSegment
 from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.tensor_parallel import features
@@ -99,27 +99,11 @@ class Lasting:
 
     def __init__(self, joint: JointSegment, forward_s: float) -> None:
         self._joint = joint
-        self._forward_s = forward_s
-        self._slowed = lru_cache(self._slow)
+        self._seconds = Seconds(forward_s, forward_s, 2 * forward_s)
+        self._slowed = lru_cache(partial(all_lasting, seconds=self._seconds, compute=compute))
 
     def parts(self, *args: Any) -> Functions | None:
         return self._slowed(self._joint.parts(*args))
-
-    def _slow(self, parts: Functions) -> Functions:
-        slow, backward_s = partial(lasting, seconds=self._forward_s), 2 * self._forward_s
-        slowed = {name: slow(getattr(parts, name)) for name in ("forward", "plain", "recompute")}
-        return replace(parts, **slowed, backward=lasting(parts.backward, backward_s))
-
-
-def lasting(part: Part, seconds: float) -> Part:
-    """A part that computes for a known time before its first all-reduce starts."""
-    first, *others = part
-
-    def slowed(given: list[Any]) -> tuple[torch.Tensor, ...]:
-        compute(seconds, given[0])
-        return first(given)
-
-    return (slowed, *others)
 
 
 def slow_down(engine: Engine, compute_s: float) -> None:

@@ -87,6 +87,7 @@ class JointSegment:
         compiler: of the functions; None runs their operators as they are.
 
     Attributes:
+        graph: its operators as they run.
         kept: places of those operators in the graph.
     """
 
@@ -100,7 +101,7 @@ class JointSegment:
         yields: bool = False,
         compiler: TorchCompiler | None = None,
     ) -> None:
-        self._graph = graph
+        self.graph = graph
         self._yields = yields
         self._compiler = compiler
         self._structure = structure
@@ -148,7 +149,7 @@ class JointSegment:
             if len(self._chosen) == _MOST_OUTCOMES:
                 self.obstacle = f"its conditions have more than {_MOST_OUTCOMES} outcomes"
                 return None
-            graph = specialize_branches(self._graph, outcomes)
+            graph = specialize_branches(self.graph, outcomes)
             args = (graph, self._structure, self._deferrable, self._keeps, outcomes)
             self._chosen[outcomes] = JointSegment(*args, self._yields, self._compiler)
         chosen = self._chosen[outcomes]
@@ -176,7 +177,7 @@ class JointSegment:
 
     def _make(self, arguments: Sequence[Argument], given: Given | None) -> Functions | str:
         try:
-            joint = derive(self._graph, arguments, given)
+            joint = derive(self.graph, arguments, given)
         except Exception as error:  # of an operator on fake tensors; autograd runs the backward
             return str(error) or type(error).__name__
         clean(joint)
