@@ -9,7 +9,6 @@ with nothing beside them: what "cpu" is shorter was hidden.
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from statistics import median
@@ -17,12 +16,11 @@ from typing import Any
 
 import torch
 from offload import Link
-from recompute_engine import lasting
 from tools import report
+from tools.lasting import Seconds, make_last
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import merak
-from merak.engine import Engine
 
 SEQUENCE, WORDS = 8, 512
 
@@ -35,17 +33,6 @@ def model_of(hidden: int, layers: int) -> GPT2LMHeadModel:
         n_layer=layers, n_embd=hidden, n_head=heads, n_positions=64, vocab_size=WORDS
     )
     return GPT2LMHeadModel(config)
-
-
-def slow_down(engine: Engine, forward_s: float) -> int:
-    """Let every segment compute for a known time; returns how many there are."""
-    stages = engine._state.base.stages
-    count = 0
-    for number, stage in stages.items():
-        runs = tuple(lasting(own, forward_s, 0.0) for own in stage.segments)
-        stages[number] = dataclasses.replace(stage, segments=runs, runs=runs)
-        count += len(runs)
-    return count
 
 
 def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -> dict[str, Any]:
@@ -61,7 +48,9 @@ def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -
         offload_optimizer=home,
     )
     params, forward_s = parallel.engine.optimizer_params, options.forward_ms / 1e3
-    num_segments = slow_down(parallel.engine, forward_s)
+    make_last(lambda segment: Seconds(forward_s, forward_s, 2 * forward_s))
+    stages = parallel.engine._state.base.stages.values()
+    num_segments = sum(len(stage.segments) for stage in stages)
     if params.host is not None and share:
         num_bytes = sum(tensor.nbytes for tensor in params.named.values())
         rate = share * num_bytes / (2 * num_segments * forward_s)

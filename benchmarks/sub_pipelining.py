@@ -38,6 +38,7 @@ from torch import nn
 
 import merak
 from merak.engine import Engine
+from merak.graph.joint.generate import Part
 from merak.graph.joint.segment import Functions, JointSegment
 from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.tensor_parallel import features
@@ -100,10 +101,21 @@ class Lasting:
     def __init__(self, joint: JointSegment, forward_s: float) -> None:
         self._joint = joint
         self._seconds = Seconds(forward_s, forward_s, 2 * forward_s)
-        self._slowed = lru_cache(partial(all_lasting, seconds=self._seconds, compute=compute))
+        self._slowed = lru_cache(partial(all_lasting, seconds=self._seconds, slow=delayed))
 
     def parts(self, *args: Any) -> Functions | None:
         return self._slowed(self._joint.parts(*args))
+
+
+def delayed(part: Part, seconds: float) -> Part:
+    """A part that computes for a known time before its first all-reduce starts."""
+    first, *others = part
+
+    def slowed(given: list[Any]) -> tuple[torch.Tensor, ...]:
+        compute(seconds, given[0])
+        return first(given)
+
+    return (slowed, *others)
 
 
 def slow_down(engine: Engine, compute_s: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from merak.graph.joint.generate import Part, Piece
@@ -31,43 +31,31 @@ class Seconds(NamedTuple):
     weights: float = 0.0
 
 
-Compute = Callable[[float, Any], None]
-"""Takes a number of seconds; a tensor of the device that computes beside."""
+Slow = Callable[[Part, float], Part]
+"""Makes a part take so many seconds."""
 
 
-def asleep(seconds: float, tensor: Any) -> None:
-    """Take a known time asleep."""
-    time.sleep(seconds)
-
-
-def lasting(part: Part, seconds: float, compute: Compute = asleep) -> Part:
-    """A part that takes a known time, or longer if it computes longer.
-
-    One that starts an all-reduce takes the time before it.
+def filled(part: Part, seconds: float) -> Part:
+    """A part that takes a known time, asleep, what it computes and exchanges included.
 
     Args:
         part: the functions.
-        seconds: how long.
-        compute: takes the rest of the time.
+        seconds: how long, unless it takes longer by itself.
     """
-    first, *others = part
+    *others, last = part
 
     def slowed(given: list[Any]) -> Any:
-        if others:
-            compute(seconds, given[0])
-            return first(given)
-        end, tensor = time.perf_counter() + seconds, given[0]
-        made = first(given)
-        compute(max(0.0, end - time.perf_counter()), tensor)
+        end = time.perf_counter() + seconds
+        made = last(given)
+        time.sleep(max(0.0, end - time.perf_counter()))
         return made
 
-    pieces: tuple[Piece, ...] = (slowed, *others)
+    pieces: tuple[Piece, ...] = (*others, slowed)
     return pieces
 
 
-def all_lasting(parts: Functions, seconds: Seconds, compute: Compute = asleep) -> Functions:
+def all_lasting(parts: Functions, seconds: Seconds, slow: Slow = filled) -> Functions:
     """Functions of a segment that take known times."""
-    slow = partial(lasting, compute=compute)
     later = parts.weights is not None
     return replace(
         parts,
