@@ -192,7 +192,7 @@ class Stage:
 
     def _prefetch(self, saved: Sequence[Any]) -> None:
         if self.offload is not None and saved and saved[-1].offloaded is not None:
-            self.offload.prefetch(saved[-1].offloaded.tensors)
+            self.offload.prefetch(saved[-1].offloaded)
 
     def _segment_ended(self) -> None:
         if self.offload is not None:

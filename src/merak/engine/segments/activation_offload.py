@@ -1,6 +1,6 @@
 """Activation offloading: tensors saved for backward, copied to host memory and back.
 
-What autograd saves in a segment's forward is copied to the host while the next segment computes,
+What a segment's forward saves is copied to the host while the next segment computes,
 and is then freed on the device; it is copied back during the backward of the segment after it. One
 storage is copied once, however many tensors view it, and comes back as one. On a GPU copies run
 on streams of their own, from and to pinned memory that torch's allocator reuses;
@@ -14,8 +14,7 @@ segment's, and a link that is too slow shows as time and not as memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +23,11 @@ import torch
 from merak.core.errors import TrainingError
 from merak.core.storages import can_move, storages_of
 from merak.engine.segments.copy_streams import CopyQueue, StreamCopies, SyncCopies
-from merak.ops.sharded_saved import saved_by
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _OffloadedStorage:
-    """A storage that autograd saved: on the device, in host memory or being copied.
+    """A storage that a forward saved: on the device, in host memory or being copied.
 
     Args:
         source: the storage as the forward made it.
@@ -92,7 +90,7 @@ class OffloadedTensors:
     is_fetching: bool = False
 
     def alive(self) -> list[_OffloadedStorage]:
-        """The storages that autograd still holds."""
+        """The storages that the backward still needs."""
         return [stored for ref in self.storages if (stored := ref()) is not None]
 
 
@@ -114,18 +112,6 @@ class ActivationOffload:
         self._known: weakref.WeakValueDictionary[int, _OffloadedStorage] = (
             weakref.WeakValueDictionary()
         )
-
-    @contextmanager
-    def saving(self, offloaded: OffloadedTensors, held: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Context in which tensors that autograd saves are collected to be offloaded.
-
-        Args:
-            offloaded: gains the storages to offload.
-            held: tensors that are on the device anyway.
-        """
-        stays = storages_of(held)
-        with saved_by(lambda tensor: self._packed(tensor, offloaded, stays), unpacked):
-            yield
 
     def pack(
         self,
@@ -271,46 +257,7 @@ def unpacked(saved: Any) -> Any:
     if not isinstance(saved, _SavedView):  # a number
         return saved
     view = saved
-    assert view.stored.on_device is not None, "what autograd asks for is still in host memory"
+    assert view.stored.on_device is not None, "what a backward asks for is still in host memory"
     tensor = torch.empty(0, dtype=view.dtype, device=view.stored.on_device.device)
     storage = view.stored.on_device.untyped_storage()
     return tensor.set_(storage, view.offset, view.size, view.stride)
-
-
-class _GradientCatcher(torch.autograd.Function):
-    """An input of a segment whose gradient is stored by name in a dict.
-
-    A leaf would hold the input's memory until its backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, port: torch.Tensor, value: torch.Tensor, found: Any, name: str) -> Any:
-        ctx.found, ctx.name = found, name
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Store the gradient in its own layout: kernels of other strides may round otherwise."""
-        ctx.found[ctx.name] = gradient
-        return None, None, None, None
-
-
-@torch.enable_grad()
-def catch_gradients(
-    names: Sequence[str], values: Iterable[torch.Tensor], carries: Iterable[bool], found: Any
-) -> list[torch.Tensor]:
-    """The inputs of a segment whose backward stores their gradients by name.
-
-    Args:
-        names: of the inputs.
-        values: what they are.
-        carries: whether a gradient goes back through each.
-        found: gains the gradients.
-    """
-    inputs = []
-    for name, value, carried in zip(names, values, carries, strict=True):
-        # Something that requires a gradient, or autograd would not call the backward.
-        port = torch.zeros((), device=value.device, requires_grad=True)
-        own = value.detach()
-        inputs.append(_GradientCatcher.apply(port, own, found, name) if carried else own)  # type: ignore[no-untyped-call]
-    return inputs

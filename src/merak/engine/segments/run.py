@@ -7,17 +7,16 @@ is called explicitly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from merak.core.random import set_random_state
-from merak.engine.segments import run_joint, run_offloaded
+from merak.engine.segments import run_joint
 from merak.engine.segments.context import SegmentContext, ShardedParameters
 from merak.engine.segments.run_joint import JointForward
-from merak.engine.segments.run_offloaded import OffloadedForward, Saving
 from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.program.program import SegmentProgram
 from merak.graph.program.selective import SavedResults
@@ -33,15 +32,14 @@ class SavedForward:
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
         recording: of the operators that the recomputation leaves out.
-        offloaded: edges instead of inputs and outputs, where activations are offloaded to host
-            memory.
     """
+
+    offloaded: ClassVar[None] = None  # what autograd saves stays on the device
 
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: TensorDict
     recording: SavedResults | None = None
-    offloaded: OffloadedForward | None = None
 
 
 Saved = SavedForward | JointForward
@@ -71,13 +69,6 @@ def _forward(
     run: SegmentProgram, values: TensorDict, ctx: SegmentContext, saves: bool
 ) -> SavedForward:
     """Run the forward of a segment whose backward autograd runs."""
-    if saves and run.offload is not None and ctx.offload is not None:
-
-        def record(inputs: Sequence[torch.Tensor], saving: Saving) -> tuple[torch.Tensor, ...]:
-            return call(run, inputs, ctx, True, saving)
-
-        offloaded = run_offloaded.forward(run, values, ctx.offload, record)
-        return SavedForward([], (), {}, offloaded=offloaded)
     leaves = [
         values[name].detach().requires_grad_(carries)
         for name, carries in zip(run.segment.inputs, run.gradient_inputs, strict=True)
@@ -153,10 +144,6 @@ def _propagate(
     run: SegmentProgram, saved: SavedForward, gradients: TensorDict, ctx: SegmentContext
 ) -> None:
     leaf_gradients = partial(ctx.leaf_gradients, run, ctx.weights)
-    if saved.offloaded is not None:
-        assert ctx.offload is not None
-        run_offloaded.backward(run, saved.offloaded, gradients, ctx.offload, leaf_gradients)
-        return
     assert saved.outputs is not None
     segment = run.segment
     propagate(
@@ -229,7 +216,6 @@ def call(
     inputs: Sequence[torch.Tensor],
     ctx: SegmentContext,
     save: bool,
-    saving: Saving | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Call a segment's compiled function with its parameters, buffers and inputs.
 
@@ -238,7 +224,6 @@ def call(
         inputs: what it reads of other segments, in its order.
         ctx: what else it reads.
         save: whether autograd records.
-        saving: offloads the tensors that autograd saves; None leaves them on the device.
     """
     segment = program.segment
     if program.draws:
@@ -249,5 +234,5 @@ def call(
         *(ctx.columns[name] for name in segment.columns),
     )
     last = tuple(ctx.batch_only[name] for name in segment.batch_only)
-    with torch.set_grad_enabled(save), nullcontext() if saving is None else saving((*first, *last)):
+    with torch.set_grad_enabled(save):
         return ctx.function(program)(*first, *inputs, *last)

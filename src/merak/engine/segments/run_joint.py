@@ -14,9 +14,12 @@ from typing import Any
 import torch
 
 from merak.core.random import set_random_state
-from merak.engine.segments.activation_offload import ActivationOffload, unpacked
+from merak.engine.segments.activation_offload import (
+    ActivationOffload,
+    OffloadedTensors,
+    unpacked,
+)
 from merak.engine.segments.context import SegmentContext
-from merak.engine.segments.run_offloaded import OffloadedForward
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.joint.derive import Given, Strides
 from merak.graph.joint.generate import Part
@@ -45,7 +48,7 @@ class JointForward:
     saved: tuple[Any, ...] | None = None
     kept: tuple[torch.Tensor, ...] = ()
     buffers: dict[int, torch.Tensor] = field(default_factory=dict)
-    offloaded: OffloadedForward | None = None
+    offloaded: OffloadedTensors | None = None
 
 
 def forward(
@@ -107,8 +110,7 @@ def _offload(
     inputs = range(first, first + len(run.segment.inputs))
     others = [tensor for place, tensor in enumerate(made.arguments) if place not in inputs]
     read = {*made.parts.reads, *made.parts.weight_reads}
-    made.offloaded = OffloadedForward()
-    tensors = made.offloaded.tensors
+    tensors = made.offloaded = OffloadedTensors()
     for place in inputs:
         argument = made.arguments[place]
         own = offload.pack([argument], tensors, others) if place in read else [Like.of(argument)]
@@ -121,7 +123,7 @@ def _offload(
 def _fetch(run: SegmentProgram, saved: JointForward, offload: ActivationOffload) -> None:
     """Fetch what has been offloaded."""
     assert saved.offloaded is not None and saved.saved is not None
-    offload.fetch(saved.offloaded.tensors)
+    offload.fetch(saved.offloaded)
     first = _first_input(run)
     for place in range(first, first + len(run.segment.inputs)):
         if not isinstance(saved.arguments[place], Like):

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -259,6 +260,19 @@ def joint_obstacle(graph: fx.Graph) -> str:
     names = dict.fromkeys(node.target.__name__.split(".")[0] for node in others)
     return f"it calls {', '.join(names)}" if others else ""
 
+
+def has_joint_graph(graph: fx.Graph) -> bool:
+    """Whether the backward of a segment is a graph, found once.
+
+    Args:
+        graph: of the segment, as a rank runs it; it no longer changes.
+    """
+    if graph not in _HAS_JOINT:
+        _HAS_JOINT[graph] = not joint_obstacle(graph)
+    return _HAS_JOINT[graph]
+
+
+_HAS_JOINT: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 
 _MODULES = frozenset(
     f"merak.ops.{name}"

@@ -13,7 +13,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
 from merak.graph.joint.compiled import TorchCompiler
-from merak.graph.joint.segment import JointSegment, joint_segment
+from merak.graph.joint.segment import JointSegment, has_joint_graph, joint_segment
 from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange
 from merak.graph.program.selective import SavedOps, save_operators
@@ -413,11 +413,16 @@ def with_offloading(
 ) -> list[SegmentProgram]:
     """Programs of a stage of which some offload their activations to host memory.
 
+    What autograd saves stays on the device.
+
     Args:
         programs: of the stage, in order, with what saves its activations.
         offloaded: numbers of segments.
     """
-    away = [p.trains and p.saved and p.segment.index in offloaded for p in programs]
+    away = [
+        p.trains and p.saved and p.segment.index in offloaded and has_joint_graph(p.segment.graph)
+        for p in programs
+    ]
     held: set[str] = set()
     for program, goes in zip(programs, away, strict=True):
         if program.trains and not goes:

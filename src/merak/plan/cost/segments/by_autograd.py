@@ -14,12 +14,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.gradients import gradient_dtype, sum_in_float32
-from merak.core.storages import Storages, can_move, storages_of
+from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
 from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
-from merak.ops.sharded_saved import saved_by
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
 from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
 
@@ -137,7 +136,6 @@ def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
     gradients = [parameter.grad for parameter in run.parameters] if defers else []
     largest = max((g.nbytes for g in gradients if g is not None), default=0)
     deferred_bytes = _deferred_bytes(run.segment.graph) if defers else 0
-    offload_sizes, resident_bytes, offload_values = _offloadable(run)
     return SegmentMemory(
         outputs=places,
         saved_bytes=held[0] - own,
@@ -147,9 +145,9 @@ def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
         recompute_bytes=held[1],
         whole=BackwardMemory(first, later),
         split=BackwardMemory(first, later, deferred_bytes, weights_bytes=largest),
-        offload_sizes=offload_sizes,
-        resident_bytes=resident_bytes - own,
-        offload_values=offload_values,
+        offload_sizes=(),
+        resident_bytes=held[0] - own,
+        offload_values=frozenset(),
     )
 
 
@@ -168,35 +166,6 @@ def _backward(run: FakeRun) -> tuple[tuple[int, int], int, dict[str, Output]]:
         run.backward(outputs, gradients)
         taken = storages.peak_bytes - start_bytes
     return forward, taken, places
-
-
-def _offloadable(run: FakeRun) -> tuple[tuple[int, ...], int, frozenset[str]]:
-    """Storages that can be offloaded, bytes that stay with the outputs, and offloadable values."""
-    resident = storages_of(a for a in run.arguments if all(a is not i for i in run.inputs.values()))
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
-        if not can_move(tensor, tensor.device, resident):
-            return tensor.detach()
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage
-        return None
-
-    with torch.enable_grad(), Storages(run.arguments) as storages:
-        with saved_by(pack, _never):
-            outputs = run.call()
-        values = {**run.inputs, **dict(zip(run.segment.outputs, outputs, strict=True))}
-        places = {name: value.untyped_storage()._cdata for name, value in values.items()}
-        offloaded = frozenset(name for name, place in places.items() if place in saved)
-        for place in places.values():
-            saved.pop(place, None)
-        offload_sizes = tuple(storage.nbytes() for storage in saved.values())
-        saved.clear()
-        return offload_sizes, storages.live_bytes, offloaded
-
-
-def _never(saved: object) -> torch.Tensor:
-    raise AssertionError("no backward runs here")
 
 
 def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -> dict[str, Output]:
