@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from merak.core.errors import MerakError, ScheduleError, TraceError
 from merak.core.health.status import phase
 from merak.core.mesh import Mesh
 from merak.core.precision import refuse_autocast_around, refuse_inference_mode
+from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import Signature
 from merak.engine.assemble import assemble
 from merak.engine.comm.sparse_gradients import find_sparse, warn_densified
@@ -23,6 +25,7 @@ from merak.engine.program_agreement import check_programs
 from merak.engine.segments.activation_offload import reserve_host_memory
 from merak.engine.step.parameter_writes import refuse_parameter_writes
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.joint.segment import joint_obstacle
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
 from merak.graph.tensor_parallel.hf_tp_plan import given_plan
@@ -53,6 +56,8 @@ from merak.plan.stage_costs import plans_from_costs
 from merak.plan.step_plans import StepPlans
 from merak.plan.sub_pipelining import choose_sub_pipelining, requested_sub_pipelining
 from merak.plan.summary import summary
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -151,6 +156,7 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
+    _tell_what_stays(layout)
     names = [n for n, held in programs.owners.items() if held & set(programs.own_stages)]
     originals = names_of_parameters(source.model)
     with phase("loading weights"):
@@ -173,6 +179,23 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     engine = assemble(layout, programs, names, mesh, options, save_fewer)
     engine.optimizers.note_originals(originals)
     return engine
+
+
+def _tell_what_stays(layout: Layout) -> None:
+    """Warn of segments that are to be offloaded, and whose backwards autograd runs."""
+    segments = [layout.graph.segments[index] for index in sorted(layout.activations.offloaded)]
+    found = {s.name: why for s in segments if (why := joint_obstacle(s.graph))}
+    if found:
+        name, why = next(iter(found.items()))
+        warn_on_rank0(
+            logger,
+            "%s of %s segments that offload_activations names keep their activations on the "
+            "device, since autograd runs their backwards: %s (%s) is the first.",
+            len(found),
+            len(segments),
+            name,
+            why,
+        )
 
 
 def _refuse_sub_pipelining(options: EngineOptions, cp: int) -> None:

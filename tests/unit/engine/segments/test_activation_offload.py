@@ -63,6 +63,26 @@ class Normed(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)}
 
 
+class Halved(nn.Module):
+    """Reads a value of what it is given, which only Python can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2 if float(x.detach().abs().max()) > 100 else torch.tanh(x) * x
+
+
+class Reading(nn.Module):
+    """Layers, one of which is Python for autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 256), nn.Linear(256, 3)
+        self.halved = Halved()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.halved(torch.tanh(self.first(x)))
+        return {"loss": nn.functional.cross_entropy(self.last(hidden), y)}
+
+
 def draws(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -75,6 +95,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch
     "gpt2": (lambda: gpt2(dropout=0.2), lambda seed: text_batch(8, mask=True, seed=seed)),
     "skips": (Skips, lambda seed: number_batch(64, seed=seed)),
     "normed": (Normed, images),
+    "reading": (Reading, lambda seed: number_batch(64, seed=seed)),
     "dropping": (Skipping, lambda seed: {"x": torch.randn(64, 4, generator=draws(seed))}),
 }
 
@@ -241,6 +262,17 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
     handle.remove()
     engine.optimizer_params.clear_gradients()
     assert all(map(torch.equal, train(engine, "gpt2"), expected))
+
+
+def test_what_autograd_saves_stays_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    expected = train(engine_of("reading"), "reading")
+    engine = engine_of("reading", offload_activations="full")
+    assert "keep their activations on the device, since autograd runs their backwards: " in (
+        caplog.text
+    )
+    assert all(map(torch.equal, train(engine, "reading"), expected))
+    kept = [s for s in engine._state.base.stages[0].segments if s.offload is None]
+    assert len(kept) == 1
 
 
 def test_views_of_one_storage_are_one_copy() -> None:
