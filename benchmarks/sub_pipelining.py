@@ -144,8 +144,8 @@ def _slow_whole(run: SegmentProgram, compute_s: float) -> SegmentProgram:
 def _slow_sub_microbatches(segment: SubPipelinedSegment, compute_s: float) -> SubPipelinedSegment:
     if not _is_block(segment.whole.segment):
         return segment
-    slowed = [_slow_whole(half, compute_s / 2) for half in segment.halves]
-    return replace(segment, halves=(slowed[0], slowed[1]))
+    slowed = [_slow_whole(half, compute_s / 2) for half in segment.programs]
+    return replace(segment, programs=(slowed[0], slowed[1]))
 
 
 def build(num_layers: int, tokens: int, split: bool) -> ParallelModel:

@@ -390,7 +390,7 @@ def _operator_lines(found: Sequence[SegmentOperators]) -> Iterator[str]:
             flops[row.part] += row.flops
         saved_bytes = sum(row.saved_bytes for row in own.operators)
         sums = ", ".join(f"{part} {count(round(number))}" for part, number in flops.items())
-        like = f" and {counted(own.alike - 1, 'segment')} like it" if own.alike > 1 else ""
+        like = f" and {counted(own.count - 1, 'segment')} like it" if own.count > 1 else ""
         yield f"{own.name}{like}: FLOPs {sums}; saves {size(saved_bytes)}"
         if own.input_bytes:
             yield f"    and its inputs, {size(own.input_bytes)}"

@@ -37,7 +37,7 @@ class Storages(TorchDispatchMode):
         """Call an operator and count the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and is_dense(leaf):
                 self._see(leaf)
         return result
 

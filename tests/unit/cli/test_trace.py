@@ -16,7 +16,7 @@ def test_operators_have_their_flops_and_saved_bytes(capsys: pytest.CaptureFixtur
     assert main([*WORDS, "--tp", "1", "--json"]) == 0
     found = {own["name"]: own for own in json.loads(capsys.readouterr().out)["operators"]}
     block = found["transformer.h.0.attn"]
-    assert block["alike"] == 2 and block["input_bytes"] == 4 * 16 * 8
+    assert block["count"] == 2 and block["input_bytes"] == 4 * 16 * 8
     parts = {part: 0.0 for part in ("forward", "backward", "weight gradient")}
     for row in block["operators"]:
         parts[row["part"]] += row["flops"] if row["operator"] in ("addmm", "mm") else 0.0

@@ -194,7 +194,7 @@ class _SubMicrobatchRun:
 
     def forward(self, segment: SubPipelinedSegment, save: bool) -> Call | None:
         """Begin the forward of a segment; autograd runs it where its backward is no graph."""
-        run = segment.halves[self.number]
+        run = segment.programs[self.number]
         saves = (save or run.saved) and run.trains
         made = run_joint.begin_forward(run, self.values, self.ctx, saves)
         if made is None:
@@ -215,7 +215,7 @@ class _SubMicrobatchRun:
             segment: the segment.
             number: of what it has saved.
         """
-        run, saved = segment.halves[self.number], self.saved[number]
+        run, saved = segment.programs[self.number], self.saved[number]
         if not isinstance(saved, JointForward):
             run_whole.recompute(run, saved, self.ctx)
             return None
@@ -252,7 +252,7 @@ class _SubMicrobatchRun:
             segment: the segment.
             done: called behind it.
         """
-        run, saved = segment.halves[self.number], self.saved.pop()
+        run, saved = segment.programs[self.number], self.saved.pop()
         if not isinstance(saved, JointForward):
             run_whole.backward(run, saved, self.values, self.ctx, lambda _: done(segment))
             return None

@@ -91,7 +91,10 @@ class ParamAllGather:
         gather, bucket, group = self._open.pop(number), self._buckets[number], self._groups[number]
         with self._progress.waiting("updated parameters from", others_of(group)):
             gather.work.wait()
-        unpack_all(gather.everything, bucket, dist.get_world_size(group))
+        degree, index = dist.get_world_size(group), dist.get_rank(group)
+        # This replica's own rows may have been written since, by another optimizer's step.
+        gather.everything.chunk(degree)[index].copy_(pack(bucket, degree, index))
+        unpack_all(gather.everything, bucket, degree)
 
 
 class AwaitedParams(Mapping[str, torch.Tensor]):

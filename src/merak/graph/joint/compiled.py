@@ -62,7 +62,7 @@ def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
         for number, node in enumerate(outputs):
             known[node] = graph.call_function(operator.getitem, (made, number))
             known[node].meta = dict(node.meta)
-        shared |= _alike(run)
+        shared |= _equal_nodes(run)
     return PartNodes(
         tuple(known[node] for node in part.reads),
         tuple(node for node in graph.nodes if node.op == "call_function"),
@@ -137,7 +137,7 @@ def _layout(node: fx.Node) -> Hashable:
     return None if found is None else (found.shape, found.stride, found.dtype, str(found.device))
 
 
-def _alike(run: Sequence[fx.Node]) -> set[fx.Node]:
+def _equal_nodes(run: Sequence[fx.Node]) -> set[fx.Node]:
     """Operators of a run that compute the same as another one, whose result may be theirs."""
     numbers: dict[Any, int] = {}
     of: dict[fx.Node, int] = {}

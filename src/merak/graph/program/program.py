@@ -84,7 +84,7 @@ class SubPipelinedSegment:
 
     Args:
         whole: the segment for all of a microbatch.
-        halves: the same for the first sub-microbatch's samples, and for the second's.
+        programs: the same for the first sub-microbatch's samples, and for the second's.
         sub_microbatches: which samples they are.
         dims: the dim along which a sub-microbatch has its samples, by the name of an input, column,
             batch-only
@@ -92,7 +92,7 @@ class SubPipelinedSegment:
     """
 
     whole: SegmentProgram
-    halves: tuple[SegmentProgram, SegmentProgram]
+    programs: tuple[SegmentProgram, SegmentProgram]
     sub_microbatches: tuple[SubMicrobatch, SubMicrobatch]
     dims: Mapping[str, int]
 

@@ -132,11 +132,11 @@ def sub_pipeline_segment(
     if first.joint is None or second.joint is None:
         raise ShardError("autograd runs its backward, in one piece.")
     draws, saved = whole.draws, whole.saved  # of what was traced
-    halves = (
+    programs = (
         replace(first, draws=draws, saved=saved),
         replace(second, draws=draws, saved=saved),
     )
-    return SubPipelinedSegment(whole, halves, split.sub_microbatches, split.dims)
+    return SubPipelinedSegment(whole, programs, split.sub_microbatches, split.dims)
 
 
 def group_runs(parts: Sequence[SubPipelinedPart], leaving: frozenset[str]) -> tuple[StageItem, ...]:

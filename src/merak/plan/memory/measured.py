@@ -71,14 +71,14 @@ class Measured:
     def in_turns(
         self,
         segment: Segment,
-        halves: tuple[Segment, Segment],
+        pair: tuple[Segment, Segment],
         immediate: tuple[str, ...],
         joined: tuple[str, ...],
     ) -> SegmentMemory | None:
         """Memory of a segment in sub-microbatches; as of `SegmentMemories.in_turns`."""
         key = segment.index, immediate, joined
         if key not in self._in_turns:
-            self._in_turns[key] = self._measure.in_turns(segment, halves, immediate, joined)
+            self._in_turns[key] = self._measure.in_turns(segment, pair, immediate, joined)
         return self._in_turns[key]
 
     def prologue_bytes(self, program: Program) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from merak.plan.cost.segments.measured import values_of
 from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.memory.measured import Measured
 
-Halves = tuple[Segment, Segment]
+Pair = tuple[Segment, Segment]
 """What each sub-microbatch runs."""
 
 
@@ -33,7 +33,7 @@ class SplitSegments:
         self._graph = graph
         self._rewrites = rewrites
         self._samples: SampleDims | None = None
-        self._known: dict[object, tuple[Segment, Halves | None]] = {}
+        self._known: dict[object, tuple[Segment, Pair | None]] = {}
 
     def stage(
         self,
@@ -54,8 +54,8 @@ class SplitSegments:
         memories = {}
         for own in stage.segments:
             index = own.segment.index
-            first, halves = found.get(index, (own.segment, None))
-            if halves is None:
+            first, pair = found.get(index, (own.segment, None))
+            if pair is None:
                 continue
             runs_whole = [n for n in known if found.get(n, (None, None))[1] is None]
             read = {*stage.sent, *stage.results.values(), *_read_whole(stage, runs_whole, index)}
@@ -63,7 +63,7 @@ class SplitSegments:
             joined = tuple(names[name] for name in own.segment.outputs if name in read)
             params = zip(own.segment.parameters, first.parameters, strict=True)
             now = tuple(same for name, same in params if name in immediate)
-            memory = measured.in_turns(first, halves, now, joined)
+            memory = measured.in_turns(first, pair, now, joined)
             if memory is not None:
                 memories[index] = replace(
                     memory.renamed(values_of(first, own.segment)),
@@ -72,7 +72,7 @@ class SplitSegments:
                 )
         return memories
 
-    def _split(self, segment: Segment) -> tuple[Segment, Halves | None]:
+    def _split(self, segment: Segment) -> tuple[Segment, Pair | None]:
         """A segment that is alike, in sub-microbatches; None for these where it runs whole."""
         whole = self._graph.segments[segment.index]
         key = structure_of_graph(whole.graph)

@@ -127,8 +127,8 @@ IN_JOBS = {
     ),
     "`model_init`": "called as it is, on every rank with the same seed",
     "`torch_compile=True`": (
-        "torch compiles the operators of each segment; collectives, and what mutates a tensor, run "
-        "as they are"
+        "torch compiles the forward, recomputation and backward of each segment, under every "
+        "schedule; collectives, draws, and what mutates a tensor, run as they are"
     ),
     "`push_to_hub`": "rank 0 pushes; if it cannot, every rank raises the reason",
     "`gradient_checkpointing=True`": "means `recompute='full'`, where `recompute` is not given",

@@ -78,7 +78,7 @@ class SegmentMemories:
         self._graphs = MeasuredGraphs() if graphs is None else graphs
         self._ranks = ranks
         self._joins = joins
-        self._halves: dict[int, list[JointGraph]] = {}
+        self._in_turns: dict[int, list[JointGraph]] = {}
 
     def __call__(self, segment: Segment, immediate: Collection[str] = ()) -> SegmentMemory:
         """Memory of a segment, by the shapes in its graph.
@@ -116,7 +116,7 @@ class SegmentMemories:
     def in_turns(
         self,
         segment: Segment,
-        halves: Sequence[Segment],
+        pair: Sequence[Segment],
         immediate: Collection[str] = (),
         joined: Collection[str] = (),
     ) -> SegmentMemory | None:
@@ -126,16 +126,16 @@ class SegmentMemories:
 
         Args:
             segment: for a whole microbatch.
-            halves: for each sub-microbatch.
+            pair: for each sub-microbatch.
             immediate: as for one that runs whole.
             joined: names of outputs that are put together of both for others.
         """
-        if segment.index not in self._halves:
-            self._halves[segment.index] = joint_graphs_in_turns(halves, self.device, self._kernels)
-        joints = self._halves[segment.index] if self._joins else []
-        if len(joints) < len(halves):
+        if segment.index not in self._in_turns:
+            self._in_turns[segment.index] = joint_graphs_in_turns(pair, self.device, self._kernels)
+        joints = self._in_turns[segment.index] if self._joins else []
+        if len(joints) < len(pair):
             return None
-        own = (halves[0], joints, self.float32_gradients, immediate)
+        own = (pair[0], joints, self.float32_gradients, immediate)
         return memory_by_graph(*own, joined=joined)
 
     def joint(self, segment: Segment) -> JointGraph | None:

@@ -36,17 +36,17 @@ class OperatorRow:
 
 @dataclass(frozen=True, slots=True)
 class SegmentOperators:
-    """Operators of all segments that are alike.
+    """Operators of all segments with equal graphs.
 
     Args:
         name: of the first of them.
-        alike: how many there are.
+        count: how many there are.
         input_bytes: of their inputs, those that the backward reads.
         operators: in order; of the forward alone where autograd runs the backward.
     """
 
     name: str
-    alike: int
+    count: int
     input_bytes: int
     operators: list[OperatorRow]
 
@@ -54,21 +54,21 @@ class SegmentOperators:
 def segment_operators(
     segments: Iterable[Segment], device: torch.device, kernels: str
 ) -> list[SegmentOperators]:
-    """Operators of a rank's segments, once for those that are alike.
+    """Operators of a rank's segments, once for those with equal graphs.
 
     Args:
         segments: of a rank.
         device: of fake tensors.
         kernels: type of the device whose kernels run.
     """
-    alike: dict[Structure, list[Segment]] = {}
+    by_structure: dict[Structure, list[Segment]] = {}
     for segment in segments:
-        alike.setdefault(structure_of_graph(segment.graph), []).append(segment)
-    return [_operators(found, device, kernels) for found in alike.values()]
+        by_structure.setdefault(structure_of_graph(segment.graph), []).append(segment)
+    return [_operators(found, device, kernels) for found in by_structure.values()]
 
 
-def _operators(alike: Sequence[Segment], device: torch.device, kernels: str) -> SegmentOperators:
-    segment = alike[0]
+def _operators(equal: Sequence[Segment], device: torch.device, kernels: str) -> SegmentOperators:
+    segment = equal[0]
     joint = SegmentMemories(device, kernels=kernels).joint_parts(segment)
     saved = {} if joint is None else joint.saved_bytes()
     rows = [
@@ -77,7 +77,7 @@ def _operators(alike: Sequence[Segment], device: torch.device, kernels: str) -> 
         if node.op == "call_function" and (node.name in saved or not is_view(node))
     ]
     if joint is None:
-        return SegmentOperators(segment.name, len(alike), 0, rows)
+        return SegmentOperators(segment.name, len(equal), 0, rows)
     later = () if joint.split.weights is None else joint.split.weights.nodes
     for node in joint.whole.backward.nodes:
         part = "weight gradient" if node in later else "backward"
@@ -85,7 +85,7 @@ def _operators(alike: Sequence[Segment], device: torch.device, kernels: str) -> 
     read = [joint.arguments[number] for number in joint.whole.reads]
     layouts = [node.meta["layout"] for node in read if node.meta["kind"] is Kind.VALUE]
     held = {layout.storage: layout.storage_bytes for layout in layouts}
-    return SegmentOperators(segment.name, len(alike), sum(held.values()), rows)
+    return SegmentOperators(segment.name, len(equal), sum(held.values()), rows)
 
 
 def _row(part: str, node: fx.Node, kernels: str, saved_bytes: int = 0) -> OperatorRow:
