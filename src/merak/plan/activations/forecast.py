@@ -88,6 +88,14 @@ class Forecast:
         return MemoryModel(self._job())
 
     @cached_property
+    def _known_memory(self) -> MemoryModel | None:
+        """The memory model; None where it is not known, as of `own_ranks`."""
+        try:
+            return self.memory
+        except Exception:
+            return None
+
+    @cached_property
     def own_ranks(self) -> tuple[RankMemory, ...] | None:
         """Forecast memory of every pp rank under the layout's own schedule and policy.
 
@@ -222,7 +230,9 @@ class Forecast:
             times: of the segments.
             profile: known speeds of a rank's device; None for none.
         """
-        seconds = {} if profile is None else self.memory.operator_seconds(profile)
+        seconds: Mapping[int, Sequence[float]] = {}
+        if profile is not None and self._known_memory is not None:
+            seconds = self._known_memory.operator_seconds(profile)
         return tuple(
             SegmentTimes(s.name, own.forward_s, own.backward_s, seconds.get(s.index, ()))
             for s, own in zip(self.layout.graph.segments, times, strict=True)
@@ -233,12 +243,15 @@ class Forecast:
     ) -> float:
         """Seconds of computing a segment's activations of a microbatch again.
 
+        Those of a whole forward where it is not known what would be computed.
+
         Args:
             times: of the segments.
             index: number of the segment.
             ops: operators whose results it has saved.
         """
-        most = self.memory.segments[index].recomputed
+        memory = self._known_memory
+        most = None if memory is None else memory.segments[index].recomputed
         return times[index].recompute_seconds(most if ops is None else ops.memory.recomputed, most)
 
     def segments_of(self, rank: int) -> tuple[int, ...]:

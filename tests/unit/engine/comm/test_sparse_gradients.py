@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import merak
 from merak.core.gradients import dense
+from merak.plan.cost.device import preset
 
 
 class Looked(nn.Module):
@@ -77,3 +78,17 @@ def test_a_sparse_gradient_is_made_dense() -> None:
     found = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 3), (2, 3), check_invariants=True)
     assert torch.equal(dense(found), torch.tensor([[0.0] * 3, [2.0] * 3]))
     assert dense(dense(found)).layout == torch.strided
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_job_is_summed_up_whose_memory_is_hard_to_tell(
+    monkeypatch: pytest.MonkeyPatch, is_measured: bool
+) -> None:
+    def unknown(*_: object) -> None:
+        raise RuntimeError("a value is read")
+
+    monkeypatch.setattr("merak.engine.build.is_announcing", lambda: True)
+    monkeypatch.setattr("merak.engine.build.known_profile", lambda *_: preset("a100-80gb"))
+    if not is_measured:
+        monkeypatch.setattr("merak.plan.activations.forecast.MemoryModel", unknown)
+    assert merak.parallelize(Alone(), BATCH).step(BATCH).isfinite()
