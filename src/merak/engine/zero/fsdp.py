@@ -319,6 +319,7 @@ class FsdpParameters:
 
         Those of tied parameters have theirs already.
         """
+        self.order.take_reductions()
         for name, tensor in self.optimizer_tensors.items():
             leaf = self.leaves[name]
             if name not in self._shared:
