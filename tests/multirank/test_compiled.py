@@ -11,7 +11,7 @@ import merak
 from merak.core.mesh import current_mesh
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.graph.program.compiled import Compilation
+from merak.graph.ir.torch_compiler import Compilation
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.multirank.memory_jobs import MODELS

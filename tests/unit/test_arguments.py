@@ -40,7 +40,7 @@ from merak.arguments.table import ACCELERATOR, RULES, SECTIONS, SEQ2SEQ
 from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
 from merak.core.start import unused_mesh
-from merak.graph.program.compiled import Compilation
+from merak.graph.ir.torch_compiler import Compilation
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Column, Row
 

@@ -17,7 +17,7 @@ from merak.arguments.table import ACCELERATOR
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
-from merak.graph.program.compiled import INDUCTOR, compile_backends, compile_modes
+from merak.graph.ir.torch_compiler import INDUCTOR, compile_backends, compile_modes
 from merak.plan.activations.offload import parse_offload
 from merak.plan.recompute_spec import Mode, parse_recompute
 

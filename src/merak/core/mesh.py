@@ -188,11 +188,6 @@ class Mesh:
             return None
         return mesh.get_group(self._named(axis))
 
-    def submesh(self, axis: str) -> DeviceMesh | None:
-        """Return torch's mesh along one axis; None where there is none."""
-        mesh = self._mesh_of(axis)
-        return None if mesh is None else mesh[self._named(axis)]
-
     def connected(self) -> Mesh:
         """This mesh with the groups of ranks along every axis; all ranks call it together."""
         shape = (self.pp, self.dp, self.cp, self.tp)

@@ -16,7 +16,7 @@ class Storages(TorchDispatchMode):
     """Mode that counts the storages that operators allocate inside, from first tensor to last.
 
     A view shares its storage with the whole, so nothing is counted twice. What exists before is
-    not counted, if it is named.
+    not counted, if it is named; nor are sparse tensors, which have no storage.
 
     Args:
         known: tensors that exist already.

@@ -26,8 +26,8 @@ from merak.graph.context_parallel.apply import (
 from merak.graph.context_parallel.padded_rows import ignores_padding
 from merak.graph.expert_parallel.apply import LocalRewrite, exact, with_experts
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
+from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.program.codegen import runnable
-from merak.graph.program.compiled import TorchCompiler
 from merak.graph.program.index_ranges import find_index_ranges
 from merak.graph.program.program import (
     RECOMPUTE_ALL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merak.graph.program.compiled import Compilation
+from merak.graph.ir.torch_compiler import Compilation
 from merak.graph.program.program import Rewrite
 from merak.graph.tensor_parallel.feature_file import parse_features
 from merak.graph.tensor_parallel.features import Features

@@ -9,33 +9,18 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.joint.clean import has_effect, is_view
 from merak.graph.joint.parts import PartNodes
 
 _FEWEST = 2
 """Operators of a run that are worth compiling, beside views."""
-
-
-class TorchCompiler(Protocol):
-    """Compiles modules, one for all that are alike."""
-
-    @property
-    def how(self) -> Hashable:
-        """What tells its functions from another's."""
-
-    def compile(self, module: fx.GraphModule, layouts: Hashable = None) -> Callable[..., Any]:
-        """Compiled module.
-
-        Args:
-            module: without tensors.
-            layouts: of what it is called with.
-        """
 
 
 def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:

@@ -29,9 +29,10 @@ from merak.graph.ir.operators import (
     multiplies_groups,
 )
 from merak.graph.ir.structure import Structure, structure_of_graph
+from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.joint.all_reduces import start_early
 from merak.graph.joint.clean import clean
-from merak.graph.joint.compiled import TorchCompiler, compile_part
+from merak.graph.joint.compiled import compile_part
 from merak.graph.joint.derive import Given, Strides, derive
 from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import Part, generate

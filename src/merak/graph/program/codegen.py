@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
-from merak.graph.program.compiled import TorchCompiler, compiled
+from merak.graph.ir.torch_compiler import TorchCompiler
+from merak.graph.program.compiled import compiled
 from merak.graph.program.logical_draws import draw_in_logical_order, draws_by_memory
 from merak.graph.program.masked_writes import write_where, writes_where
 from merak.graph.segment.cut import copy_graph

@@ -12,7 +12,7 @@ from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, ParameterWrites, Segment
 from merak.graph.ir.mutation import depending_on
-from merak.graph.joint.compiled import TorchCompiler
+from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.joint.segment import JointSegment, has_joint_graph, joint_segment
 from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange

@@ -16,13 +16,13 @@ import merak
 from merak.core.mesh import current_mesh, reset
 from merak.data import signature
 from merak.engine.build import build_engine
-from merak.graph.program.codegen import runnable
-from merak.graph.program.compiled import (
+from merak.graph.ir.torch_compiler import (
     Compilation,
     TorchCompiler,
     compile_backends,
     compile_modes,
 )
+from merak.graph.program.codegen import runnable
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from tests.unit.engine.models import gpt2, text_batch

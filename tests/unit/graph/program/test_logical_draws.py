@@ -10,8 +10,8 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.torch_compiler import Compilation, TorchCompiler
 from merak.graph.program.codegen import runnable
-from merak.graph.program.compiled import Compilation, TorchCompiler
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
