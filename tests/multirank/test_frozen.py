@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import merak
-from merak.engine.segments import run_joint
+from merak.engine.segments import joint_call
 from merak.schedule.steps import Payload
 from tests.multirank.compare import whole
 from tests.multirank.ranks import RankPool
@@ -137,7 +137,7 @@ class Costs:
         self.seen: Counter[str] = Counter()
         self._transfers = parallel.engine._state.transfers
         self._all_reduce, self._send = dist.all_reduce, self._transfers.send
-        self._compute = run_joint.compute
+        self._save = joint_call._save
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("async_op"):  # gradients; losses are waited for
@@ -149,8 +149,8 @@ class Costs:
             self.seen["sent"] += sum(tensor.numel() for tensor in tensors)
         self._send(step, tensors)
 
-    def compute(self, run: Any, made: Any, *others: Any, **named: Any) -> Any:
-        outputs = self._compute(run, made, *others, **named)
+    def save_forward(self, run: Any, made: Any, *others: Any) -> Any:
+        outputs = self._save(run, made, *others)
         self.seen["saved"] += sum(tensor.numel() for tensor in made.saved or ())
         return outputs
 
@@ -162,7 +162,7 @@ class Costs:
         self._patches = [
             mock.patch("merak.engine.comm.gradient_buckets.dist.all_reduce", self.all_reduce),
             mock.patch.object(self._transfers, "send", self.send),
-            mock.patch.object(run_joint, "compute", self.compute),
+            mock.patch.object(joint_call, "_save", self.save_forward),
             saved_tensors_hooks(self.save, lambda tensor: tensor),
         ]
         for patch in self._patches:

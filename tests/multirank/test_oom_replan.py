@@ -158,8 +158,8 @@ def compare(
     return fewer
 
 
-CALL = "merak.engine.segments.run.call merak.engine.segments.run_joint.compute"
-PROPAGATE = "merak.engine.segments.run.propagate merak.engine.segments.run_joint.backward"
+CALL = "merak.engine.segments.run.call_function merak.engine.segments.joint_call.call_of"
+PROPAGATE = "merak.engine.segments.run.propagate merak.engine.segments.joint_call.begin_backward"
 BUFFER = "merak.engine.zero.fsdp.make_buffer"
 SUM = "merak.ops.collectives._copy_to_sum"  # forward and backward
 

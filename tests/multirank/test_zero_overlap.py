@@ -17,7 +17,7 @@ from torch import nn
 
 import merak
 from merak.core.mesh import largest
-from merak.engine.segments import run_joint
+from merak.engine.segments import joint_call
 from merak.engine.step import step_checks
 from merak.engine.zero.param_all_gather import ParamAllGather
 from tests.multirank.ranks import RankPool
@@ -62,7 +62,7 @@ def late(folder: str) -> list[tuple[str, int]]:
     parallel = small((2, 1, 1))
     of_hosts = dist.new_group()
     rank, begun = parallel.engine.mesh.dp_rank, Path(folder) / "begun"
-    gather, wait, call = ParamAllGather._gather, ParamAllGather._wait, run_joint.compute
+    gather, wait, call = ParamAllGather._gather, ParamAllGather._wait, joint_call._save
     last = parallel.engine.optimizer_params._param_all_gather._buckets[-1]
     events: list[tuple[str, int]] = []
     is_next = False
@@ -86,7 +86,7 @@ def late(folder: str) -> list[tuple[str, int]]:
     with (
         mock.patch.object(ParamAllGather, "_gather", gather_late),
         mock.patch.object(ParamAllGather, "_wait", noted),
-        mock.patch.object(run_joint, "compute", run),
+        mock.patch.object(joint_call, "_save", run),
         mock.patch.object(step_checks, "largest", lambda asked, _: largest(asked, of_hosts)),
     ):
         parallel.step(share(0, torch.float32))

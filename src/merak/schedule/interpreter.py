@@ -44,10 +44,6 @@ class ActionInterpreter:
     def perform(self, action: Action) -> None:
         """Prefetch for the action that follows, and perform this one."""
         self.prefetch_following(action)
-        self.dispatch(action)
-
-    def dispatch(self, action: Action) -> None:
-        """Perform an action by the method of its kind."""
         self._by_kind[action.kind](self, action)
 
     def prefetch_following(self, action: Action) -> None:

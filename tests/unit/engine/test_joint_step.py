@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from merak.engine.engine import Engine
 from merak.graph.joint.segment import Functions, JointSegment
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
+from merak.schedule.interpreter import StepInterpreter
 from tests.unit.engine.models import gpt2, text_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -69,6 +71,33 @@ def test_every_backward_of_a_transformer_is_a_graph(options: dict[str, str]) -> 
     for program in engine._state.base.stages[0].segments:
         assert program.joint is not None
         assert program.joint.obstacle == ""
+
+
+class Frames(TorchDispatchMode):
+    """Counts operators by the Python frames from the loop over steps to them, both ends counted."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frames, frame = [], inspect.currentframe()
+        while frame is not None and frame.f_code is not StepInterpreter.run_steps.__code__:
+            frame = frame.f_back
+            frames += [frame.f_code.co_filename] if frame is not None else []
+        if frame is not None and "<merak joint graph>" in frames:
+            self.found[len(frames) - frames.index("<merak joint graph>")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", ["off", "full", "selective"])
+def test_nine_frames_from_the_loop_over_steps_to_an_operator(recompute: str) -> None:
+    engine, batch = _engine(gpt2(), recompute=recompute), text_batch()
+    for _ in range(2):
+        with Frames() as frames:
+            engine.train_step(0, [signature(batch).columns], [batch], 1.0)
+    assert frames.found.total() > 100
+    assert max(frames.found) <= 9
 
 
 def test_what_is_offloaded_has_graphs_too() -> None:

@@ -14,10 +14,11 @@ from typing import ClassVar
 import torch
 
 from merak.core.random import set_random_state
-from merak.engine.segments import run_joint
+from merak.engine.segments import joint_call
 from merak.engine.segments.context import SegmentContext, ShardedParameters
-from merak.engine.segments.run_joint import JointForward
+from merak.engine.segments.joint_call import JointForward
 from merak.engine.tensors_by_name import LeafGradients, TensorDict
+from merak.graph.joint.generate import run as run_part
 from merak.graph.program.program import SegmentProgram
 from merak.graph.program.selective import SavedResults
 
@@ -57,9 +58,12 @@ def forward(run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: 
     """
     saves = (save or run.saved) and run.trains
     own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
-    made: Saved | None = run_joint.forward(run, values, own, saves)
-    if made is None:
+    made: Saved
+    if (begun := joint_call.begin_forward(run, values, own, saves)) is None:
         made = _forward(run, values, own, saves)
+    else:
+        made, call = begun
+        call.end(run_part(call.part, call.given))
     if ctx.fsdp is not None:
         ctx.fsdp.end(run.segment.parameters)
     return made
@@ -79,9 +83,9 @@ def _forward(
     if recomputes and run.selective is not None:
         with run.selective.recording(ctx.device) as recording:
             # As for the backward, which may make kernels give more than without.
-            outputs = tuple(output.detach() for output in call(run, leaves, ctx, True))
+            outputs = tuple(output.detach() for output in call_function(run, leaves, ctx, True))
     else:
-        outputs = call(run, leaves, ctx, saves)
+        outputs = call_function(run, leaves, ctx, saves)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return SavedForward([], (), {})
@@ -90,24 +94,30 @@ def _forward(
 
 def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     """Recompute the activations that the forward did not save."""
-    is_due = saved.saved if isinstance(saved, JointForward) else saved.outputs
-    if is_due is None:
-        own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
-        _recompute(run, saved, own)
-        if ctx.fsdp is not None:
-            ctx.fsdp.end(run.segment.parameters)
+    if _is_saved(saved):
+        return
+    own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
+    _recompute(run, saved, own)
+    if ctx.fsdp is not None:
+        ctx.fsdp.end(run.segment.parameters)
+
+
+def _is_saved(saved: Saved) -> bool:
+    """Whether what a backward reads has been saved, or recomputed."""
+    return (saved.saved if isinstance(saved, JointForward) else saved.outputs) is not None
 
 
 def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
     if isinstance(saved, JointForward):
-        run_joint.recompute(run, saved, ctx)
+        call = joint_call.begin_recompute(run, saved, ctx)
+        call.end(run_part(call.part, call.given))
         return
     before = replace(ctx, buffers={**ctx.buffers, **saved.buffers})
     if saved.recording is None or run.selective is None:
-        saved.outputs = call(run, saved.inputs, before, save=True)
+        saved.outputs = call_function(run, saved.inputs, before, save=True)
         return
     with run.selective.replaying(saved.recording, ctx.device):
-        saved.outputs = call(run, saved.inputs, before, save=True)
+        saved.outputs = call_function(run, saved.inputs, before, save=True)
     saved.recording = None
 
 
@@ -129,12 +139,12 @@ def backward(
     """
     if run.trains:
         own = ctx if ctx.fsdp is None else _unsharded(run, ctx, ctx.fsdp)
-        if isinstance(saved, JointForward):
-            run_joint.backward(run, saved, gradients, own)
-        else:
-            if saved.outputs is None:
-                _recompute(run, saved, own)
+        if not _is_saved(saved):
+            _recompute(run, saved, own)
+        if not isinstance(saved, JointForward):
             _propagate(run, saved, gradients, own)
+        elif (call := joint_call.begin_backward(run, saved, gradients, own)) is not None:
+            call.end(run_part(call.part, call.given))
         if ctx.fsdp is not None:
             ctx.fsdp.end(run.segment.parameters)
     segment_done(run)
@@ -211,7 +221,7 @@ def _keep_layout(leaf: torch.Tensor, found: TensorDict, name: str, gradient: tor
         found[name] = gradient
 
 
-def call(
+def call_function(
     program: SegmentProgram,
     inputs: Sequence[torch.Tensor],
     ctx: SegmentContext,

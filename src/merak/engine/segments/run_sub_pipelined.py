@@ -10,53 +10,21 @@ Source: Merak (IEEE TPDS), section 5.3.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from merak.core.random import random_state, restore_random_state, set_random_state
+from merak.core.random import random_state, restore_random_state
+from merak.engine.segments import joint_call
 from merak.engine.segments import run as run_whole
-from merak.engine.segments import run_joint
 from merak.engine.segments.context import SegmentContext, add_to
-from merak.engine.segments.run_joint import JointForward
+from merak.engine.segments.joint_call import Call, JointForward
 from merak.engine.tensors_by_name import TensorDict, no_leaf_gradients
-from merak.graph.joint.generate import Part
 from merak.graph.joint.generate import run as run_part
 from merak.graph.program.program import SegmentProgram, SubPipelinedRun, SubPipelinedSegment
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
-
-
-@dataclass(slots=True)
-class Call:
-    """A part of a segment that runs piece by piece.
-
-    Args:
-        pieces: those to come.
-        given: what the next one takes.
-        end: takes the results.
-        device: where it draws.
-        state: of the generator where the last piece has left it; None where nothing draws.
-    """
-
-    pieces: Part
-    given: list[Any]
-    end: Callable[[tuple[torch.Tensor, ...]], object]
-    device: torch.device = torch.device("cpu")
-    state: torch.Tensor | None = None
-
-    def run_piece(self) -> tuple[torch.Tensor, ...]:
-        """Run the next piece, which draws on from where the last one has drawn."""
-        if self.state is not None:
-            restore_random_state(self.device, self.state)
-        piece, self.pieces = self.pieces[:1], self.pieces[1:]
-        results = run_part(piece, self.given)
-        if self.state is not None and self.pieces:
-            self.state = random_state(self.device)
-        return results
-
 
 Task = Callable[[], Call | None]
 """Begins a call; None where everything is done with that."""
@@ -154,10 +122,17 @@ def _in_turns(*tasks: Iterable[Task]) -> None:
 
 @dataclass(slots=True)
 class _Turns:
-    """The tasks of a sub-microbatch, and the call that has begun."""
+    """The tasks of a sub-microbatch, and the call that has begun.
+
+    Args:
+        tasks: to come.
+        call: whose part has run up to an all-reduce, if one has.
+        state: of the generator, where that has left it; None where it does not draw.
+    """
 
     tasks: deque[Task]
     call: Call | None = None
+    state: torch.Tensor | None = None
 
     def run(self) -> bool:
         """Run until an all-reduce has been started; whether anything is left."""
@@ -165,13 +140,25 @@ class _Turns:
             call = self.tasks.popleft()() if self.call is None else self.call
             if call is None:
                 continue
-            results = call.run_piece()
-            self.call = call if call.pieces else None
+            results = self._run_piece(call)
+            self.call = call if call.part else None
             if self.call is not None:
                 return True
             call.end(results)
             del call, results  # which the next one may drop
         return False
+
+    def _run_piece(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """Run the next piece of a call, which draws on from where the last one has drawn."""
+        if self.state is not None:
+            assert call.draws_on is not None
+            restore_random_state(call.draws_on, self.state)
+        piece, call.part = call.part[:1], call.part[1:]
+        results = run_part(piece, call.given)
+        self.state = None
+        if call.draws_on is not None and call.part:
+            self.state = random_state(call.draws_on)
+        return results
 
 
 @dataclass(slots=True)
@@ -196,17 +183,13 @@ class _SubMicrobatchRun:
         """Begin the forward of a segment; autograd runs it where its backward is no graph."""
         run = segment.programs[self.number]
         saves = (save or run.saved) and run.trains
-        made = run_joint.begin_forward(run, self.values, self.ctx, saves)
-        if made is None:
+        begun = joint_call.begin_forward(run, self.values, self.ctx, saves)
+        if begun is None:
             self.saved.append(run_whole.forward(run, self.values, self.ctx, save))
             return None
+        made, call = begun
         self.saved.append(made if run.trains else run_whole.SavedForward([], (), {}))
-
-        def end(outputs: tuple[torch.Tensor, ...]) -> None:
-            self.values.update(zip(run.segment.outputs, outputs, strict=True))
-
-        part = made.parts.forward if saves else made.parts.plain
-        return self._call(run, made, part, made.arguments, end)
+        return call
 
     def recompute(self, segment: SubPipelinedSegment, number: int = -1) -> Call | None:
         """Begin the recomputation of a segment.
@@ -219,29 +202,7 @@ class _SubMicrobatchRun:
         if not isinstance(saved, JointForward):
             run_whole.recompute(run, saved, self.ctx)
             return None
-        if saved.saved is not None:
-            return None
-        arguments = run_joint.again(saved)
-        return self._call(run, saved, saved.parts.recompute, arguments, lambda outputs: None)
-
-    def _call(
-        self,
-        run: SegmentProgram,
-        made: JointForward,
-        part: Part,
-        arguments: Sequence[Any],
-        end: Callable[[tuple[torch.Tensor, ...]], object],
-    ) -> Call:
-        """A forward or recomputation."""
-
-        def ended(results: tuple[torch.Tensor, ...]) -> None:
-            end(run_joint.end_forward(run, made, part, results))
-
-        call = Call(part, [*arguments, *made.kept], ended)
-        if run.draws:
-            set_random_state(self.ctx.device, *self.ctx.random_key, run.segment.index)
-            call.device, call.state = self.ctx.device, random_state(self.ctx.device)
-        return call
+        return joint_call.begin_recompute(run, saved, self.ctx) if saved.saved is None else None
 
     def backward(
         self, segment: SubPipelinedSegment, done: Callable[[SubPipelinedSegment], None]
@@ -256,17 +217,18 @@ class _SubMicrobatchRun:
         if not isinstance(saved, JointForward):
             run_whole.backward(run, saved, self.values, self.ctx, lambda _: done(segment))
             return None
-        begun = run_joint.begin_backward(run, saved, self.values, self.ctx)
-        if begun is None:
+        call = joint_call.begin_backward(run, saved, self.values, self.ctx)
+        if call is None:
             done(segment)
             return None
-        parts, arguments = begun
+        own_end = call.end
 
         def end(made: tuple[torch.Tensor, ...]) -> None:
-            run_joint.end_backward(run, saved, parts, made, self.values, self.ctx)
+            own_end(made)
             done(segment)
 
-        return Call(parts.backward, arguments, end)
+        call.end = end
+        return call
 
 
 def _both(

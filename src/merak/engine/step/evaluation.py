@@ -80,15 +80,14 @@ class EvaluationRun(ScheduleRun):
         with self._state.progress.action(action):
             if number not in self._microbatches:
                 self._microbatches[number] = self._make(number)
-            made = self.run_forward(action, self._microbatches[number])
+            microbatch = self._microbatches[number]
+            received = self.received(action, microbatch)
+            made = self._state.stages[action.stage].evaluate(microbatch, received)
+            self.give(action, made)
         results = self._programs[number].stages[action.stage].results
         self.outputs[number] |= {name: made[value] for name, value in results.items()}
         if self._last_of[number] is action:
             del self._microbatches[number]
-
-    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
-        """Run a stage without a backward to come."""
-        return self._state.stages[action.stage].evaluate(microbatch, received)
 
 
 def _microbatch(step: Any) -> int:

@@ -50,25 +50,18 @@ class ScheduleRun(StepInterpreter):
         """Post a receive, for an action to come."""
         self._state.stage_io.post(step, self._programs[step.microbatch])
 
-    def run_forward(self, action: Action, microbatch: Microbatch) -> TensorDict:
-        """Run a stage forward, and give its activations to the next one.
-
-        Returns:
-            The values that the stage sends, and the model's outputs made here.
-        """
-        stage, number = action.stage, action.microbatch
+    def received(self, action: Action, microbatch: Microbatch) -> TensorDict:
+        """What the forward of a stage reads of the one before; waits for it."""
         if not microbatch.batch_only:
             self._state.microbatches.compute_batch_only(microbatch)
-        received = self.taken(Payload.ACTIVATION, stage - 1, number)
-        made = self.run_stage(action, microbatch, received)
+        return self.taken(Payload.ACTIVATION, action.stage - 1, action.microbatch)
+
+    def give(self, action: Action, made: TensorDict) -> None:
+        """Give to the next stage what the forward of one has made."""
+        stage, number = action.stage, action.microbatch
         if stage + 1 < self.schedule.num_stages:
             sent = {name: made[name] for name in self._programs[number].stages[stage].sent}
             self._state.stage_io.give(Payload.ACTIVATION, stage, number, sent)
-        return made
-
-    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
-        """Run the segments of a stage forward: for a backward to come, or without."""
-        raise NotImplementedError
 
     def taken(self, payload: Payload, producer: int, number: int) -> TensorDict:
         """The activations or gradients that a neighbouring stage has given; waits for them."""

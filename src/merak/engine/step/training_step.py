@@ -123,29 +123,26 @@ class TrainingStep(ScheduleRun):
     # ---- actions ----
 
     def perform(self, action: Action) -> None:
-        """Perform an action and record it."""
-        with self._state.progress.action(action):
-            self._attempt(action)
-
-    def _attempt(self, action: Action) -> None:
-        """Perform an action; if memory runs out, drain its rest and all that follow."""
+        """Perform an action and record it; if memory runs out, drain its rest and all after it."""
         oom_guard = self._state.oom_guard
         self._collected.clear()
         if self._state.fsdp is not None:
             self._state.fsdp.order.mark()
-        if oom_guard.reason is not None:
-            self._drain(action, 0)
-            return
-        num_before = num_tp_collectives(self._state.mesh) if oom_guard.is_armed else 0
-        try:
-            super().perform(action)
-            return
-        except Exception as error:
-            if not oom_guard.handles(error):
-                raise
-            reason = str(error)
-        oom_guard.abort_step(reason)
-        self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
+        with self._state.progress.action(action):
+            if oom_guard.reason is not None:
+                self._drain(action, 0)
+                return
+            num_before = num_tp_collectives(self._state.mesh) if oom_guard.is_armed else 0
+            try:
+                self.prefetch_following(action)
+                self._by_kind[action.kind](self, action)
+                return
+            except Exception as error:
+                if not oom_guard.handles(error):
+                    raise
+                reason = str(error)
+            oom_guard.abort_step(reason)
+            self._drain(action, num_tp_collectives(self._state.mesh) - num_before)
 
     def prefetch(self, action: Action) -> None:
         """Begin to copy back the offloaded activations that a backward reads first."""
@@ -189,16 +186,15 @@ class TrainingStep(ScheduleRun):
 
     def forward(self, action: Action) -> None:
         """Run a stage forward, and collect the loss that it makes."""
-        microbatch = self._microbatches[action.microbatch]
-        made = self.run_forward(action, microbatch)
+        stage, number = self._state.stages[action.stage], action.microbatch
+        microbatch = self._microbatches[number]
+        received = self.received(action, microbatch)
+        made = stage.forward(
+            number, microbatch, received, save=not self.schedule.recompute[action.stage]
+        )
+        self.give(action, made)
         if (loss := _loss_made_by(action.stage, microbatch)) is not None:
-            self.losses[action.microbatch] = made[loss] * microbatch.scale
-
-    def run_stage(self, action: Action, microbatch: Microbatch, received: TensorDict) -> TensorDict:
-        """Run a stage for a backward to come."""
-        saves = not self.schedule.recompute[action.stage]
-        stage = self._state.stages[action.stage]
-        return stage.forward(action.microbatch, microbatch, received, saves)
+            self.losses[number] = made[loss] * microbatch.scale
 
     def recompute(self, action: Action) -> None:
         """Recompute the activations of a stage and microbatch."""
@@ -206,24 +202,34 @@ class TrainingStep(ScheduleRun):
         self._state.stages[action.stage].recompute(action.microbatch, microbatch)
 
     def backward(self, action: Action) -> None:
-        """Run a stage backward."""
-        stage = self._state.stages[action.stage]
+        """Run a stage backward: all of it, or for an input gradient without what a W is left."""
+        stage, number = self._state.stages[action.stage], action.microbatch
+        is_whole = action.kind is Kind.BACKWARD
 
         def segment_done(segment: SegmentProgram) -> None:
-            stage.weight_gradients.run(action.microbatch)
+            if is_whole:
+                stage.weight_gradients.run(number)
             self._segment_done(action, segment)
 
-        self._run_backward(action, segment_done)
+        pipe = self.schedule.microbatch_pipes[number]
+        made = stage.backward(
+            number,
+            self._microbatches[number],
+            self._gradients(action),
+            segment_done,
+            partial(self._state.tied.begin, pipe, number),
+        )
+        if action.stage > 0:
+            self._state.stage_io.give(Payload.GRADIENT, action.stage, number, made)
 
-    def input_gradient(self, action: Action) -> None:
-        """Run a stage backward without the gradients of weights."""
-        self._run_backward(action, partial(self._segment_done, action))
+    input_gradient = backward
 
     def weight_gradient(self, action: Action) -> None:
         """Compute the gradients of weights that the backward has left out."""
         self._state.stages[action.stage].weight_gradients.run(action.microbatch)
 
-    def _run_backward(self, action: Action, segment_done: Callable[[SegmentProgram], None]) -> None:
+    def _gradients(self, action: Action) -> TensorDict:
+        """What a backward reads: the next stage's gradients, waited for, and the loss's own."""
         stage, number = action.stage, action.microbatch
         microbatch = self._microbatches[number]
         gradients = self.taken(Payload.GRADIENT, stage + 1, number)
@@ -235,16 +241,7 @@ class TrainingStep(ScheduleRun):
             else:
                 device = self._state.mesh.device
                 gradients[loss] = torch.full((), scale * of_fp16, dtype=dtype, device=device)
-        pipe = self.schedule.microbatch_pipes[number]
-        made = self._state.stages[stage].backward(
-            number,
-            microbatch,
-            gradients,
-            segment_done,
-            partial(self._state.tied.begin, pipe, number),
-        )
-        if stage > 0:
-            self._state.stage_io.give(Payload.GRADIENT, stage, number, made)
+        return gradients
 
     def complete(self, action: Action) -> None:
         """Release the weight version of a stage and microbatch, whose gradients are complete."""

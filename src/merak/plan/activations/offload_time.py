@@ -115,7 +115,7 @@ class _Rank(ActionInterpreter):
         self.prefetch_following(action)
         start = self.now = max(self.now, ready)
         self.starts_s.append(start)
-        self.dispatch(action)
+        self._by_kind[action.kind](self, action)
         self.busy_s += self.now - start
         return self.now
 

@@ -1,12 +1,12 @@
-"""Running a segment whose backward is a graph: its forward, recomputation and backward.
+"""Segments whose backward is a graph: the calls of their forward, recomputation and backward.
 
-Neither autograd nor hooks take part: the forward returns what the backward reads, and the backward
-is a function of it.
+Neither autograd nor hooks take part: the forward gives what the backward reads, and the backward
+is a function of it. Whoever begins a call runs its part, whole or in pieces, and ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,32 +51,37 @@ class JointForward:
     offloaded: OffloadedTensors | None = None
 
 
-def forward(
+@dataclass(slots=True)
+class Call:
+    """A part of a segment that is about to run.
+
+    Args:
+        part: its functions.
+        given: what the first one takes, and empties.
+        end: takes the results.
+        draws_on: where it draws, from a state that has just been set; None where it does not.
+    """
+
+    part: Part
+    given: list[Any]
+    end: Callable[[tuple[torch.Tensor, ...]], object]
+    draws_on: torch.device | None = None
+
+
+def begin_forward(
     run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
-) -> JointForward | None:
-    """Run the forward of a segment; None where its backward is no graph.
+) -> tuple[JointForward, Call] | None:
+    """What a segment's forward leaves for its backward, once its call has run.
 
     Args:
         run: the segment.
         values: what it reads of others; gains its outputs.
         ctx: what else it reads.
         save: save what the backward reads.
+
+    Returns:
+        None where the backward is no graph.
     """
-    made = begin_forward(run, values, ctx, save)
-    if made is None:
-        return None
-    part = made.parts.forward if save else made.parts.plain
-    outputs = compute(run, made, part, made.arguments, ctx)
-    values.update(zip(run.segment.outputs, outputs, strict=True))
-    if save and run.offload is not None and ctx.offload is not None:
-        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
-    return made
-
-
-def begin_forward(
-    run: SegmentProgram, values: TensorDict, ctx: SegmentContext, save: bool
-) -> JointForward | None:
-    """What the forward of a segment reads, before it runs; arguments and result as of `forward`."""
     joint = run.joint
     if joint is None or ctx.observer is not None:
         return None
@@ -89,7 +94,62 @@ def begin_forward(
         first = len(run.segment.parameters)
         places = {name: first + i for i, name in enumerate(run.segment.buffers)}
         made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
-    return made
+    part, end = (parts.forward, _save) if save else (parts.plain, _keep)
+    return made, call_of(run, part, list(arguments), partial(end, run, made, values, ctx), ctx)
+
+
+def call_of(
+    run: SegmentProgram,
+    part: Part,
+    given: list[Any],
+    end: Callable[[tuple[torch.Tensor, ...]], object],
+    ctx: SegmentContext,
+) -> Call:
+    """A forward or recomputation, whose draws begin anew.
+
+    Args:
+        run: the segment.
+        part: of its parts.
+        given: what the part takes.
+        end: takes the results.
+        ctx: where it draws.
+    """
+    if run.draws:
+        set_random_state(ctx.device, *ctx.random_key, run.segment.index)
+    return Call(part, given, end, ctx.device if run.draws else None)
+
+
+def _keep(
+    run: SegmentProgram,
+    made: JointForward,
+    values: TensorDict,
+    ctx: SegmentContext,
+    results: tuple[torch.Tensor, ...],
+) -> None:
+    """Hand on the outputs of a forward, and keep what its recomputation reads besides."""
+    made.kept = _hand_on(run, values, results)
+
+
+def _save(
+    run: SegmentProgram,
+    made: JointForward,
+    values: TensorDict,
+    ctx: SegmentContext,
+    results: tuple[torch.Tensor, ...],
+) -> None:
+    """Hand on the outputs of a forward, and save what its backward reads."""
+    made.saved = _hand_on(run, values, results)
+    if run.offload is not None and ctx.offload is not None:
+        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
+
+
+def _hand_on(
+    run: SegmentProgram, values: TensorDict, results: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Hand on the outputs of a forward; returns what else it has made."""
+    num = len(run.segment.outputs)
+    values.update(zip(run.segment.outputs, results[:num], strict=True))
+    return results[num:]
 
 
 def _offload(
@@ -132,53 +192,39 @@ def _fetch(run: SegmentProgram, saved: JointForward, offload: ActivationOffload)
     saved.offloaded = None
 
 
-def recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> None:
-    """Recompute what the forward did not save."""
-    if saved.saved is None:
-        compute(run, saved, saved.parts.recompute, again(saved), ctx)
-
-
-def again(saved: JointForward) -> list[Any]:
-    """What a recomputation reads: the forward's arguments, with buffers as that has found them."""
-    arguments = list(saved.arguments)
-    for place, buffer in saved.buffers.items():
-        arguments[place] = buffer
-    return arguments
-
-
-def backward(
-    run: SegmentProgram, saved: JointForward, gradients: TensorDict, ctx: SegmentContext
-) -> None:
-    """Run the backward of a segment.
+def begin_recompute(run: SegmentProgram, saved: JointForward, ctx: SegmentContext) -> Call:
+    """A recomputation of what the forward did not save.
 
     Args:
         run: the segment.
-        saved: from the forward.
-        gradients: loses those of its outputs and gains those of its inputs.
+        saved: from the forward; gains what the backward reads.
         ctx: as in the forward.
     """
-    if saved.saved is None:
-        recompute(run, saved, ctx)
-    if saved.offloaded is not None:
-        assert ctx.offload is not None
-        _fetch(run, saved, ctx.offload)
-    begun = begin_backward(run, saved, gradients, ctx)
-    if begun is not None:
-        parts, arguments = begun
-        end_backward(run, saved, parts, run_part(parts.backward, arguments), gradients, ctx)
+    given = [*saved.arguments, *saved.kept]
+    for place, buffer in saved.buffers.items():  # as the forward has found them
+        given[place] = buffer
+
+    def end(results: tuple[torch.Tensor, ...]) -> None:
+        saved.saved, saved.kept = results, ()
+
+    return call_of(run, saved.parts.recompute, given, end, ctx)
 
 
 def begin_backward(
     run: SegmentProgram, saved: JointForward, gradients: TensorDict, ctx: SegmentContext
-) -> tuple[Functions, list[Any]] | None:
-    """The functions of a backward and what it reads, before it runs; None where nothing does.
+) -> Call | None:
+    """The backward of a segment; None where nothing enters it.
 
     Args:
         run: the segment.
         saved: from the forward or recomputation.
-        gradients: loses those of its outputs, and sums that later readers have given.
+        gradients: loses those of its outputs, and sums that later readers have given; gains those
+            of its inputs.
         ctx: as in the forward.
     """
+    if saved.offloaded is not None:
+        assert ctx.offload is not None
+        _fetch(run, saved, ctx.offload)
     tangents: list[torch.Tensor] = []
     strides: list[Strides | None] = []
     for name, carries in zip(run.segment.outputs, saved.parts.carries, strict=True):
@@ -203,26 +249,26 @@ def begin_backward(
         *map(ctx.weights.__getitem__, map(names.__getitem__, parts.parameters)),
     ]
     saved.saved = None
-    return parts, arguments
+    return Call(parts.backward, arguments, partial(_give, run, saved, parts, gradients, ctx))
 
 
-def end_backward(
+def _give(
     run: SegmentProgram,
     saved: JointForward,
     parts: Functions,
-    made: Sequence[torch.Tensor],
     gradients: TensorDict,
     ctx: SegmentContext,
+    made: tuple[torch.Tensor, ...],
 ) -> None:
-    """Hand on what a backward has made.
+    """Hand on what a backward has made: gradients of inputs, and what weights' are made of later.
 
     Args:
         run: the segment.
         saved: from the forward.
         parts: its functions.
-        made: results of the backward.
         gradients: gains those of the segment's inputs.
         ctx: as in the forward.
+        made: results of the backward.
     """
     names = run.segment.parameters
     first, num = _first_input(run), len(parts.inputs)
@@ -283,49 +329,3 @@ def _arguments(run: SegmentProgram, values: TensorDict, ctx: SegmentContext) -> 
         *map(detached, map(values.__getitem__, segment.inputs)),
         *map(ctx.batch_only.__getitem__, segment.batch_only),
     ]
-
-
-def compute(
-    run: SegmentProgram,
-    made: JointForward,
-    part: Part,
-    arguments: Sequence[torch.Tensor],
-    ctx: SegmentContext,
-) -> tuple[torch.Tensor, ...]:
-    """Run the operators of a segment's forward, or some of them again.
-
-    Args:
-        run: the segment.
-        made: gains what is saved, or kept for a recomputation.
-        part: of its parts.
-        arguments: what it reads.
-        ctx: where it draws.
-
-    Returns:
-        The outputs; none of a recomputation.
-    """
-    if run.draws:
-        set_random_state(ctx.device, *ctx.random_key, run.segment.index)
-    return end_forward(run, made, part, run_part(part, [*arguments, *made.kept]))
-
-
-def end_forward(
-    run: SegmentProgram, made: JointForward, part: Part, results: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Outputs of a forward or recomputation; arguments as of `compute`.
-
-    Args:
-        run: the segment.
-        made: gains what is saved, or kept for a recomputation.
-        part: of its parts, that has run.
-        results: of it.
-    """
-    if part is made.parts.recompute:
-        made.saved, made.kept = results, ()
-        return ()
-    num = len(run.segment.outputs)
-    if part is made.parts.forward:
-        made.saved = results[num:]
-    else:
-        made.kept = results[num:]
-    return results[:num]
