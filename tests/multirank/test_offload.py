@@ -139,8 +139,9 @@ def test_what_stays_on_the_device_is_what_was_foreseen(pool, tmp_path):
     ]
     ranks = pool.run(measure, 2, (1, 1, 2), jobs, tmp_path)
     assert_close(ranks)
-    for found in ranks:
-        assert found[0].measured < found[-1].measured
+    # Stages follow from measured speeds: one may have nothing to offload.
+    moved, kept = ([found[place].measured for found in ranks] for place in (0, -1))
+    assert all(map(int.__le__, moved, kept)) and sum(moved) < sum(kept)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from merak.core.units import counted, size, table_lines
 from merak.plan.memory.non_tensor import NonTensorMemory
+from merak.plan.memory.on_autograd import OnAutograd
 
 if TYPE_CHECKING:
     from merak.plan.activations.forecast import Forecast
@@ -90,6 +91,7 @@ class MemoryReport:
         fits: whether every pp rank's peak is at most that; None where it is unknown.
         non_tensor_bytes: of the device, that hold no tensor, by what they are for; None where its
             memory is not known.
+        on_autograd: segments whose backward autograd runs, by reason.
     """
 
     model: str
@@ -106,6 +108,7 @@ class MemoryReport:
     usable_bytes: list[int] | None = None
     fits: bool | None = None
     non_tensor_bytes: dict[str, int] | None = None
+    on_autograd: tuple[OnAutograd, ...] = ()
 
 
 def report_on(
@@ -158,6 +161,7 @@ def report_on(
         if usable is None
         else all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
         non_tensor_bytes=None if others is None else asdict(others),
+        on_autograd=forecast.on_autograd,
     )
 
 
@@ -230,6 +234,7 @@ def page(report: MemoryReport) -> str:
     ]
     if report.assumed is not None:
         lines += [f"  assumed: {report.assumed}", ""]
+    lines += [f"  {own}" for own in report.on_autograd] + [""] * bool(report.on_autograd)
     for rank in report.ranks:
         fraction = rank.at_seconds / report.seconds if report.seconds else 0.0
         lines.append(

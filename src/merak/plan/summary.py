@@ -76,7 +76,7 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
             f"  expert_capacity={factor:g}: each expert computes at most {factor:g} times its even "
             "share of a replica's microbatch; rows beyond it are dropped"
         )
-    lines += [f"  {sentence}" for sentence in _tied_across_hosts(forecast)]
+    lines += [f"  {own}" for own in (*_tied_across_hosts(forecast), *forecast.on_autograd)]
     return "\n".join(lines)
 
 

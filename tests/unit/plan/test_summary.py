@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from merak.cli.memory_report import page as memory_page
+from merak.cli.memory_report import report_on
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta, largest_shape
 from merak.core.units import size
@@ -185,3 +187,48 @@ def test_progress_has_seconds(caplog: pytest.LogCaptureFixture) -> None:
     assert said[0] == "tracing GPT2LMHeadModel …"
     assert said[1].startswith("tracing GPT2LMHeadModel took ") and "segments" in said[1]
     assert said[2] == "planning …" and said[3].startswith("planning took ")
+
+
+class Doubled(nn.Module):
+    """A block that no trace follows inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.down(torch.tanh(self.up(x)))
+        return 2 * y if y.max() > 0.6 else y
+
+
+class TwoDoubled(nn.Module):
+    """Two of them, and layers that trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Linear(8, 8), Doubled(), nn.Linear(8, 8), Doubled(), nn.Linear(8, 1))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_segments_on_autograd_are_named_with_what_they_hold(recompute: str) -> None:
+    sample = (("x", TensorMeta((4, 8), torch.float32)),)
+    options = EngineOptions(num_microbatches=1, recompute=recompute)
+    found = forecast_of(GraphSource(TwoDoubled()), sample, mesh_of(1, 1, 1), options)
+    (own,) = found.on_autograd
+    assert len(own.names) == len(own.segments) == 2
+    assert own.reason == "it calls opaque_call"
+    memory = [found.memory.segments[index].saved_bytes for index in own.segments]
+    assert min(memory) >= 4 * 8 * 4  # tanh saves its result
+    assert own.saved_bytes == (sum(memory) if recompute == "off" else 0)
+    assert f"  {own}" in summary(found, sample).splitlines()
+    assert f"  {own}" in memory_page(report_on("TwoDoubled", found, None)).splitlines()
+
+
+def test_a_job_of_graphs_names_no_segments_on_autograd() -> None:
+    assert not any("autograd" in line for line in drawn(mesh_of(1, 1, 2)))

@@ -71,6 +71,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         CommandError: an option makes no sense.
         MerakError: the model cannot be traced, or fits nowhere.
     """
+    from merak.plan.price.step import forecast_as_priced
     from merak.plan.search.plan_file import plan_of, write_plan
 
     began = time.perf_counter()
@@ -97,7 +98,11 @@ def plan_report(request: PlanRequest) -> PlanReport:
         counted="samples" if workload.tokens_per_sample == 1 else "tokens",
         plans=[row_of(own, cluster, dtype, dollars) for own in planned.ranking.plans],
         rejected=rejected_rows(planned.ranking),
-        notes=[*planned.ranking.notes, *_slow_types(cluster, dtype)],
+        notes=[
+            *planned.ranking.notes,
+            *_slow_types(cluster, dtype),
+            *map(str, forecast_as_priced(workload, cluster, best.candidate).on_autograd),
+        ],
         candidates=planned.ranking.num_candidates,
         priced=planned.ranking.num_priced,
         proved=planned.ranking.is_proved,

@@ -33,6 +33,7 @@ from merak.plan.layout import Layout, stage_bounds, stages_of_parameters
 from merak.plan.memory.context import TiedParameter
 from merak.plan.memory.local_model import LocalModel
 from merak.plan.memory.model import Job, MemoryModel, RankMemory
+from merak.plan.memory.on_autograd import OnAutograd, on_autograd
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.changes import recomputing
@@ -146,6 +147,14 @@ class Forecast:
             for segment in graph.segments
             if not any(graph.values[name].requires_grad for name in segment.outputs)
         )
+
+    @property
+    def on_autograd(self) -> tuple[OnAutograd, ...]:
+        """Segments whose backward autograd runs; none where memory is not known."""
+        if self._known_memory is None:
+            return ()
+        trained = [s for s in self.layout.graph.segments if s.index not in self.untrained]
+        return on_autograd(trained, self._known_memory.segments, self.saved)
 
     def fill_rank(
         self,

@@ -575,6 +575,17 @@ def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
     return replace(candidate, partition=sizes, recompute=word)
 
 
+def forecast_as_priced(workload: Workload, cluster: Cluster, candidate: Candidate) -> Forecast:
+    """Forecast of a candidate with the stages, schedule and policy that its price has.
+
+    Args:
+        workload: the job.
+        cluster: the devices.
+        candidate: how it is laid out.
+    """
+    return _arrange(workload, cluster, candidate).forecast
+
+
 def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidate) -> Simulation:
     """Simulate the pipeline of a candidate as its price has it, to be drawn.
 

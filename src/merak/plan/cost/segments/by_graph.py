@@ -34,16 +34,16 @@ Sizes = dict[int, int]
 """Bytes by storage."""
 
 
-def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> JointGraph | None:
-    """Joint graph of a segment; None where autograd runs its backward.
+def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> JointGraph | str:
+    """Joint graph of a segment; where autograd runs its backward, why.
 
     Args:
         segment: by the shapes in its graph.
         device: of fake tensors.
         kernels: type of the device whose kernels run.
     """
-    if joint_obstacle(segment.graph):
-        return None
+    if obstacle := joint_obstacle(segment.graph):
+        return obstacle
     metas = [node.meta["tensor"] for node in segment.graph.find_nodes(op="placeholder")]
     graph = as_run(graph_of(segment.graph, kernels, device))
     with FakeTensorMode():
@@ -51,8 +51,8 @@ def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> Join
     try:
         with kernels_of(kernels, device), _disable_current_modes():
             joint = derive(graph, like, None)
-    except Exception:  # as where the engine derives it: autograd runs the backward
-        return None
+    except Exception as error:  # as where the engine derives it: autograd runs the backward
+        return str(error) or type(error).__name__
     clean(joint)
     return joint
 
@@ -65,7 +65,7 @@ def joint_graphs_in_turns(
     Storages have numbers of their own in each, and all-reduces are two operators.
     """
     made = [joint_graph_of(segment, device, kernels) for segment in segments]
-    joints = [joint for joint in made if joint is not None]
+    joints = [joint for joint in made if not isinstance(joint, str)]
     if len(joints) < len(segments):
         return []
     for number, joint in enumerate(joints):

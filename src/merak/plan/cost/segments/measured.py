@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -93,7 +93,8 @@ class SegmentMemories:
             joint = self.joint(one)
             if joint is None:
                 given = one, self.device, self._kernels, self.float32_gradients
-                return memory_by_autograd(*given, defers=not self._joins)
+                found = memory_by_autograd(*given, defers=not self._joins)
+                return replace(found, obstacle=self.obstacle(one))
             names = [one.parameters[number] for number in own]
             return memory_by_graph(one, [joint], self.float32_gradients, names)
 
@@ -140,11 +141,19 @@ class SegmentMemories:
 
     def joint(self, segment: Segment) -> JointGraph | None:
         """Joint graph of a segment; None where autograd runs its backward."""
+        found = self._joint(segment) if self._joins else ""
+        return None if isinstance(found, str) else found
 
-        def find(one: Segment) -> JointGraph | None:
+    def obstacle(self, segment: Segment) -> str:
+        """Why autograd runs the backward of a segment; "" where that is a graph, or no matter."""
+        found = self._joint(segment) if self._joins else ""
+        return found if isinstance(found, str) else ""
+
+    def _joint(self, segment: Segment) -> JointGraph | str:
+        def find(one: Segment) -> JointGraph | str:
             return joint_graph_of(one, self.device, self._kernels)
 
-        return self.once(segment, "joint", find)[0] if self._joins else None
+        return self.once(segment, "joint", find)[0]
 
     def joint_parts(self, segment: Segment) -> JointParts | None:
         """Parts of the joint graph of a segment, or of one that is alike; None as of `joint`."""

@@ -63,6 +63,7 @@ class SegmentMemory:
         kept_bytes: kept by a forward that saves nothing else, for its recomputation.
         recomputed: places in the segment's graph of the operators that a recomputation runs again;
             None for all.
+        obstacle: why autograd runs the backward of a segment that trains; "" where it is a graph.
     """
 
     outputs: Mapping[str, Output]
@@ -78,6 +79,7 @@ class SegmentMemory:
     offload_values: frozenset[str]
     kept_bytes: int = 0
     recomputed: frozenset[int] | None = None
+    obstacle: str = ""
 
     @property
     def offload_bytes(self) -> int:
