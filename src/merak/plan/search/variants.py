@@ -57,7 +57,7 @@ def with_variants(
 
     These are larger microbatches, where it has the largest that is searched; the schedules that are
     not tried in every layout, with the microbatch, its half and twice of it; and `recompute="auto"`
-    with the fastest schedules, and with offloaded activations or an offloaded optimizer, of which a
+    with the fastest schedules and other degrees, and with offloaded activations or an offloaded optimizer, of which a
     plan that recomputes nothing has nothing to gain. Where the fastest plan is such a one, the
     fastest that recomputes may still overtake it.
 
@@ -148,6 +148,7 @@ class _Variants:
                 schedules.setdefault(own.candidate.schedule, own)
         for own in list(schedules.values())[:_MOST_FILLED]:
             self.add(self._filled(own.candidate), own, "recompute")
+        self._fill_other(degrees(best.candidate))
         own = next(p for p in self.found.priced if p.candidate.recompute != "off")
         if self.pinned.offload_activations is None:
             filled = replace(self._filled(own.candidate), offload_activations="auto")
@@ -155,6 +156,22 @@ class _Variants:
         if self.pinned.offload_optimizer is None:
             filled = replace(self._filled(own.candidate), offload_optimizer=HOST)
             self.add(filled, own, "offload_optimizer")
+
+    def _fill_other(self, known: str) -> None:
+        """Price `recompute="auto"` with the fastest plan of other degrees.
+
+        Where that recomputes nothing, its memory is filled by twice the microbatch.
+        """
+        others = (p for p in self.found.priced if degrees(p.candidate) != known)
+        own = next(others, None)
+        if own is None or (1.0 - _MOST_SPARED) * own.step_s > self.found.plans[0].step_s:
+            return
+        variant = own.candidate
+        if variant.recompute == "off":
+            if self.pinned.microbatch is not None or variant.num_microbatches % 2:
+                return
+            variant = _scaled(variant, 2)
+        self.add(self._filled(variant), own, "recompute")
 
     def _filled(self, own: Candidate) -> Candidate:
         return replace(own, recompute="auto", partition=self.pinned.partition)

@@ -89,6 +89,26 @@ def test_one_that_recomputes_may_overtake_one_that_does_not():
     assert with_variants(found, double, kept, 3, None) == found
 
 
+def test_other_degrees_may_fill_the_memory_better():
+    """The fastest with them recomputes nothing: then twice the microbatch fills it."""
+    double = WithAuto(fraction=0.85)
+    found = search_job(job_of(), double, Pinned(ep=1), 3)
+    some = replace(found.plans[0].candidate, dp=2, tp=1, pp=1, num_microbatches=4)
+    best = replace(double.price(replace(some, recompute="full")), step_s=1.0)
+    pipeline = replace(some, dp=1, pp=2, microbatch=1, recompute="off")
+    other = replace(double.price(pipeline), step_s=1.1)
+    ranking = replace(found, plans=(best, other), behind=())
+    kept = Pinned(schedule="1f1b", ep=1, offload_activations="off", offload_optimizer="off")
+    with_variants(ranking, double, kept, 3, None)
+    larger = replace(pipeline, microbatch=2, num_microbatches=2, recompute="full")
+    assert double.priced[-1] == replace(larger, partition=None)  # of which "auto" takes a part
+    so_far = len(double.priced)
+    with_variants(ranking, double, Pinned(**kept.choices, microbatch=1), 3, None)
+    far = replace(ranking, plans=(best, replace(other, step_s=1.4)))
+    with_variants(far, double, kept, 3, None)
+    assert all(own.pp == 1 for own in double.priced[so_far:])
+
+
 def left_out(found):
     return [own.why for own in found.rejected if own.what == "recompute=auto"]
 
@@ -96,22 +116,22 @@ def left_out(found):
 def test_a_slower_one_is_told_with_both_times():
     before, after = ranking(WithAuto(fraction=100.0), Pinned())
     assert after.plans[0] == before.plans[0]
-    (why,) = left_out(after)
+    why, *_ = left_out(after)
     assert "with recompute=full" in why and f"{before.plans[0].step_s:.3g} s" in why
 
 
 def test_one_that_does_not_fit_names_its_memory():
     before, after = ranking(WithAuto(peak=10**12), Pinned())
     assert after.plans == before.plans
-    (why,) = left_out(after)
+    why, *_ = left_out(after)
     assert "1.0 TB of 100 B" in why
 
 
 def test_one_that_cannot_be_or_may_not_be_says_why():
     before, after = ranking(WithAuto(fraction=None), Pinned())
-    assert after.plans == before.plans and left_out(after) == ["auto needs what this test has not"]
+    assert after.plans == before.plans and set(left_out(after)) == {"auto needs what this test has not"}
     before, after = ranking(WithAuto(), Pinned(), lambda own: "the job has no such")
-    assert after.plans == before.plans and left_out(after) == ["the job has no such"]
+    assert after.plans == before.plans and set(left_out(after)) == {"the job has no such"}
 
 
 def test_what_chose_full_recomputation_again_is_no_further_plan():
