@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from types import EllipsisType
 from typing import Any
 
@@ -58,33 +59,31 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
         NotPlain: a value that is none of tuples, lists, mappings, dataclasses and plain values.
     """
     found: list[Any] = []
-    known: dict[int, Slot] = {}
+    return found, _flattened(value, found, {})
 
-    def walk(item: Any) -> Any:
-        if isinstance(item, (torch.Tensor, *py_sym_types)):
-            if id(item) not in known:
-                known[id(item)] = Slot(len(found))
-                found.append(item)
-            return known[id(item)]
-        if isinstance(item, PLAIN):
-            return item
-        return _rebuilt(item, walk)
 
-    return found, walk(value)
+def _flattened(item: Any, found: list[Any], known: dict[int, Slot]) -> Any:
+    if isinstance(item, (torch.Tensor, *py_sym_types)):
+        if id(item) not in known:
+            known[id(item)] = Slot(len(found))
+            found.append(item)
+        return known[id(item)]
+    if isinstance(item, PLAIN):
+        return item
+    # A closure that named itself would be a cycle, and hold the tensors until it is collected.
+    return _rebuilt(item, partial(_flattened, found=found, known=known))
 
 
 def fill(template: Any, values: Sequence[Any]) -> Any:
     """Fill values into the slots that `flatten` has left."""
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, Slot):
-            return values[item.number]
-        return item if isinstance(item, PLAIN) else _rebuilt(item, walk)
-
-    return walk(template)
+    if isinstance(template, Slot):
+        return values[template.number]
+    if isinstance(template, PLAIN):
+        return template
+    return _rebuilt(template, partial(fill, values=values))
 
 
-def _rebuilt(value: Any, walk: Any) -> Any:
+def _rebuilt(value: Any, walk: Callable[[Any], Any]) -> Any:
     """The same container, with `walk` applied to its items."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(walk(item) for item in value))

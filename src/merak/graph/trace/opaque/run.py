@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import BackwardHook
 
 from merak.core.errors import TrainingError
@@ -75,7 +76,9 @@ class _OpaqueFunction(Function):
         before = Snapshot.take(call.module, attributes_only=True)
         with torch.enable_grad():
             results = _outcome(call, _separate(call, leaves))
-        ctx.call, ctx.leaves, ctx.results = call, leaves, results
+        ctx.call, ctx.leaves = call, leaves
+        # Not the results, whose memory nothing else may need until then.
+        ctx.roots = [get_gradient_edge(r) if r.requires_grad else None for r in results]
         ctx.left = [one for one in before.changes() if one.place.kind is object]
         ctx.set_materialize_grads(False)
         outputs = tuple(result.detach() for result in results)
@@ -87,9 +90,9 @@ class _OpaqueFunction(Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the module's own backward, with its attributes as the forward left them."""
         pairs = [
-            (result, gradient)
-            for result, gradient in zip(ctx.results, gradients, strict=True)
-            if gradient is not None and result.requires_grad
+            (root, gradient)
+            for root, gradient in zip(ctx.roots, gradients, strict=True)
+            if gradient is not None and root is not None
         ]
         call, leaves = ctx.call, ctx.leaves
         where = in_place(call, leaves), _in_place_again(ctx.left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import weakref
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque import record
 from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
+from merak.graph.trace.opaque.pytree import fill, flatten
 from merak.graph.trace.opaque.report import opaque_cause, opaque_lines, report_opaque
 from merak.plan.layout import check_stages
 from tests.tiers import one_in
@@ -354,6 +356,20 @@ def test_a_failed_call_lets_go_of_what_it_has_computed() -> None:
         build_graph(GraphSource(Surrounded()), COLUMNS, training=True)
     seen = [SEEN.get_nowait() for _ in range(SEEN.qsize())]
     assert seen and all(ref() is None for ref in seen), caught
+
+
+def test_tensors_of_a_call_go_with_its_last_use() -> None:
+    tensor = torch.zeros(3)
+    seen = weakref.ref(tensor)
+    gc.disable()
+    try:
+        found, structure = flatten({"x": [tensor, (tensor,)]})
+        filled = fill(structure, found)
+        assert len(found) == 1 and filled["x"][1][0] is tensor
+        del tensor, found, filled
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 class _Packed(torch.autograd.Function):
