@@ -180,7 +180,7 @@ def workload_of(row: Row, recompute: str) -> Workload:
     )
     workload.features = {"transformer.wte.weight": Vocabulary()}
     workload.kernels = KernelChoice(
-        joins=False,
+        recomputes_whole=True,
         fused=True,
         fused_sums=row.has_fused_sums,
         flash_attention=row.has_flash,

@@ -161,7 +161,7 @@ def _workload(items: tuple[tuple[str, str], ...]) -> Workload:
     tables = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wte.weight")
     workload.features = {name: Vocabulary() for name in tables if name in named}
     fused = own.kernels.fused or row["compiled"] == "yes"
-    workload.kernels = replace(own.kernels, fused=fused, joins=False)
+    workload.kernels = replace(own.kernels, fused=fused, recomputes_whole=True)
     return workload
 
 

@@ -223,8 +223,8 @@ def _saved(
 
     def made() -> Mapping[str, np.ndarray]:
         graph, first = workload.local_graph(form), workload.unique(form)
-        float32, joins = workload.common.float32_gradients, workload.kernels.joins
-        measured = workload.local_model(form).measured(float32, device.device_type, joins)
+        float32 = workload.common.float32_gradients
+        measured = workload.local_model(form).measured(float32, device.device_type)
         with pretended(Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)):
             known = {i: measured.held(graph.segments[i])[0] for i in set(first)}
         inputs = np.array(

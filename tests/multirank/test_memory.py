@@ -50,6 +50,16 @@ def test_sub_microbatches_take_what_was_foreseen(pool, tmp_path):
 
 
 @pytest.mark.slow
+def test_segments_on_autograd_take_what_was_foreseen(pool, tmp_path):
+    """They hold what they gather of the sequence, and recompute whole."""
+    choices = [{**choice, "sequence_parallel": True} for choice in CHOICES[:2]]
+    choices += [{"recompute": "selective", "sequence_parallel": True}, CHOICES[0]]
+    jobs = [MemoryJob("opaque", 0.1, options=choice) for choice in choices]
+    jobs += [MemoryJob("opaque", schedule="zero_bubble_h1")]
+    assert_close(pool.run(measure, 2, (1, 2, 1), jobs, tmp_path))
+
+
+@pytest.mark.slow
 def test_schedules_take_what_was_foreseen(pool, tmp_path):
     names = ("gpipe", "early_recompute", "shifted_critical_path", "interleaved_1f1b")
     names = (*names, "zero_bubble_h1", "zero_bubble_v", "dualpipe_v", "chimera", "gems")

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 import merak
-from merak.core.start.init import init
-from merak.ops import collectives
-from merak.ops.sharded_saved import saving_shards
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import VOCABULARY, Setup, gpt2, make_merak, train_merak
@@ -39,31 +36,6 @@ def test_ranks_equal_one_process(
     ranks = pool.run(train_merak, dp * tp * pp, layout, setups, cache)
     for i, wanted in enumerate(expected):
         assert_close([rank[i] for rank in ranks], wanted)
-
-
-def products_of_shares(keep: bool) -> list[torch.Tensor]:
-    """Gradients of three products of what is gathered from shares, one of them of a view of it."""
-    mesh = init(tp=2, device="cpu")
-    torch.manual_seed(mesh.tp_rank)
-    x, others = torch.randn(2, 3, 4), [torch.randn(4, 5) for _ in range(3)]
-    leaves = [tensor.requires_grad_() for tensor in (x, *others)]
-
-    def loss(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        whole = collectives.gather_with_partial_grad(x, 1, (6,), "tp")
-        views = (whole, whole, whole.view(12, 4))
-        return sum(((v @ w).tanh().sum() for v, w in zip(views, weights)), torch.zeros(()))
-
-    (saving_shards(loss) if keep else loss)(*leaves).backward()
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
-
-
-@pytest.mark.slow
-def test_what_is_gathered_again_is_what_was_gathered(pool: RankPool) -> None:
-    for kept, whole in zip(
-        pool.run(products_of_shares, 2, True), pool.run(products_of_shares, 2, False), strict=True
-    ):
-        assert len(kept) == 4
-        assert all(torch.equal(a, b) for a, b in zip(kept, whole, strict=True))
 
 
 def losses_of_lengths(tp: int) -> list[float]:

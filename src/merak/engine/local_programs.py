@@ -98,7 +98,7 @@ class ProgramCache:
         self._observer = options.observer
         how = options.compilation
         self._compiler = None if how is None else TorchCompiler(how)
-        self._zero, self._joins = options.zero, options.joins
+        self._zero, self._trains = options.zero, options.trains
         self._splits_backwards = layout.schedule.splits_backwards
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self.densified = find_densified(layout, mesh)
@@ -258,7 +258,7 @@ class ProgramCache:
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
         make = partial(runnable, compiler=self._compiler)
-        joins = (training or samples is not None) and self._joins
+        joins = (training or samples is not None) and self._trains
         immediate = self._shared if self._splits_backwards else None
         compiler = Compiler(graph, make, joins, self._compiler, immediate)
         arrange: Arrange = arrange_whole

@@ -92,7 +92,7 @@ def check_digests(by_rank: Sequence[Digests]) -> None:
 def _described(program: SegmentProgram) -> Iterable[str]:
     """What decides the collectives of a segment, and when its operators run."""
     yield _text(program.segment.graph)
-    kept = program.selective is None if program.joint is None else program.joint.kept
+    kept = () if program.joint is None else program.joint.kept
     yield repr((program.saved, program.trains, kept, program.offload is None))
 
 

@@ -23,7 +23,6 @@ from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.ops.linear import linear, sends, with_gradient
 from merak.ops.recording import one_operator
-from merak.ops.sharded_saved import note_gathered
 
 
 @sends(back="all_reduce")
@@ -225,9 +224,7 @@ def gather_with_partial_grad(
         The whole tensor, on every rank; its gradient, of which each rank has a part, is all-reduced
         over the axis, and backward keeps the rank's own slice.
     """
-    result = _gathered_for_split(tensor, dim, parts, axis)
-    note_gathered(result, tensor, partial(_all_gather, dim=dim, parts=parts, axis=axis))
-    return result
+    return _gathered_for_split(tensor, dim, parts, axis)
 
 
 @sends()

@@ -28,7 +28,8 @@ class EngineOptions(ParallelOptions):
             `graph.segment.observe.Observer`; None does not.
         compilation: how `torch.compile` compiles the operators of segments; None does not.
         can_replan: whether activations may be chosen anew after memory ran out inside a step.
-        by_autograd: whether autograd runs all backwards, as of other frameworks that are priced.
+        recomputes_whole: whether a recomputation runs all of a segment again, as of other
+            frameworks that are priced; Merak's leaves out what only later segments read.
     """
 
     num_microbatches: int = 1
@@ -40,12 +41,7 @@ class EngineOptions(ParallelOptions):
     observer: Rewrite | None = None
     compilation: Compilation | None = None
     can_replan: bool = True
-    by_autograd: bool = False
-
-    @property
-    def joins(self) -> bool:
-        """Whether backwards of segments are graphs, where they can be."""
-        return self.trains and not self.by_autograd
+    recomputes_whole: bool = False
 
     @property
     def features(self) -> Features | None:

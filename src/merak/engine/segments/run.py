@@ -20,7 +20,6 @@ from merak.engine.segments.joint_call import JointForward
 from merak.engine.tensors_by_name import LeafGradients, TensorDict
 from merak.graph.joint.generate import run as run_part
 from merak.graph.program.program import SegmentProgram
-from merak.graph.program.selective import SavedResults
 
 
 @dataclass(slots=True)
@@ -32,7 +31,6 @@ class SavedForward:
         outputs: None until they are recomputed, where activations are not saved.
         buffers: what the segment writes into, as its forward found it; for the recomputation alone,
             which must neither see the forward's writes nor repeat them.
-        recording: of the operators that the recomputation leaves out.
     """
 
     offloaded: ClassVar[None] = None  # what autograd saves stays on the device
@@ -40,7 +38,6 @@ class SavedForward:
     inputs: list[torch.Tensor]
     outputs: tuple[torch.Tensor, ...] | None
     buffers: TensorDict
-    recording: SavedResults | None = None
 
 
 Saved = SavedForward | JointForward
@@ -79,17 +76,11 @@ def _forward(
     ]
     recomputes = run.trains and not saves
     before = {name: ctx.buffers[name].clone() for name in run.written} if recomputes else {}
-    recording = None
-    if recomputes and run.selective is not None:
-        with run.selective.recording(ctx.device) as recording:
-            # As for the backward, which may make kernels give more than without.
-            outputs = tuple(output.detach() for output in call_function(run, leaves, ctx, True))
-    else:
-        outputs = call_function(run, leaves, ctx, saves)
+    outputs = call_function(run, leaves, ctx, saves)
     values.update(zip(run.segment.outputs, outputs, strict=True))
     if not run.trains:
         return SavedForward([], (), {})
-    return SavedForward(leaves, outputs if saves else None, before, recording)
+    return SavedForward(leaves, outputs if saves else None, before)
 
 
 def recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
@@ -113,12 +104,7 @@ def _recompute(run: SegmentProgram, saved: Saved, ctx: SegmentContext) -> None:
         call.end(run_part(call.part, call.given))
         return
     before = replace(ctx, buffers={**ctx.buffers, **saved.buffers})
-    if saved.recording is None or run.selective is None:
-        saved.outputs = call_function(run, saved.inputs, before, save=True)
-        return
-    with run.selective.replaying(saved.recording, ctx.device):
-        saved.outputs = call_function(run, saved.inputs, before, save=True)
-    saved.recording = None
+    saved.outputs = call_function(run, saved.inputs, before, save=True)
 
 
 def backward(

@@ -94,11 +94,6 @@ GEMM_OPERANDS: Mapping[str, Operands] = MappingProxyType(
 )
 """Operands of the GEMMs that multiply two tensors."""
 
-SPLIT_GEMMS: Mapping[Any, Operands] = MappingProxyType(
-    {getattr(torch.ops.aten, name).default: GEMM_OPERANDS[name] for name in LINEARS}
-)
-"""GEMMs whose weight gradient frameworks on autograd compute apart from their input's."""
-
 
 # Operators that move elements
 

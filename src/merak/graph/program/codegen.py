@@ -20,10 +20,8 @@ from merak.graph.trace.branches.outcomes import BranchValues, branch_values, spe
 from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
 from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
-from merak.ops.collectives import gather_with_partial_grad
 from merak.ops.grouped_product import grouped_product
 from merak.ops.packed_attention import attend_packed
-from merak.ops.sharded_saved import saving_shards
 
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -56,9 +54,8 @@ def runnable(
         compiler: of its operators by `torch.compile`; None runs them as they are.
 
     Returns:
-        A function of the graph's placeholders, in order; what it gathers from shards of the
-        sequence is saved for the backward as shards. Where a condition leaves a layer out, nothing
-        of the layer runs.
+        A function of the graph's placeholders, in order. Where a condition leaves a layer out,
+        nothing of the layer runs.
     """
     places = [i for i, n in enumerate(graph.find_nodes(op="placeholder")) if is_condition(n)]
     whole = _function(graph, observe, compiler)
@@ -104,16 +101,11 @@ def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:
 
 def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler | None) -> Function:
     graph = as_run(graph, to_compile=compiler is not None)
-    forward: Function
     if observe is not None:
-        forward = _Observed(graph, observe).run
-    elif compiler is not None:
-        forward = compiled(graph, compiler)
-    else:
-        forward = fx.GraphModule(torch.nn.Module(), graph).forward
-    if any(node.target is gather_with_partial_grad for node in graph.nodes):
-        return saving_shards(forward)
-    return forward
+        return _Observed(graph, observe).run
+    if compiler is not None:
+        return compiled(graph, compiler)
+    return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
 def _is_replaced(node: fx.Node) -> bool:

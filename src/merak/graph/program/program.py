@@ -16,7 +16,6 @@ from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.joint.segment import JointSegment, has_joint_graph, joint_segment
 from merak.graph.program.codegen import Function, as_run, runnable
 from merak.graph.program.index_ranges import IndexRange
-from merak.graph.program.selective import SavedOps, save_operators
 from merak.graph.segment.buffer_kinds import written_buffers
 from merak.graph.segment.cut import slice_outputs
 from merak.graph.sub_pipelining.sub_microbatch import SubMicrobatch
@@ -43,8 +42,6 @@ class SegmentProgram:
         written: names of the buffers it writes into.
         repeated: names of the parameters that several of its operators read.
         saved: whether its activations are saved where its stage recomputes others.
-        selective: its operators whose results are saved where autograd recomputes it; None for
-            none, and where it has a joint graph.
         offload: where its activations are offloaded to host memory, the values that it reads or
             makes and that stay on the device for other segments; else None.
         joint: its forward and backward as a graph; None where autograd runs the backward.
@@ -58,7 +55,6 @@ class SegmentProgram:
     written: tuple[str, ...]
     repeated: tuple[str, ...] = ()
     saved: bool = False
-    selective: SavedOps | None = None
     offload: frozenset[str] | None = None
     joint: JointSegment | None = None
 
@@ -274,7 +270,7 @@ def compile_program(
         programs = []
         for segment in graph.segments[first:stop]:
             is_saved = segment.index in choices.saved
-            selective = None if is_saved else choices.selective.get(segment.index)
+            selective = () if is_saved else choices.selective.get(segment.index, ())
             program, split = compiler.segment(segment, own_rewrites, selective)
             shards |= split
             batch_only.update(program.segment.batch_only)
@@ -324,7 +320,7 @@ class Compiler:
         self,
         segment: Segment,
         rewrites: Sequence[Rewrite],
-        selective: Container[str] | None = None,
+        selective: Container[str] = (),
         yields: bool = False,
     ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
         """Program of a segment, and how its parameters are split over tp.
@@ -332,17 +328,14 @@ class Compiler:
         Args:
             segment: of the graph.
             rewrites: what is done to it in turn.
-            selective: its operators whose results are saved where it recomputes; None for none.
+            selective: its operators whose results are saved where it recomputes.
             yields: whether something else may run while an all-reduce of it does.
         """
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
         local, shards = _rewritten(segment, rewrites)
-        joint = self._joint(local, selective or (), yields)
-        saved_ops = None
-        if joint is None and selective is not None:
-            local, saved_ops = save_operators(local, selective)
+        joint = self._joint(local, selective, yields)
         program = compile_segment(local, self.graph.values, draws, self.make)
-        return replace(program, selective=saved_ops, joint=joint), shards
+        return replace(program, joint=joint), shards
 
     def extended(self, values: Mapping[str, TensorMeta]) -> Compiler:
         """The same for segments that give one another further values."""

@@ -328,7 +328,8 @@ class Forecast:
             ),
             home=self.options.offload_optimizer,
             kernels=kernels,
-            measured=local.measured(self.options.float32_gradients, kernels, self.options.joins),
+            measured=local.measured(self.options.float32_gradients, kernels),
+            recomputes_whole=self.options.recomputes_whole,
             split=local.split if mesh.tp > 1 and self.options.sub_pipelining == "on" else None,
         )
 

@@ -1,26 +1,24 @@
 """Selective recomputation: operators whose results a recomputed segment saves all the same.
 
 They take long to recompute and few bytes to save. No operator is known by name: its time comes from
-the cost model, the bytes of its results from a run on fake tensors. Attention by a fused kernel,
-for example, is worth saving, and the same attention with all its scores is not.
+the cost model, the bytes of its results from the segment's joint graph. Attention by a fused
+kernel, for example, is worth saving, and the same attention with all its scores is not. A segment
+whose backward autograd runs has none: where it does not save its activations, it recomputes whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from merak.core.storages import Storages
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
-from merak.graph.program.selective import save_operators
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.operators import outputs
 from merak.plan.cost.segment_time import operator_seconds
-from merak.plan.cost.segments.by_autograd import FakeRun
 from merak.plan.cost.segments.by_graph import kept_bytes, memory_by_graph
 from merak.plan.cost.segments.measured import SegmentMemories, values_of
 from merak.plan.cost.segments.memory import SegmentMemory
@@ -87,23 +85,17 @@ def _names(graph: fx.Graph) -> list[str]:
 def _find(
     segment: Segment, saved_bytes: int, profile: DeviceProfile, memories: SegmentMemories
 ) -> SelectiveOps | None:
+    joint = memories.joint(segment)
+    if joint is None:
+        return None
     of_operators = operator_seconds(segment.graph, profile)
     seconds = dict(zip(_names(segment.graph), of_operators, strict=True))
     worth = sum(of_operators) / max(saved_bytes, 1)
-    device, kernels = memories.device, profile.device_type
-    joint, candidates = memories.joint(segment), _candidates(segment.graph)
-    num_bytes: Mapping[str, int]
-    if joint is not None:
-        num_bytes = kept_bytes(joint, candidates)
-    else:
-        num_bytes = _recorded_bytes(segment, candidates, device, kernels)
+    num_bytes = kept_bytes(joint, _candidates(segment.graph))
     names = frozenset(n for n, size in num_bytes.items() if seconds[n] > worth * size > 0)
     if not names:
         return None
-    if joint is not None:
-        memory = memory_by_graph(segment, [joint], memories.float32_gradients, keeps=names)
-    else:
-        memory = _measure(segment, memories(segment), names, device, kernels)
+    memory = memory_by_graph(segment, [joint], memories.float32_gradients, keeps=names)
     return SelectiveOps(names, memory)
 
 
@@ -117,44 +109,3 @@ def _candidates(graph: fx.Graph) -> list[str]:
         and node not in written
         and any(meta.requires_grad for meta in outputs(node))
     ]
-
-
-def _recorded_bytes(
-    segment: Segment, names: Sequence[str], device: torch.device, kernels: str
-) -> Mapping[str, int]:
-    """Bytes that saving each of some operators would hold; without views and unsavable ones."""
-    local, saved = save_operators(segment, names)
-    with torch.enable_grad(), saved.recording(device) as recording:
-        FakeRun(local, device, kernels).call()
-    sizes = {name: recording.num_bytes(name) for name in recording.results}
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _measure(
-    segment: Segment,
-    memory: SegmentMemory,
-    names: frozenset[str],
-    device: torch.device,
-    kernels: str,
-) -> SegmentMemory:
-    """Memory of a segment whose recomputation autograd records, and that saves some results."""
-    local, saved = save_operators(segment, names)
-    run = FakeRun(local, device, kernels)
-    with torch.enable_grad(), Storages(run.arguments) as storages:
-        with saved.recording(device) as recording:
-            run.call()
-        forward_bytes, kept_bytes = storages.peak_bytes, storages.live_bytes
-        storages.restart()
-        with saved.replaying(recording, device):
-            outputs = run.call()
-        taken_bytes = storages.peak_bytes - kept_bytes
-        replayed_bytes = storages.live_bytes
-        del outputs
-    return replace(
-        memory,
-        saved_bytes=replayed_bytes - memory.own_bytes,
-        forward_bytes=forward_bytes,
-        recompute_bytes=taken_bytes,
-        kept_bytes=kept_bytes,
-        recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name not in names),
-    )

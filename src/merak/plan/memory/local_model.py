@@ -65,7 +65,7 @@ class LocalModel:
         self.split = SplitSegments(graph, self.graph, self._rewrites)
         self.device = device
         self.optimizers = optimizers
-        self._measured: dict[tuple[bool, str | None, bool], Measured] = {}
+        self._measured: dict[tuple[bool, str | None], Measured] = {}
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -83,19 +83,16 @@ class LocalModel:
         rewrites = {stage: self._rewrites for stage in stages}
         return compile_program(self.graph, bounds, rewrites, compiler=self._compiler)
 
-    def measured(
-        self, float32_gradients: bool, kernels: str | None = None, joins: bool = True
-    ) -> Measured:
+    def measured(self, float32_gradients: bool, kernels: str | None = None) -> Measured:
         """Memory of the segments and the optimizer.
 
         Args:
             float32_gradients: whether gradients of low precision are accumulated in float32.
             kernels: type of the device whose kernels run; None for `device`'s.
-            joins: whether backwards are graphs, where they can be.
         """
-        key = (float32_gradients, kernels, joins)
+        key = (float32_gradients, kernels)
         if key not in self._measured:
-            how = (self.device, float32_gradients, kernels, self._graphs, self._ranks, joins)
+            how = (self.device, float32_gradients, kernels, self._graphs, self._ranks)
             self._measured[key] = Measured(SegmentMemories(*how), self.optimizers)
         return self._measured[key]
 
@@ -121,11 +118,11 @@ class _CompilerOnce(Compiler):
         self,
         segment: Segment,
         rewrites: Sequence[Rewrite],
-        selective: Container[str] | None = None,
+        selective: Container[str] = (),
         yields: bool = False,
     ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
         """Program of a segment, and how its parameters are split over tp."""
-        assert selective is None, "a forecast has the operators that are saved apart"
+        assert not selective, "a forecast has the operators that are saved apart"
         if segment.index not in self._segments:
             local, shards = self._local(segment)
             draws, values = has_draws(segment), self.graph.values

@@ -64,10 +64,6 @@ class Measured:
         """What a segment holds of a microbatch, as of `SegmentMemories`."""
         return self._measure.held(segment)
 
-    def joins(self, segment: Segment) -> bool:
-        """Whether a segment's backward is a graph."""
-        return self._measure.joint(segment) is not None
-
     def in_turns(
         self,
         segment: Segment,

@@ -105,6 +105,7 @@ class Job:
         has_levels: whether replicas reduce by hierarchy.
         home: of what the optimizer holds and steps, as of `plan.optimizer.home`.
         split: splits segments into sub-microbatches, where they run as such; else None.
+        recomputes_whole: whether a recomputation runs all of a segment again.
     """
 
     programs: tuple[Program, ...]
@@ -120,6 +121,7 @@ class Job:
     outer_copies: int = 0
     kernels: str | None = None
     split: SplitSegments | None = None
+    recomputes_whole: bool = False
     compression: str = "off"
     has_levels: bool = False
     home: str | None = None
@@ -153,6 +155,8 @@ class MemoryModel:
                     for stage in program.stages.values():
                         now = {name for name, _ in tied}
                         self.segments |= job.split.stage(stage, measured, whole, now)
+            if job.recomputes_whole:
+                self.segments = {i: own.recomputing_whole() for i, own in self.segments.items()}
             self._derived = [measured.prologue_bytes(program) for program in job.programs]
         # All ranks' kinds of parameters at first, of which each rank has some.
         kinds = [meta for p in job.programs for meta in dict.fromkeys(_stepped(job, p).values())]

@@ -14,7 +14,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, SPLIT_GEMMS, family
+from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, family
 from merak.ops.linear import SENDS, Sends, sent_inside
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.operators import Work, is_view, node_work, outputs
@@ -39,8 +39,8 @@ class KernelChoice:
             reads or gives their values, in as many chunks as there are ranks; Merak has none.
         copies_buckets: whether replicas copy tensors into the buckets that they exchange, and out
             of them, as Merak does; else tensors lie there.
-        joins: whether backwards are graphs, as Merak's: a recomputation runs what they read alone,
-            and values go with their last use. Else autograd runs them, and whole segments again.
+        recomputes_whole: whether a recomputation runs all of a segment again. Merak's runs what the
+            backward reads alone.
     """
 
     fused: bool = False
@@ -51,7 +51,7 @@ class KernelChoice:
     hides_reductions: bool = True
     overlaps_products: bool = False
     copies_buckets: bool = True
-    joins: bool = True
+    recomputes_whole: bool = False
 
     @property
     def adds_in_products(self) -> bool:
@@ -140,18 +140,20 @@ def _kernels(
     inside = sent_inside(node.target, node.args)
     forward += [Kernel(collective=own, nodes=nodes) for own in inside]
     backward = [Kernel(kernel) for kernel in work.backward]
-    index = _weight_gradient(node)
-    if index is not None and index < len(backward):
+    weight = _weight_of(node)
+    if weight is None:
+        return forward, backward
+    operands = GEMM_OPERANDS[family(node.target)]
+    index = int(any(meta.requires_grad for meta in outputs(node.args[operands.x])))  # type: ignore[arg-type]
+    if index < len(backward):
         own = backward[index]
-        weight = node.args[GEMM_OPERANDS[family(node.target)].weight]
         assert own.work is not None
-        if choice.adds_in_products and isinstance(weight, fx.Node) and weight.op == "placeholder":
+        if choice.adds_in_products and weight is node.args[operands.weight]:
             # It is added to the gradient of earlier microbatches by the product itself.
             meta = weight.meta["tensor"]
             added = 2 * _gradient_bytes(meta, choice) - meta.num_bytes
             own = replace(own, work=replace(own.work, num_bytes=own.work.num_bytes + added))
-        is_split = node.target in SPLIT_GEMMS and not node.kwargs
-        backward[index] = replace(own, is_weight_gradient=is_split)
+        backward[index] = replace(own, is_weight_gradient=True)
     return forward, backward
 
 
@@ -174,21 +176,22 @@ def _collective(
     return there, back if any(meta.requires_grad for meta in outputs(node)) else []
 
 
-def _weight_gradient(node: fx.Node) -> int | None:
-    """Place of the weight's gradient among a product's backward kernels; None if it has none."""
+def _weight_of(node: fx.Node) -> fx.Node | None:
+    """Parameter that a product multiplies with, or a view or cast of it; None where none trains.
+
+    Its gradient is what a split backward leaves to the W, product and sum.
+    """
     operands = GEMM_OPERANDS.get(family(node.target)) if node.op == "call_function" else None
     if operands is None:
         return None
-    x, weight = node.args[operands.x], node.args[operands.weight]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    weight = node.args[operands.weight]
+    assert isinstance(weight, fx.Node)
     if not any(meta.requires_grad for meta in outputs(weight)):
         return None
-    source = weight
-    while source.op == "call_function" and (is_view(source) or family(source.target) == "to"):
-        source = source.all_input_nodes[0]
-    if source.op != "placeholder" or source.meta["kind"] is not Kind.PARAMETER:
-        return None
-    return int(any(meta.requires_grad for meta in outputs(x)))
+    while weight.op == "call_function" and (is_view(weight) or family(weight.target) == "to"):
+        weight = weight.all_input_nodes[0]
+    is_parameter = weight.op == "placeholder" and weight.meta["kind"] is Kind.PARAMETER
+    return weight if is_parameter else None
 
 
 def _gradient_bytes(meta: TensorMeta, choice: KernelChoice) -> int:
@@ -243,6 +246,7 @@ def _gradient_sums(
     graph: fx.Graph, groups: Mapping[fx.Node, FusedGroup], choice: KernelChoice
 ) -> Iterator[Kernel]:
     """Sums of a value's gradients from several readers, and with those of earlier microbatches."""
+    products = set(map(_weight_of, graph.nodes))
     for node in graph.nodes:
         found = outputs(node)
         if len(found) != 1 or not found[0].requires_grad:
@@ -258,17 +262,9 @@ def _gradient_sums(
             yield Kernel(Work(3 * meta.num_bytes))
         if node.meta.get("kind") is not Kind.PARAMETER or not readers:
             continue
-        in_products = choice.adds_in_products
-        adds = not (in_products and all(_accumulates(user, node) for user in node.users))
-        if adds:
-            deferred = any(u.target in SPLIT_GEMMS and _accumulates(u, node) for u in node.users)
+        if not (choice.adds_in_products and all(_weight_of(user) is node for user in node.users)):
             float32_bytes = _gradient_bytes(meta, choice)
             size = meta.num_bytes + 2 * float32_bytes
             if choice.converted_gradients and float32_bytes != meta.num_bytes:
                 size += 2 * float32_bytes  # the converted one, written and read
-            yield Kernel(Work(size), is_weight_gradient=deferred)
-
-
-def _accumulates(user: fx.Node, weight: fx.Node) -> bool:
-    operands = GEMM_OPERANDS.get(family(user.target)) if user.op == "call_function" else None
-    return operands is not None and user.args[operands.weight] is weight
+            yield Kernel(Work(size), is_weight_gradient=node in products)

@@ -277,7 +277,7 @@ class Workload:
             optimizer=self.optimizer,
             memory_budget=memory_budget,
             device_profile=device_profile,
-            by_autograd=not self.kernels.joins,
+            recomputes_whole=self.kernels.recomputes_whole,
         )
 
     def forecast(

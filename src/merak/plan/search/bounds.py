@@ -296,10 +296,7 @@ class JobPricing:
         if traits.splits_backwards:  # which hold what was recomputed until the W
             recompute = "off"
         held = own.saved.get(recompute, own.saved["off"])
-        in_flight = traits.in_flight
-        activations = scale * (held * in_flight / candidate.pp + own.largest)
-        if recompute == "off":
-            activations += own.weight_copies * in_flight / candidate.pp
+        activations = scale * (held * traits.in_flight / candidate.pp + own.largest)
         # Sharded gradients are sent from copies, and those of a segment are whole before.
         copies = min(candidate.zero, 2) * self._state(candidate)[1].gradients
         return self.state_bytes(candidate) + activations + copies

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from merak.core.mesh import pretended
-from merak.graph.ir.ir import Kind, ModelGraph, Segment
-from merak.graph.ir.operators import family
+from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.price.candidate import Candidate, Form
@@ -23,15 +22,12 @@ class Held:
     """Bytes that a microbatch holds on one rank.
 
     Args:
-        saved: between forward and backward, by recomputation; without `weight_copies`.
-        largest: most that one segment saves, without them.
-        weight_copies: copies of weights in autocast's type that a forward saves where nothing is
-            recomputed: as many for a microbatch of any size.
+        saved: between forward and backward, by recomputation.
+        largest: most that one segment saves.
     """
 
     saved: Mapping[str, float]
     largest: float
-    weight_copies: float = 0.0
 
 
 class HeldEstimates:
@@ -73,8 +69,7 @@ class HeldEstimates:
             "full": float(inputs),
         }
         largest = max((segment.saved for segment in own), default=0)
-        copies = sum(segment.weight_copies for segment in own)
-        return Held(saved_bytes, float(largest), float(copies))
+        return Held(saved_bytes, float(largest))
 
     def _segment(self, form: Form, graph: ModelGraph, index: int) -> _HeldSegment:
         # What another ep changes has stacks of other sizes.
@@ -87,16 +82,11 @@ class HeldEstimates:
     def _run(self, form: Form, graph: ModelGraph, segment: Segment) -> _HeldSegment:
         device, local = self._device, self._workload.local_model(form)
         float32 = self._workload.common.float32_gradients
-        measured = local.measured(float32, device.device_type, self._workload.kernels.joins)
+        measured = local.measured(float32, device.device_type)
         saved, outputs = measured.held(segment)
         trains = any(graph.values[name].requires_grad for name in segment.outputs)
         found = measured.selective([(segment, saved)] if trains else [], device)
-        # A joint graph casts weights again.
-        casts = trains and not measured.joins(segment)
-        copies = _weight_copies(segment) if casts else 0
-        copies = min(saved, copies)
-        selective = sum(own.saved_bytes for own in found.values())
-        return _HeldSegment(saved - copies + outputs, selective, copies)
+        return _HeldSegment(saved + outputs, sum(own.saved_bytes for own in found.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +95,3 @@ class _HeldSegment:
 
     saved: int
     selective: int
-    weight_copies: int
-
-
-def _weight_copies(segment: Segment) -> int:
-    """Bytes of the copies of a segment's weights in another element type."""
-    copies = 0
-    for node in segment.graph.find_nodes(op="placeholder"):
-        if node.meta["kind"] is Kind.PARAMETER:
-            converted = (user for user in node.users if family(user.target) == "to")
-            copies += sum(user.meta["tensor"].num_bytes for user in converted)
-    return copies

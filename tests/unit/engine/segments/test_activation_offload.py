@@ -275,6 +275,16 @@ def test_what_autograd_saves_stays_and_is_named(caplog: pytest.LogCaptureFixture
     assert len(kept) == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 600_000}])
+def test_what_autograd_runs_recomputes_whole(options: dict[str, Any]) -> None:
+    expected = train(engine_of("reading"), "reading")
+    recompute = "auto" if options else "selective"
+    engine = engine_of("reading", recompute=recompute, **options)
+    (opaque,) = [s for s in engine._state.base.stages[0].segments if s.joint is None]
+    assert not opaque.saved
+    assert all(map(torch.equal, train(engine, "reading"), expected))
+
+
 def test_views_of_one_storage_are_one_copy() -> None:
     offload, offloaded = ActivationOffload(CPU), OffloadedTensors()
     whole = torch.arange(4.0 * LARGE)

@@ -18,6 +18,7 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.sub_pipelining.sub_microbatch import find_sample_dims, split_segment
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from merak.plan.cost.segments import measured
+from merak.plan.cost.segments.by_autograd import saved_and_outputs
 from merak.plan.cost.segments.measured import SegmentMemories
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
@@ -72,12 +73,14 @@ def test_saved_bytes_are_those_of_real_tensors(family, dropout):
     microbatch = microbatch_of(program, batch, buffers)
     weights = dict(model.named_parameters())
     found = saved_bytes(program.stages[0], microbatch, weights, buffers)
-    for joins in (False, True):
-        memories = SegmentMemories(torch.device("cpu"), joins=joins)
-        for segment in graph.segments:
-            memory = memories(segment)
-            held = memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
-            assert held == found[segment.index], (segment.name, joins)
+    device = torch.device("cpu")
+    memories = SegmentMemories(device)
+    for segment in graph.segments:
+        memory = memories(segment)
+        held = memory.saved_bytes + sum(output.num_bytes for output in memory.outputs.values())
+        assert held == found[segment.index], segment.name
+        # As an autograd that runs the segment would save, too.
+        assert sum(saved_and_outputs(segment, device, "cpu")) == found[segment.index], segment.name
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -78,6 +78,25 @@ def test_the_traces_operators_run_one_by_one() -> None:
     assert sorted(sizes(deferred)) == sorted([PRODUCT, PRODUCT, *added[1:]])
 
 
+def test_any_product_with_a_parameter_leaves_its_gradient_to_the_w() -> None:
+    block = Block()
+    block.graph = fx.Graph()
+    x = block.placeholder("x", Kind.VALUE, (ROWS, WIDTH))
+    weight = block.placeholder("weight", Kind.PARAMETER, (INNER, WIDTH))
+    turned = block.call(aten.t.default, (weight,), (WIDTH, INNER))
+    made = block.call(aten.mm.default, (x, turned), (ROWS, INNER))
+    block.graph.output((block.call(aten.mm.default, (made, weight), (ROWS, WIDTH)),))
+    found = segment_kernels(block.graph, KernelChoice(), "cuda")
+    deferred = [k for k in found.backward if k.is_weight_gradient]
+    assert sorted(sizes(deferred)) == sorted([PRODUCT, PRODUCT, (3 * WEIGHT, 0)])
+    # A product of two values leaves nothing.
+    block.graph = fx.Graph()
+    x, y = (block.placeholder(name, Kind.VALUE, (WIDTH, WIDTH)) for name in "xy")
+    block.graph.output((block.call(aten.mm.default, (x, y), (WIDTH, WIDTH)),))
+    found = segment_kernels(block.graph, KernelChoice(), "cuda")
+    assert not any(k.is_weight_gradient for k in found.backward)
+
+
 def test_fused_kernels_write_no_inner_value() -> None:
     found = segment_kernels(Block().graph, FUSED, "cuda")
     assert sizes(found.forward) == [PRODUCT, (2 * H, 0), PRODUCT, (3 * X, 0)]

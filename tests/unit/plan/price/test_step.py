@@ -100,6 +100,12 @@ def test_a_recomputation_is_priced_without_what_the_backward_does_not_read(
     assert left < (stage.whole.forward_s - stage.compute.forward_s) / 2
 
 
+def test_other_frameworks_recompute_whole(llama: Workload) -> None:
+    others = replace(llama, kernels=KernelChoice(recomputes_whole=True))
+    (stage,) = priced_stages(others, cluster(), replace(CANDIDATES[2], tp=2, recompute="full"))
+    assert stage.whole.recompute_s == pytest.approx(stage.whole.forward_s)
+
+
 def test_flops_do_not_depend_on_the_layout(llama: Workload) -> None:
     assert len({price(llama, cluster(), own).model_flops for own in CANDIDATES[:5]}) == 1
 

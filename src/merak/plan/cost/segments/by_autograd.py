@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.gradients import gradient_dtype, sum_in_float32
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
-from merak.graph.ir.operators import SPLIT_GEMMS, aten_family
 from merak.graph.program.codegen import runnable
 from merak.plan.cost.gpu_kernels import graph_of, kernels_of
 from merak.plan.cost.segments.memory import BackwardMemory, Output, SegmentMemory
@@ -102,29 +100,23 @@ class FakeRun:
 
 
 def memory_by_autograd(
-    segment: Segment,
-    device: torch.device,
-    kernels: str | None,
-    float32_gradients: bool,
-    defers: bool = False,
+    segment: Segment, device: torch.device, kernels: str | None, float32_gradients: bool
 ) -> SegmentMemory:
-    """Memory of a segment whose backward autograd runs.
+    """Memory of a segment whose backward autograd runs, in one piece also where others are split.
 
     Args:
         segment: by the shapes in its graph.
         device: of fake tensors.
         kernels: type of the device whose kernels run; None for `device`'s.
         float32_gradients: whether gradients of low precision are accumulated in float32.
-        defers: whether a split backward leaves gradients of linear layers' weights for later, as
-            in other frameworks; else it leaves nothing.
     """
     run = FakeRun(segment, device, kernels)
     if float32_gradients:
         sum_in_float32(run.parameters)
-    return _measure(run, defers)
+    return _measure(run)
 
 
-def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
+def _measure(run: FakeRun) -> SegmentMemory:
     with torch.no_grad(), Storages(run.arguments) as plain:
         run.call()
     held, first, places = _backward(run)
@@ -133,9 +125,6 @@ def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
             parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
     _, later, _ = _backward(run)
     own = sum(o.num_bytes for name, o in places.items() if o.root == name)
-    gradients = [parameter.grad for parameter in run.parameters] if defers else []
-    largest = max((g.nbytes for g in gradients if g is not None), default=0)
-    deferred_bytes = _deferred_bytes(run.segment.graph) if defers else 0
     return SegmentMemory(
         outputs=places,
         saved_bytes=held[0] - own,
@@ -144,7 +133,7 @@ def _measure(run: FakeRun, defers: bool) -> SegmentMemory:
         saving_forward_bytes=held[1],
         recompute_bytes=held[1],
         whole=BackwardMemory(first, later),
-        split=BackwardMemory(first, later, deferred_bytes, weights_bytes=largest),
+        split=BackwardMemory(first, later),
         offload_sizes=(),
         resident_bytes=held[0] - own,
         offload_values=frozenset(),
@@ -181,24 +170,3 @@ def _places(run: FakeRun, outputs: Sequence[torch.Tensor], storages: Storages) -
         root = roots.setdefault(storage._cdata, name)
         places[name] = Output(storage.nbytes(), root, contiguous)
     return places
-
-
-def _deferred_bytes(graph: fx.Graph) -> int:
-    """Bytes of inputs and output gradients that deferred weight gradients need."""
-    deferred: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        operands = SPLIT_GEMMS.get(node.target)
-        if operands is None or node.kwargs:
-            continue
-        x, weight = node.args[operands.x], node.args[operands.weight]
-        if weight.meta.get("kind") is Kind.PARAMETER and weight.meta["tensor"].requires_grad:
-            deferred[node] = node.meta["tensor"].num_bytes
-            deferred[_base(x)] = x.meta["tensor"].num_bytes
-    return sum(deferred.values())
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node that a tensor is a view of."""
-    while aten_family(node.target) in ("view", "reshape"):
-        node = node.args[0]  # type: ignore[assignment]
-    return node

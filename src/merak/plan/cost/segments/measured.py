@@ -60,7 +60,6 @@ class SegmentMemories:
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
         graphs: what is known of other layouts, and gains what is found here.
         ranks: the degrees of the layout.
-        joins: whether backwards are graphs, where they can be.
     """
 
     def __init__(
@@ -70,14 +69,12 @@ class SegmentMemories:
         kernels: str | None = None,
         graphs: MeasuredGraphs | None = None,
         ranks: Any = None,
-        joins: bool = True,
     ) -> None:
         self.device = device
         self._kernels = kernels or device.type
         self.float32_gradients = float32_gradients
         self._graphs = MeasuredGraphs() if graphs is None else graphs
         self._ranks = ranks
-        self._joins = joins
         self._in_turns: dict[int, list[JointGraph]] = {}
 
     def __call__(self, segment: Segment, immediate: Collection[str] = ()) -> SegmentMemory:
@@ -93,14 +90,11 @@ class SegmentMemories:
             joint = self.joint(one)
             if joint is None:
                 given = one, self.device, self._kernels, self.float32_gradients
-                found = memory_by_autograd(*given, defers=not self._joins)
-                return replace(found, obstacle=self.obstacle(one))
+                return replace(memory_by_autograd(*given), obstacle=self.obstacle(one))
             names = [one.parameters[number] for number in own]
             return memory_by_graph(one, [joint], self.float32_gradients, names)
 
-        memory, known = self.once(
-            segment, ("memory", self.float32_gradients, own, self._joins), find
-        )
+        memory, known = self.once(segment, ("memory", self.float32_gradients, own), find)
         return memory.renamed(values_of(known, segment))
 
     def held(self, segment: Segment) -> tuple[int, int]:
@@ -112,7 +106,7 @@ class SegmentMemories:
                 return saved_and_outputs(one, self.device, self._kernels)
             return held_by_graph(one, joint)
 
-        return self.once(segment, ("held", self._joins), find)[0]
+        return self.once(segment, "held", find)[0]
 
     def in_turns(
         self,
@@ -133,7 +127,7 @@ class SegmentMemories:
         """
         if segment.index not in self._in_turns:
             self._in_turns[segment.index] = joint_graphs_in_turns(pair, self.device, self._kernels)
-        joints = self._in_turns[segment.index] if self._joins else []
+        joints = self._in_turns[segment.index]
         if len(joints) < len(pair):
             return None
         own = (pair[0], joints, self.float32_gradients, immediate)
@@ -141,12 +135,12 @@ class SegmentMemories:
 
     def joint(self, segment: Segment) -> JointGraph | None:
         """Joint graph of a segment; None where autograd runs its backward."""
-        found = self._joint(segment) if self._joins else ""
+        found = self._joint(segment)
         return None if isinstance(found, str) else found
 
     def obstacle(self, segment: Segment) -> str:
-        """Why autograd runs the backward of a segment; "" where that is a graph, or no matter."""
-        found = self._joint(segment) if self._joins else ""
+        """Why autograd runs the backward of a segment; "" where that is a graph."""
+        found = self._joint(segment)
         return found if isinstance(found, str) else ""
 
     def _joint(self, segment: Segment) -> JointGraph | str:

@@ -91,6 +91,10 @@ class SegmentMemory:
         """Bytes of the outputs that have storages of their own."""
         return sum(o.num_bytes for name, o in self.outputs.items() if o.root == name)
 
+    def recomputing_whole(self) -> SegmentMemory:
+        """The memory of a segment whose recomputation runs its whole forward."""
+        return replace(self, recompute_bytes=self.saving_forward_bytes, recomputed=None)
+
     def renamed(self, names: Mapping[str, str]) -> SegmentMemory:
         """The memory of a segment that is alike.
 
