@@ -33,9 +33,9 @@ class OnAutograd:
         several = "s" if len(self.segments) > 1 else ""
         held = f"{size(self.saved_bytes)} saved" if self.saved_bytes else "no activations saved"
         return (
-            f"autograd runs the backward of segment{several} {ranges(list(self.segments))}{first}, since "
-            f"{self.reason}: {held} a microbatch, recomputed whole or not at all, not offloaded, "
-            "and with every gradient computed at once"
+            f"autograd runs the backward of segment{several} {ranges(list(self.segments))}{first}, "
+            f"since {self.reason}: {held} a microbatch, recomputed whole or not at all, not "
+            "offloaded, and with every gradient computed at once"
         )
 
 
