@@ -1,14 +1,14 @@
 """Compiled parts: runs of torch's operators in a part become functions that torch compiles.
 
-What mutates, and what is not torch's own, such as collectives, runs between them as it is. So a
-part is compiled for every schedule, recomputation and level of ZeRO alike.
+What mutates or draws, and what is not torch's own, such as collectives, runs between them as it is.
+So a part is compiled for every schedule, recomputation and level of ZeRO alike.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
         known[node] = graph.placeholder(node.name)
         known[node].meta = dict(node.meta)
     shared: set[fx.Node] = set()
-    for run in _runs(part):
-        if sum(not is_view(n) and n.target is not operator.getitem for n in run) < _FEWEST:
+    for is_compilable, run in compilable_runs(part.nodes):
+        computes = (not is_view(n) and n.target is not operator.getitem for n in run)
+        if not is_compilable or sum(computes) < _FEWEST:
             for node in run:
                 known[node] = graph.node_copy(node, known.__getitem__)
             continue
@@ -59,24 +60,30 @@ def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
     )
 
 
-def _runs(part: PartNodes) -> Iterator[list[fx.Node]]:
-    """Operators of a part in order: runs of plain ones, and others one by one."""
+def compilable_runs(nodes: Iterable[fx.Node]) -> Iterator[tuple[bool, list[fx.Node]]]:
+    """Operators in order, in runs that torch may compile and runs that stay as they are.
+
+    Torch may compile operators that mutate and draw nothing, and what picks one of their results.
+
+    Args:
+        nodes: the operators.
+
+    Returns:
+        Each run, and whether torch may compile it.
+    """
     run: list[fx.Node] = []
-    for node in part.nodes:
-        if _is_plain(node) or (node.target is operator.getitem and node.args[0] in run):
-            run.append(node)
-            continue
-        if run:
-            yield run
-        run = []
-        yield [node]
+    was_compilable = False
+    for node in nodes:
+        is_compilable = isinstance(node.target, torch._ops.OpOverload) and not has_effect(node)
+        if node.target is operator.getitem and node.args[0] in run:
+            is_compilable = was_compilable
+        if run and is_compilable is not was_compilable:
+            yield was_compilable, run
+            run = []
+        run.append(node)
+        was_compilable = is_compilable
     if run:
-        yield run
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether torch may compile an operator: one of torch's that mutates and draws nothing."""
-    return isinstance(node.target, torch._ops.OpOverload) and not has_effect(node)
+        yield was_compilable, run
 
 
 def _inputs(run: Sequence[fx.Node]) -> list[fx.Node]:

@@ -73,12 +73,11 @@ def runnable(
     return run
 
 
-def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:
+def as_run(graph: fx.Graph) -> fx.Graph:
     """Graph with the operators that run in the place of those that stand for them.
 
     Args:
         graph: left as it is.
-        to_compile: whether `torch.compile` compiles it.
     """
     if not any(map(_is_replaced, graph.nodes)):
         return graph
@@ -93,14 +92,14 @@ def as_run(graph: fx.Graph, *, to_compile: bool = False) -> fx.Graph:
         elif chooses_kernel(node):
             node.kwargs = {**node.kwargs, "room": room_for_documents(node)}
             node.target = attend_packed
-        elif writes_where(node) and not to_compile:
+        elif writes_where(node):
             node.target = write_where
-    draw_in_logical_order(graph, to_compile=to_compile)
+    draw_in_logical_order(graph)
     return graph
 
 
 def _function(graph: fx.Graph, observe: Observe | None, compiler: TorchCompiler | None) -> Function:
-    graph = as_run(graph, to_compile=compiler is not None)
+    graph = as_run(graph)
     if observe is not None:
         return _Observed(graph, observe).run
     if compiler is not None:

@@ -1,15 +1,12 @@
 """Compiled segments: `torch.compile` of the operators between what Merak adds to them.
 
 These are evaluations, and segments whose backward autograd runs; others are compiled part by part
-(`merak.graph.joint.compiled`). A segment's graph has plain operators of torch, and functions of
-Merak's own between them: collectives, operators whose results are saved, code that runs as it is.
-Every run of plain operators becomes a module that torch compiles, with its backward where there is
-one, when it is first called.
+(`merak.graph.joint.compiled`). Every run of operators that torch may compile becomes a module that
+it compiles, with its backward where there is one, when it is first called.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -17,40 +14,27 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.torch_compiler import TorchCompiler
+from merak.graph.joint.compiled import compilable_runs
 
 
 def compiled(graph: fx.Graph, compiler: TorchCompiler) -> Callable[..., Any]:
-    """Function that runs a graph, whose runs of plain operators are compiled.
+    """Function that runs a graph, whose compilable runs of operators are compiled.
 
     Args:
         graph: of a segment.
         compiler: of the runs.
     """
-    number, was_plain = 0, False
-    runs: dict[fx.Node, int] = {}
-    plain: set[int] = set()
-    for node in graph.nodes:
-        is_plain = was_plain if _indexes_result(node) else _is_plain(node)
-        number += is_plain is not was_plain
-        was_plain = is_plain
-        runs[node] = number
-        if is_plain:
-            plain.add(number)
+    operators = (node for node in graph.nodes if node.op == "call_function")
+    number_of: dict[fx.Node, int] = {}
+    compilable: set[int] = set()
+    for number, (is_compilable, run) in enumerate(compilable_runs(operators)):
+        number_of |= dict.fromkeys(run, number)
+        if is_compilable:
+            compilable.add(number)
     whole = fx.GraphModule(torch.nn.Module(), graph)
-    split = split_module(whole, whole, runs.__getitem__, keep_original_order=True)
+    split = split_module(whole, whole, number_of.__getitem__, keep_original_order=True)
     for name, module in list(split.named_children()):
-        if int(name.removeprefix("submod_")) in plain:
+        if int(name.removeprefix("submod_")) in compilable:
             setattr(split, name, compiler.compile(cast("fx.GraphModule", module)))
     return split.forward
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether torch may compile an operator: one of torch's that mutates nothing."""
-    return isinstance(node.target, torch._ops.OpOverload) and not mutated_arguments(node)
-
-
-def _indexes_result(node: fx.Node) -> bool:
-    """Whether a node picks one of an operator's results, or computes with numbers."""
-    return getattr(node.target, "__module__", "") == operator.getitem.__module__

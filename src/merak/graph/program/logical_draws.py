@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import RNNS, family
 from merak.graph.trace.normalize import is_random
 
@@ -34,24 +32,14 @@ def draws_by_memory(node: fx.Node) -> bool:
     return own not in RNNS and not any(part in own for part in _DRAW_INSIDE)
 
 
-def draw_in_logical_order(graph: fx.Graph, *, to_compile: bool = False) -> None:
+def draw_in_logical_order(graph: fx.Graph) -> None:
     """Make a graph's random operators draw in logical order; contiguous operands keep their kernel.
 
     Args:
         graph: changed in place.
-        to_compile: write the copies out as operators, which `torch.compile` sees through, where
-            an operator writes into none of its operands.
     """
     for node in filter(draws_by_memory, list(graph.nodes)):
-        if not to_compile or mutated_arguments(node):
-            node.target = _in_logical_order(node.target)
-            continue
-        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("tensor"), TensorMeta)]
-        for operand in tensors:
-            with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.aten.contiguous.default, (operand,))
-            copy.meta = dict(operand.meta)
-            node.replace_input_with(operand, copy)
+        node.target = _in_logical_order(node.target)
 
 
 @cache
