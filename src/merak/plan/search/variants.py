@@ -57,9 +57,9 @@ def with_variants(
 
     These are larger microbatches, where it has the largest that is searched; the schedules that are
     not tried in every layout, with the microbatch, its half and twice of it; and `recompute="auto"`
-    with the fastest schedules and other degrees, and with offloaded activations or an offloaded optimizer, of which a
-    plan that recomputes nothing has nothing to gain. Where the fastest plan is such a one, the
-    fastest that recomputes may still overtake it.
+    with the fastest schedules and other degrees, and with offloaded activations or an offloaded
+    optimizer, of which a plan that recomputes nothing has nothing to gain. Where the fastest plan
+    is such a one, the fastest that recomputes may still overtake it.
 
     Args:
         found: the ranking, maybe without a plan.
