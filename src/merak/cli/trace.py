@@ -259,10 +259,14 @@ def _times(
     graph: ModelGraph, parallel: TensorParallel, cp: int, devices: Cluster | None
 ) -> Sequence[tuple[float | None, float | None]]:
     """Seconds of the forward and backward of every segment on the first of some devices."""
+    import torch
+
+    from merak.core.mesh import Mesh, pretended
     from merak.graph.context_parallel.apply import context_parallel
     from merak.graph.ir.structure import structural_key
     from merak.plan.cluster.groups import groups_of
-    from merak.plan.price.kernels import KernelChoice
+    from merak.plan.cost.segments.measured import SegmentMemories
+    from merak.plan.price.kernels import KernelChoice, joint_kernels
     from merak.plan.price.segments import price_graph
 
     if devices is None:
@@ -271,12 +275,20 @@ def _times(
     groups = groups_of(devices, parallel.auto_sharder.degree, cp)
     whole = parallel if cp == 1 else context_parallel(graph, parallel, cp)
     local, fitted = whole.fit(graph)
+    mesh = Mesh(1, parallel.auto_sharder.degree, 1, 0, torch.device("cpu"), None, cp=cp)
+    memories = SegmentMemories(mesh.device, kernels=device.device_type)
+    choice = KernelChoice()
     known: dict[object, SegmentPrice] = {}
     found = []
     for segment in local.segments:
         key = structural_key(segment.graph)
         if key not in known:
-            known[key] = price_graph(fitted(segment)[0].graph, KernelChoice(), device, groups)
+            with pretended(mesh):
+                own = fitted(segment)[0]
+                joint = memories.joint_parts(own)
+            how = choice, device.device_type, 1
+            kernels = None if joint is None else joint_kernels(joint, *how)
+            known[key] = price_graph(own.graph, choice, device, groups, kernels)
         found.append((known[key].forward_s, known[key].backward_s))
     return found
 

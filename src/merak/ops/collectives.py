@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import unwrap
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.flat_collectives import all_gather, reduce_scatter
-from merak.ops.linear import linear, sends, with_gradient
+from merak.ops.linear import linear, operator_sends, sends, with_gradient
 from merak.ops.recording import one_operator
 
 
@@ -58,7 +59,11 @@ def copy_parts_to(
     return with_gradient(tensor, partial(_sum_parts, dim=dim, sizes=sizes, whole=whole, axis=axis))
 
 
-@sends(back="all_reduce", size=lambda own, _, copies, __: own * (copies - 1) // copies)
+def _of_copies(own: int, _: Any, copies: int, *__: Any) -> int:
+    return own * (copies - 1) // copies
+
+
+@sends(back="all_reduce", size=_of_copies)
 def copy_shared_to(tensor: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     """Identity whose gradient is summed over the ranks that hold the same shard.
 
@@ -326,6 +331,7 @@ def _sum_parts(
 
 
 @one_operator
+@operator_sends("all_reduce", size=_of_copies)
 def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     """Sum over the ranks of one group: each sums a piece, and sends it to the others.
 
@@ -359,6 +365,7 @@ def _copy_to_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @one_operator
+@operator_sends("all_reduce")
 def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     total = _copy_to_sum(tensor)
     group = current_mesh().group(axis)
@@ -368,6 +375,7 @@ def _all_reduce(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 
 @one_operator
+@operator_sends("all_gather")
 def _all_gather(
     tensor: torch.Tensor,
     dim: int,
@@ -387,6 +395,7 @@ def _all_gather(
 
 
 @one_operator
+@operator_sends("all_gather")
 def _gather_for_split(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:
@@ -401,6 +410,7 @@ GATHERED_AGAIN = frozenset({unwrap(_gather_for_split)})
 
 
 @one_operator
+@operator_sends("reduce_scatter")
 def _reduce_scatter(
     tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
 ) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.linear import Sent, linear, sends
+from merak.ops.linear import Sent, linear, operator_sends, sends
 from merak.ops.packed_attention import attend_packed
 from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
@@ -53,6 +53,7 @@ def _exchanged_back(gradient: torch.Tensor, held: Side, wanted: Side, axis: str)
 
 
 @one_operator
+@operator_sends("all_to_all", size=_held_by_all)
 def _all_to_all(tensor: torch.Tensor, held: Side, wanted: Side, axis: str) -> torch.Tensor:
     degree = axis_degree(axis)
     if degree == 1:
@@ -157,6 +158,7 @@ def token_nll(
 
 
 @one_operator
+@operator_sends(inside=_number_of_labels)
 @torch.no_grad()
 def _weight_of(
     target: torch.Tensor,

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
-from merak.ops.linear import linear, sends
+from merak.ops.collectives import axis_degree
+from merak.ops.linear import linear, operator_sends, sends
 from merak.ops.recording import one_operator
 
 _exchanges = sends("all_to_all", "all_to_all", size=lambda own, *args: own * args[-2])
@@ -187,6 +188,7 @@ def _from_ranks(places: torch.Tensor, degree: int, axis: str) -> torch.Tensor:
 
 
 @one_operator
+@operator_sends("all_to_all", size=lambda own, _, axis: own * axis_degree(axis))
 def _exchanged(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     """Equal parts of the first dim, each from another rank; one's own where a mesh is pretended."""
     sent = tensor.clone(memory_format=torch.contiguous_format)

@@ -9,23 +9,29 @@ Source: GShard (arXiv 2006.16668, section 3.2); MegaBlocks (arXiv 2211.15841), w
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.flat_collectives import all_gather
-from merak.ops.linear import linear, sends
+from merak.ops.linear import linear, operator_sends, sends
 from merak.ops.recording import counted, one_operator
 
-_exchanges = sends(
-    "all_to_all", "all_to_all", size=lambda own, _, counts, *__: own * counts.shape[0]
-)
+
+def _of_all(own: int, _: Any, counts: Any, *__: Any) -> int:
+    return own * int(counts.shape[0])
+
+
+_exchanges = sends("all_to_all", "all_to_all", size=_of_all)
 """Of rows that every rank has others of; counts have a row for every rank."""
 
 
 @sends("all_gather", counts=True)
 @one_operator
+@operator_sends("all_gather", counts=True)
 def expert_counts(offsets: torch.Tensor, axis: str) -> torch.Tensor:
     """Numbers of rows that every rank has for every expert.
 
@@ -190,6 +196,7 @@ def _expert_of_each_row(
 
 
 @counted(num_own_rows)
+@operator_sends("all_to_all", size=_of_all)
 def _to_experts(rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str) -> torch.Tensor:
     group = current_mesh().group(axis)
     if group is None:  # of a mesh that is only pretended: as many rows as in the mean
@@ -202,6 +209,7 @@ def _to_experts(rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: s
 
 
 @one_operator
+@operator_sends("all_to_all", size=_of_all)
 def _from_experts(
     rows: torch.Tensor, counts: torch.Tensor, num_rows: int, axis: str
 ) -> torch.Tensor:

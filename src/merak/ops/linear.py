@@ -51,6 +51,10 @@ SENDS: dict[Any, Sends] = {}
 """Functions of tensors on the ranks of an axis, and what they send."""
 
 
+OPERATORS_SEND: dict[Any, Sends] = {}
+"""Functions that are one operator to who records a graph, and what they send."""
+
+
 def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Callable[[F], F]:
     """Decorator that records the collectives of a function; arguments are those of `Sends`."""
 
@@ -61,10 +65,30 @@ def sends(there: str | None = None, back: str | None = None, **facts: Any) -> Ca
     return noted
 
 
+def operator_sends(kind: str | None = None, **facts: Any) -> Callable[[F], F]:
+    """Decorator that records the collective of a function that `one_operator` then decorates.
+
+    Args:
+        kind: of the collective that it is, as links are measured; None where it is more than that.
+        **facts: others of `Sends`.
+    """
+
+    def noted(function: F) -> F:
+        OPERATORS_SEND[function] = Sends(kind, **facts)
+        return function
+
+    return noted
+
+
+def sent_by(target: Any) -> Sends:
+    """Collectives of an operator, of a segment's graph or of a joint graph."""
+    return SENDS.get(target) or OPERATORS_SEND.get(target) or Sends()
+
+
 def sent_inside(target: Any, args: Any) -> Sent:
     """Collectives inside an operator's forward, by the arguments of its node."""
-    sent = SENDS.get(target)
-    if sent is None or sent.inside is None:
+    sent = sent_by(target)
+    if sent.inside is None:
         return ()
     return sent.inside(*fx.map_arg(args, lambda node: node.meta["tensor"]))
 

@@ -14,7 +14,7 @@ import torch
 from merak.core.mesh import current_mesh
 from merak.ops.collectives import axis_degree
 from merak.ops.flat_collectives import all_gather
-from merak.ops.linear import Sent, sends
+from merak.ops.linear import Sent, operator_sends, sends
 from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import all_reduce_sum
 
@@ -197,6 +197,7 @@ class _Spread(torch.autograd.Function):
 
 
 @one_operator
+@operator_sends(inside=lambda wide, dims, axis: _moments_sent(wide, dims, 2, axis))
 def _moments(
     wide: torch.Tensor, dims: tuple[int, ...], axis: str
 ) -> tuple[torch.Tensor, torch.Tensor]:

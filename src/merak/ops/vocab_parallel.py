@@ -20,7 +20,7 @@ from torch.nn import functional
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.linear import Sent, sends, with_gradient
+from merak.ops.linear import Sent, operator_sends, sends, with_gradient
 from merak.ops.recording import one_operator
 
 Layout = tuple[int, int, str]
@@ -215,7 +215,13 @@ def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
+def _positions_sent(own: Any, dim: int, axis: str) -> Sent:
+    size = math.prod(own.shape) // max(own.shape[dim], 1) * own.dtype.itemsize
+    return (("all_reduce", size, axis),)
+
+
 @one_operator
+@operator_sends(inside=_positions_sent)
 def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
     """All-reduced maximum of every position's logits."""
     if own.shape[dim]:
@@ -248,6 +254,7 @@ def padded_with(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 @one_operator
+@operator_sends(inside=lambda values, axis: (("all_reduce", values.num_bytes, axis),))
 def all_reduce_sum(values: torch.Tensor, axis: str) -> torch.Tensor:
     """All-reduced sum, in place; without a backward."""
     group = current_mesh().group(axis)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import transformers
 
 from merak.data import signature
 from merak.graph.segment.build import GraphSource
+from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice, segment_kernels
+from merak.plan.price.kernels import KernelChoice, joint_kernels
+from merak.plan.price.segments import joint_parts
 from merak.plan.price.step import priced_stages
 from merak.plan.price.workload import Workload
 from merak.rehearse import rehearsal
@@ -46,13 +49,23 @@ def workload(kind: str) -> tuple[Workload, dict[str, torch.Tensor]]:
 def charged(job: Workload, candidate: Candidate) -> Counter[tuple[str, str]]:
     """Bytes of a step by axis and kind, as the price has them."""
     found: Counter[tuple[str, str]] = Counter()
-    for segment in job.local_graph(candidate.form).segments:
-        kernels = segment_kernels(segment.graph, KernelChoice(), "cpu")
+    form = candidate.form
+    parts = joint_parts(job, form, KernelChoice(), "cpu")
+    for number in job.unique(form):
+        joint = parts[number]
+        assert joint is not None
+        kernels = joint_kernels(joint, KernelChoice(), "cpu", COUNT)
         for kernel in (*kernels.forward, *kernels.backward):
             if kernel.collective is not None:
                 kind, num_bytes, axis = kernel.collective
                 found[axis, kind] += COUNT * int(num_bytes)
     return found
+
+
+def on_cpus(cluster: Cluster) -> Cluster:
+    """The cluster with the CPU's kernels, which the rehearsal runs."""
+    nodes = [replace(n, device=replace(n.device, device_type="cpu")) for n in cluster.nodes]
+    return Cluster(tuple(nodes))
 
 
 def sent(calls: list[Call], candidate: Candidate) -> Counter[tuple[str, str]]:
@@ -88,7 +101,7 @@ def test_the_price_charges_what_a_rank_sends(
     monkeypatch.setattr(rehearsal, "charges", recorded)
     job, batch = workload(kind)
     candidate = Candidate(microbatch=SAMPLES, num_microbatches=COUNT, **degrees)  # type: ignore[arg-type]
-    cluster, device = parse_cluster("h100:8"), torch.device("cpu")
+    cluster, device = on_cpus(parse_cluster("h100:8")), torch.device("cpu")
     found = rehearsal.rehearse(job, cluster, candidate, 0, batch, device=device, steps=1)
     assert charged(job, candidate) == sent(calls, candidate)
     inside = sum(action.count * action.charged_s for action in found.actions)

@@ -21,12 +21,14 @@ class JointParts:
     """Parts of a segment's joint graph.
 
     Args:
+        segment: whose graph it is.
         arguments: placeholders of the segment.
         division: of the graph, whose backward is whole.
         whole: parts of which the backward is whole.
         split: parts of which it leaves gradients of weights for later.
     """
 
+    segment: Segment
     arguments: list[fx.Node]
     division: Division
     whole: Parts[PartNodes]
@@ -72,7 +74,7 @@ def parts_of_segment(
         found = [_meta(node), *(_meta(u) for u in node.users if u.target is operator.getitem)]
         metas = tuple(meta for meta in found if meta is not None)
         node.meta["tensor"] = metas[0] if node.meta.get("layout") is not None else metas
-    return JointParts(joint.arguments, division, whole, split)
+    return JointParts(segment, joint.arguments, division, whole, split)
 
 
 def _meta(node: fx.Node) -> TensorMeta | None:

@@ -51,7 +51,7 @@ class Work:
         dtype: the product's element type.
         functions: elements on which a function such as exp is evaluated.
         randoms: elements for which a random bit is drawn.
-        kernels: number of kernels that do it together.
+        kernels: number of kernels that do it together; a mean, where not every microbatch runs it.
         shape: of the matrix product or the fused attention, where it is one.
     """
 
@@ -60,7 +60,7 @@ class Work:
     dtype: torch.dtype = torch.float32
     functions: float = 0.0
     randoms: float = 0.0
-    kernels: int = 1
+    kernels: float = 1
     shape: ProductShape | AttentionShape | None = None
 
 
@@ -211,6 +211,24 @@ def _inputs(node: fx.Node) -> tuple[TensorMeta, ...]:
     return tuple(tensor for source in node.all_input_nodes for tensor in outputs(source))
 
 
+def _read_bytes(node: fx.Node) -> int:
+    """Bytes of what a node reads: of what is expanded, those that lie in memory."""
+    return sum(
+        meta.num_bytes // _repeats(source)
+        for source in node.all_input_nodes
+        for meta in outputs(source)
+    )
+
+
+def _repeats(source: fx.Node) -> int:
+    """How often each element of a value is in it, as its layout says in a joint graph."""
+    layout = source.meta.get("layout")
+    if layout is None:
+        return 1
+    pairs = zip(layout.shape, layout.stride, strict=True)
+    return math.prod(max(size, 1) for size, step in pairs if step == 0)
+
+
 def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
@@ -318,6 +336,50 @@ def _convolution_backward(node: fx.Node, _: str) -> NodeWork:
     of_x, of_weight, of_bias = given["output_mask"]
     works = _product_gradients(product, shape, of_x, of_weight)
     return NodeWork((*works, *[Work(gradient.num_bytes)] * of_bias))
+
+
+def _fill(node: fx.Node, _: str) -> NodeWork:
+    """What is written, whatever was there before."""
+    return NodeWork((Work(_num_bytes(*outputs(node))),))
+
+
+def _copy(node: fx.Node, _: str) -> NodeWork:
+    """A copy into a tensor, which is not read."""
+    both = _elementwise(node, _Kernels(gradient="change"))
+    return NodeWork((Work(_num_bytes(*outputs(node), _tensor(node.args[1]))),), both.backward)
+
+
+def _piece_backward(node: fx.Node, _: str) -> NodeWork:
+    """A gradient of a whole, which is filled, and into which that of a piece is copied."""
+    return NodeWork((Work(_num_bytes(*outputs(node))), Work(2 * _num_bytes(*_inputs(node)))))
+
+
+def _scatter(node: fx.Node, _: str) -> NodeWork:
+    """Values at indices, added to what is there; of what is not in place, all of that is copied."""
+    whole, *values = _inputs(node)
+    in_place = family(node.target).endswith("_")
+    copied = 0 if in_place else 2 * whole.num_bytes
+    work = Work(copied + _num_bytes(*values) + 2 * _num_bytes(values[-1]), kernels=2 - in_place)
+    return NodeWork((work,), _elementwise(node, _Kernels()).backward)
+
+
+def _nll(node: fx.Node, _: str) -> NodeWork:
+    """A loss of class indices, which reads one log-probability of each position."""
+    return NodeWork((Work(_SECTOR_BYTES * _size(_targets(node))),))
+
+
+def _nll_backward(node: fx.Node, _: str) -> NodeWork:
+    """A gradient of all log-probabilities, which is filled, with one number of each position."""
+    return NodeWork((*_fill(node, _).forward, Work(_SECTOR_BYTES * _size(_targets(node)))))
+
+
+def _targets(node: fx.Node) -> TensorMeta:
+    (found,) = (meta for meta in _inputs(node) if meta.dtype is torch.int64)
+    return found
+
+
+_SECTOR_BYTES = 32
+"""Of a GPU's memory, which are read for one number."""
 
 
 def _embedding_backward(node: fx.Node, _: str) -> NodeWork:
@@ -493,7 +555,7 @@ def _elementwise(node: fx.Node, kernels: _Kernels) -> NodeWork:
     elements = 0 if largest is None else _size(largest)
     extra_bytes = [passes * _num_bytes(largest) for passes in kernels.passes]
     forward = Work(
-        _num_bytes(*read, *written) + extra_bytes[0],
+        _read_bytes(node) + _num_bytes(*written) + extra_bytes[0],
         functions=elements if kernels.functions else 0.0,
         randoms=elements if kernels.draws else 0.0,
     )
@@ -506,6 +568,8 @@ def _elementwise(node: fx.Node, kernels: _Kernels) -> NodeWork:
     )
     return NodeWork((forward,), (backward,))
 
+
+_FILLS = "fill zero zeros_like ones_like full_like new_zeros new_ones new_full".split()
 
 _ATTENTION_KERNELS = [
     f"_scaled_dot_product_{kernel}{way}"
@@ -541,6 +605,12 @@ _KERNELS = _table(
     (_ATTENTION_KERNELS, _Kernels(_attention_kernel, False)),
     (("convolution_backward",), _Kernels(_convolution_backward, False)),
     (("embedding_dense_backward",), _Kernels(_embedding_backward, False)),
+    (("slice_backward", "select_backward", "diagonal_backward"), _Kernels(_piece_backward, False)),
+    (("nll_loss_forward", "nll_loss2d_forward"), _Kernels(_nll, False)),
+    (("nll_loss_backward", "nll_loss2d_backward"), _Kernels(_nll_backward, False)),
+    (("index_put", "index_add", "scatter_add"), _Kernels(_scatter, False)),
+    (("copy",), _Kernels(_copy)),
+    (_FILLS, _Kernels(_fill)),
     (("embedding", "vocab_parallel_embedding"), _Kernels(_embedding, False)),
     # Log-probabilities are written and read; their sparse gradient is written, then spread.
     (CROSS_ENTROPIES, _Kernels(None, False, functions=2, passes=(2, 2))),

@@ -9,6 +9,7 @@ from merak.graph.ir.ir import Segment
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.joint_operators import JointParts
 from merak.plan.cost.optimizer_memory import OptimizerMemories
 from merak.plan.cost.segment_time import operator_seconds
 from merak.plan.cost.segments.by_autograd import storage_bytes
@@ -63,6 +64,10 @@ class Measured:
     def held(self, segment: Segment) -> tuple[int, int]:
         """What a segment holds of a microbatch, as of `SegmentMemories`."""
         return self._measure.held(segment)
+
+    def joint_parts(self, segment: Segment) -> JointParts | None:
+        """Parts of a segment's joint graph; as of `SegmentMemories.joint_parts`."""
+        return self._measure.joint_parts(segment)
 
     def in_turns(
         self,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +17,11 @@ from torch import fx
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.operators import ATTENTIONS, GEMM_OPERANDS, family
-from merak.ops.linear import SENDS, Sends, sent_inside
+from merak.graph.joint.clean import is_contiguous
+from merak.graph.joint.parts import PartNodes
+from merak.ops.linear import Sends, sent_by, sent_inside
 from merak.plan.cost.efficiency import ProductShape
+from merak.plan.cost.joint_operators import JointParts
 from merak.plan.cost.operators import Work, is_view, node_work, outputs
 from merak.plan.price.fusion import FusedGroup, fused_groups
 
@@ -58,6 +63,11 @@ class KernelChoice:
         """Whether products of weight gradients read and write the sums over microbatches."""
         return self.fused and self.fused_sums
 
+    @property
+    def runs_joint_graphs(self) -> bool:
+        """Whether the operators of joint graphs are the kernels that run."""
+        return self.flash_attention and not (self.fused or self.recomputes_whole)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -83,19 +93,64 @@ class SegmentKernels:
     Args:
         forward: in order.
         backward: in order, sums of gradients included.
+        input_gradient: of a split backward's I.
+        weight_gradient: of its W.
         parameters: by name, the rank's shard of every parameter.
     """
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
+    input_gradient: tuple[Kernel, ...]
+    weight_gradient: tuple[Kernel, ...]
     parameters: Mapping[str, TensorMeta]
 
 
-def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
-    """Kernels and collectives of a segment, rewritten for tp where there is tp.
+Operators = dict[fx.Node, list[Kernel]]
+"""Kernels of the operators of joint graphs."""
+
+
+def joint_kernels(
+    joint: JointParts,
+    choice: KernelChoice,
+    device_type: str,
+    num_microbatches: int,
+    known: Operators | None = None,
+) -> SegmentKernels:
+    """Kernels and collectives of a segment whose backward is a graph: the operators of its parts.
 
     Args:
-        graph: of the segment.
+        joint: parts of its joint graph.
+        choice: which kernels there are.
+        device_type: "cpu" or "cuda".
+        num_microbatches: of a step, of which all but the first add to the gradients of parameters.
+        known: of the same choice and type of device, which gains what is found here.
+    """
+    graph, every = joint.segment.graph, joint.arguments
+    known = {} if known is None else known
+
+    def kernels(part: PartNodes) -> Iterator[Kernel]:
+        for node in part.nodes:
+            if node not in known:
+                known[node] = _operator(node, choice, device_type)
+            yield from known[node]
+            for number, owned in part.accumulated.get(node, ()):
+                yield from _accumulation(every[number], node, owned, choice, num_microbatches)
+
+    weights = joint.split.weights
+    return SegmentKernels(
+        forward=tuple(kernels(joint.whole.forward)),
+        backward=tuple(kernels(joint.whole.backward)),
+        input_gradient=tuple(kernels(joint.split.backward)),
+        weight_gradient=() if weights is None else tuple(kernels(weights)),
+        parameters=_parameters(graph),
+    )
+
+
+def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
+    """Kernels and collectives of a segment by its forward, whose backward follows from rules.
+
+    Args:
+        graph: of the segment, rewritten for tp where there is tp.
         choice: which kernels there are.
         device_type: "cpu" or "cuda".
     """
@@ -117,19 +172,62 @@ def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> 
         backward += reversed(back)
     backward.reverse()
     backward += _gradient_sums(graph, groups, choice)
-    parameters = {
+    return SegmentKernels(
+        tuple(forward),
+        tuple(backward),
+        tuple(kernel for kernel in backward if not kernel.is_weight_gradient),
+        tuple(kernel for kernel in backward if kernel.is_weight_gradient),
+        _parameters(graph),
+    )
+
+
+def _parameters(graph: fx.Graph) -> dict[str, TensorMeta]:
+    return {
         node.meta["name"]: node.meta["tensor"]
         for node in graph.find_nodes(op="placeholder")
         if node.meta["kind"] is Kind.PARAMETER
     }
-    return SegmentKernels(tuple(forward), tuple(backward), parameters)
+
+
+# Operators of a joint graph
+
+
+def _operator(node: fx.Node, choice: KernelChoice, device_type: str) -> list[Kernel]:
+    """What an operator of a joint graph runs."""
+    sent, nodes = sent_by(node.target), frozenset((node.meta["origin"],))
+    if sent.there:
+        there, _ = _collective(node, sent, choice)
+        return [replace(kernel, nodes=nodes) for kernel in there]
+    if not outputs(node):  # it gives a number
+        return []
+    found = [Kernel(work, nodes=nodes) for work in node_work(node, device_type).forward]
+    inside = sent_inside(node.target, node.args)
+    return found + [Kernel(collective=own, nodes=nodes) for own in inside]
+
+
+def _accumulation(
+    parameter: fx.Node, gradient: fx.Node, owned: bool, choice: KernelChoice, num_microbatches: int
+) -> Iterator[Kernel]:
+    """The mean over microbatches of what `merak.core.gradients.accumulate` runs for a gradient.
+
+    The first becomes the parameter's where it may, laid out and in the type that it needs; others
+    are added.
+    """
+    made, own = gradient.meta["layout"], outputs(parameter)[0]
+    sum_bytes = _gradient_bytes(own, choice)
+    is_same = made.num_bytes == sum_bytes and is_contiguous(made)
+    first = 0.0 if owned and is_same else float(made.num_bytes + sum_bytes)
+    share = 1.0 / num_microbatches
+    num_bytes = share * first + (1.0 - share) * (made.num_bytes + 2 * sum_bytes)
+    if kernels := share * bool(first) + (1.0 - share):
+        yield Kernel(Work(num_bytes, kernels=kernels))
 
 
 def _kernels(
     node: fx.Node, choice: KernelChoice, device_type: str
 ) -> tuple[list[Kernel], list[Kernel]]:
     """What one operator runs by itself, forward and backward."""
-    sent = SENDS.get(node.target, Sends())
+    sent = sent_by(node.target)
     if sent.there or sent.back:
         return _collective(node, sent, choice)
     if family(node.target) in ATTENTIONS and not choice.flash_attention:
@@ -163,10 +261,12 @@ def _collective(
     """A collective, and the copies that torch's interface makes of its tensors."""
     sides = (node,) if sent.counts else (node, *node.all_input_nodes)
     own = max((meta.num_bytes for n in sides for meta in outputs(n)), default=0)
-    whole = sent.size(own, *fx.map_arg(node.args, lambda n: n.meta["tensor"]))
+    function: Any = node.target
+    given = signature(function).bind(*node.args, **node.kwargs).arguments
+    whole = sent.size(own, *fx.map_arg(tuple(given.values()), lambda n: n.meta["tensor"]))
     nodes = frozenset((node.name,))
     copies = [] if choice.fused else [Kernel(Work(2 * own), nodes=nodes)]
-    axis = str(node.args[-1])
+    axis = str(given["axis"])
     there, back = (
         [*copies, Kernel(collective=(kind, whole, axis), nodes=nodes)] if kind else []
         for kind in (sent.there, sent.back)

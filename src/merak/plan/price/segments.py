@@ -11,17 +11,26 @@ from types import MappingProxyType
 
 from torch import fx
 
+from merak.core.mesh import pretended
 from merak.core.tensor_meta import TensorMeta
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Groups, groups_of
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.joint_operators import JointParts
 from merak.plan.cost.operators import node_work
 from merak.plan.cost.overlap import INTERFERENCE, Step
 from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
 from merak.plan.cost.segment_time import work_seconds
 from merak.plan.price.candidate import Candidate, Form
-from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, segment_kernels
+from merak.plan.price.kernels import (
+    Kernel,
+    KernelChoice,
+    Operators,
+    SegmentKernels,
+    joint_kernels,
+    segment_kernels,
+)
 from merak.plan.price.workload import Workload
 
 Steps = tuple[Step, ...]
@@ -151,18 +160,47 @@ def price_segments(
     form = candidate.form
     groups = groups_of(cluster, form.tp, form.cp, form.ep)
     choice = replace(workload.kernels, float32_gradients=workload.common.float32_gradients)
+    count = candidate.num_microbatches if choice.runs_joint_graphs else 1
 
     def priced() -> tuple[tuple[SegmentPrice, ...], DeviceProfile]:
-        segments = workload.local_graph(form).segments
-        first = workload.unique(form)
-        known = {
-            index: price_graph(segments[index].graph, choice, device, groups)
-            for index in set(first)
-        }
-        return tuple(known[index] for index in first), device
+        segments, device_type = workload.local_graph(form).segments, device.device_type
+        parts = joint_parts(workload, form, choice, device_type)
+        # Of the operators, which other numbers of microbatches have as well.
+        known: Operators = workload.once(("operators", form, choice, device_type), dict)
+        found = {}
+        for index, joint in parts.items():
+            graph, kernels = segments[index].graph, None
+            if joint is not None:
+                graph = joint.segment.graph
+                kernels = joint_kernels(joint, choice, device_type, count, known)
+            found[index] = price_graph(graph, choice, device, groups, kernels)
+        return tuple(found[index] for index in workload.unique(form)), device
 
-    key = ("segments", form, choice, id(device), groups)
+    key = ("segments", form, choice, id(device), groups, count)
     return workload.once(key, priced)[0]
+
+
+def joint_parts(
+    workload: Workload, form: Form, choice: KernelChoice, device_type: str
+) -> Mapping[int, JointParts | None]:
+    """Parts of the joint graphs of the first of all equal segments of a rank, by number.
+
+    Args:
+        workload: the model.
+        form: its microbatch, and the degrees that its graph depends on.
+        choice: which kernels there are.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        None for a segment whose backward autograd runs, and where other kernels are priced.
+    """
+    segments, first = workload.local_graph(form).segments, sorted({*workload.unique(form)})
+    if not choice.runs_joint_graphs:
+        return dict.fromkeys(first)
+    measured = workload.local_model(form).measured(choice.float32_gradients, device_type)
+    rank = Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)
+    with pretended(rank):
+        return {index: measured.joint_parts(segments[index]) for index in first}
 
 
 def model_flops(workload: Workload, microbatch: int) -> float:
@@ -192,7 +230,11 @@ def _flops(graph: fx.Graph) -> float:
 
 
 def price_graph(
-    graph: fx.Graph, choice: KernelChoice, device: DeviceProfile, groups: Groups
+    graph: fx.Graph,
+    choice: KernelChoice,
+    device: DeviceProfile,
+    groups: Groups,
+    kernels: SegmentKernels | None = None,
 ) -> SegmentPrice:
     """Price one graph on a device.
 
@@ -201,8 +243,9 @@ def price_graph(
         choice: which kernels there are.
         device: what computes.
         groups: the ranks of every axis that the graph's collectives are over.
+        kernels: that run, as of `joint_kernels`; None for those of `segment_kernels`.
     """
-    kernels = segment_kernels(graph, choice, device.device_type)
+    kernels = kernels or segment_kernels(graph, choice, device.device_type)
     device = _sustained(device)
 
     def seconds(kernel: Kernel) -> Step:
@@ -212,29 +255,30 @@ def price_graph(
         assert kernel.work is not None
         return work_seconds(kernel.work, device), 0.0
 
-    forward = tuple(map(seconds, kernels.forward))
-    backward_steps = tuple(map(seconds, kernels.backward))
-    if choice.overlaps_products:
-        forward = _beside_products(kernels.forward, forward, groups.tp.size)
-        backward_steps = _beside_products(kernels.backward, backward_steps, groups.tp.size)
+    def steps(own: Sequence[Kernel]) -> Steps:
+        found = tuple(map(seconds, own))
+        return _beside_products(own, found, groups.tp.size) if choice.overlaps_products else found
+
+    def timed(own: Sequence[Kernel]) -> Pass:
+        return Pass(steps(own), host_s * launches(own))
+
     host_s = 0.0 if device.efficiency is None else device.efficiency.launch_s
-    backward = list(zip(kernels.backward, backward_steps, strict=True))
     works = [k.work for k in (*kernels.forward, *kernels.backward) if k.work is not None]
     estimated = SegmentPrice(
         graph=graph,
-        forward=Pass(forward, host_s * launches(kernels.forward)),
-        backward=_launched(backward, host_s),
-        input_gradient=_launched([b for b in backward if not b[0].is_weight_gradient], host_s),
-        weight_gradient=_launched([b for b in backward if b[0].is_weight_gradient], host_s),
+        forward=timed(kernels.forward),
+        backward=timed(kernels.backward),
+        input_gradient=timed(kernels.input_gradient),
+        weight_gradient=timed(kernels.weight_gradient),
         launch_s=device.overhead_s * sum(work.kernels for work in works),
         kernels=kernels,
-        seconds=forward,
+        seconds=steps(kernels.forward),
         host_s=host_s,
     )
     return _calibrated(estimated, device)
 
 
-def launches(kernels: Iterable[Kernel]) -> int:
+def launches(kernels: Iterable[Kernel]) -> float:
     """How many kernels and collectives the host launches."""
     return sum(1 if own.work is None else own.work.kernels for own in kernels)
 

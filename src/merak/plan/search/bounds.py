@@ -79,12 +79,14 @@ class _Form:
         again_s: of the forwards of those with a backward, which recomputation can run again.
         backward_s: of their backwards.
         largest_s: of the segment that takes longest.
+        host_s: of the host, to launch all of their kernels.
     """
 
     forward_s: float
     again_s: float
     backward_s: float
     largest_s: float
+    host_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,8 @@ class JobPricing:
     workload: Workload
     cluster: Cluster
     base: int = 1
-    _forms: dict[tuple[Form, bool], _Form] = field(init=False, default_factory=dict)
+    _forms: dict[tuple[Form, bool, int], _Form] = field(init=False, default_factory=dict)
+    _graphs: set[Form] = field(init=False, default_factory=set)
     _states: dict[Form, tuple[_Shares, _Shares]] = field(init=False, default_factory=dict)
     _tied: dict[Form, _Tied] = field(init=False, default_factory=dict)
 
@@ -219,7 +222,7 @@ class JobPricing:
         """Seconds that a candidate's step takes at least."""
         form, count = self._form(candidate), candidate.num_microbatches
         again_s = form.again_s if candidate.recompute == "full" else 0.0
-        whole_s = form.forward_s + form.backward_s + again_s
+        whole_s = max(form.forward_s + form.backward_s + again_s, form.host_s)
         least_s = count * max(whole_s / candidate.pp, form.largest_s)
         if candidate.traits.is_fifo:
             # Stage i takes m·t[i] after the t of those before it; equal where t shrinks by 1 − 1/m.
@@ -229,7 +232,7 @@ class JobPricing:
 
     def quick_bound_s(self, candidate: Candidate) -> float:
         """Lower bound of its step where its graph is there already; else 0."""
-        return self.bound_s(candidate) if _key(candidate) in self._forms else 0.0
+        return self.bound_s(candidate) if candidate.form in self._graphs else 0.0
 
     def rough_s(self, candidate: Candidate) -> float:
         """Estimate of a candidate's step, without the graph of another microbatch."""
@@ -239,6 +242,7 @@ class JobPricing:
         again = {"full": 1.0, "selective": _SELECTIVE}.get(str(candidate.recompute), 0.0)
         whole_s = form.forward_s * (1 + again) + form.backward_s
         stage_s = max(whole_s / candidate.pp, form.largest_s) * scale
+        stage_s = max(stage_s, form.host_s / candidate.pp)
         pipeline_s = stage_s * (candidate.num_microbatches + candidate.traits.bubble)
         tied_s = self._rough_tied_s(candidate, stage_s)
         return pipeline_s + tied_s + self._rough_replicas_s(candidate, pipeline_s)
@@ -359,8 +363,8 @@ class JobPricing:
         return self._tied[form]
 
     def _form(self, candidate: Candidate) -> _Form:
-        key = _key(candidate)
-        _, split = key
+        form, split = candidate.form, candidate.splits
+        key = form, split, candidate.num_microbatches  # most of which add to gradients
         if key not in self._forms:
             graph = self.workload.graph(candidate.microbatch)
             trained = [
@@ -368,11 +372,13 @@ class JobPricing:
             ]
             priced = partial(price_segments, self.workload, candidate, cluster=self.cluster)
             found = [_form(priced(own.device), trained, split) for own in self.cluster.nodes]
+            self._graphs.add(form)
             self._forms[key] = _Form(
                 min(own.forward_s for own in found),
                 min(own.again_s for own in found),
                 min(own.backward_s for own in found),
                 min(own.largest_s for own in found),
+                min(own.host_s for own in found),
             )
         return self._forms[key]
 
@@ -386,10 +392,6 @@ def _parameters(segment: Segment) -> dict[str, TensorMeta]:
     }
 
 
-def _key(candidate: Candidate) -> tuple[Form, bool]:
-    return candidate.form, candidate.splits
-
-
 def _form(prices: Sequence[SegmentPrice], trained: Sequence[bool], split: bool) -> _Form:
     """Times of segments; without collectives, which others may hide, where they are split."""
     times = [(_seconds(own.forward, split), _backward_s(own, split)) for own in prices]
@@ -398,12 +400,18 @@ def _form(prices: Sequence[SegmentPrice], trained: Sequence[bool], split: bool) 
         sum(forward for (forward, _), trains in zip(times, trained, strict=True) if trains),
         sum(backward for _, backward in times),
         max((forward + backward for forward, backward in times), default=0.0),
+        sum(map(_host_s, prices)),
     )
 
 
 def _seconds(own: Pass, split: bool) -> float:
     """Of the device: the host may launch a stage's shorter segments beside its longer ones."""
     return sum(compute_s + (0.0 if split else rest_s) for compute_s, rest_s in own.steps)
+
+
+def _host_s(own: SegmentPrice) -> float:
+    apart = own.input_gradient.host_s + own.weight_gradient.host_s
+    return own.forward.host_s + min(own.backward.host_s, apart)
 
 
 def _backward_s(own: SegmentPrice, split: bool) -> float:
