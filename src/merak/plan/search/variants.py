@@ -42,6 +42,9 @@ _MOST_SPARED = 0.25
 _BY_SCHEDULE = ("schedule", "schedule_options", "partition", "zero", "recompute")
 """Choices in which plans of the same layout differ by their schedule."""
 
+_AS_GOOD = 1.02
+"""Step of a plan ÷ that of the fastest, up to which a larger microbatch may make it the fastest."""
+
 _MOST_FILLED = 3
 """Plans, each of another schedule, that are priced with the recomputation that fills the memory."""
 
@@ -97,18 +100,30 @@ class _Variants:
     refusal: Refusal | None
 
     def enlarge_microbatches(self) -> None:
-        """Price twice the microbatch of the fastest plan, as long as that is faster."""
-        while True:
-            best = self.found.plans[0]
-            if best.candidate.microbatch < MOST_MICROBATCH or best.candidate.num_microbatches % 2:
+        """Price twice the microbatch of the fastest plan, as long as that is faster.
+
+        The fastest one of other degrees is tried as well, where it is as good.
+        """
+        fastest = dict[str, Price]()
+        for own in self.found.priced:
+            fastest.setdefault(degrees(own.candidate), own)
+        most_s = _AS_GOOD * self.found.plans[0].step_s
+        for own in fastest.values():
+            if own.step_s <= most_s:
+                self._enlarge(own)
+
+    def _enlarge(self, best: Price) -> None:
+        while best.candidate.microbatch >= MOST_MICROBATCH:
+            if best.candidate.num_microbatches % 2:
                 break
             variant = _scaled(best.candidate, 2)
             with suppress(ScheduleError):  # which the price says again
                 if self.pricing.rough_bytes(variant) > self.pricing.device_bytes:
                     break
-            self.add(variant, best, "microbatch")
-            if self.found.plans[0].candidate.microbatch != variant.microbatch:
+            price = self.add(variant, best, "microbatch")
+            if price is None or not price.fits or price.step_s >= best.step_s:
                 break
+            best = price
 
     def try_schedules(self) -> None:
         """Price all schedules that have no plan yet in the layout of the fastest pipeline."""

@@ -195,6 +195,21 @@ def test_larger_microbatches_are_priced_where_the_largest_that_is_searched_is_th
     assert best.step_s < found.plans[0].step_s
 
 
+def test_larger_microbatches_of_other_degrees_that_are_as_good_are_priced():
+    double = Double(device_bytes=10_000.0)
+    kept = Pinned(ep=1, recompute="off", schedule="1f1b")
+    found = search_job(job_of(8, 1024, 9), double, kept, 3)
+    some = replace(found.plans[0].candidate, microbatch=8, num_microbatches=16)
+    best, other = (replace(some, dp=dp, tp=1, pp=8 // dp) for dp in (4, 8))
+    for factor, is_tried in ((1.01, True), (1.05, False)):
+        double.priced.clear()
+        plans = [replace(double.price(best), step_s=100.0)]
+        plans.append(replace(double.price(other), step_s=100.0 * factor))
+        with_variants(replace(found, plans=tuple(plans), behind=()), double, kept, 3, None)
+        larger = [own.dp for own in double.priced if own.microbatch == 16]
+        assert larger == ([4, 8] if is_tried else [4])
+
+
 def test_a_pinned_schedule_keeps_several_pipeline_ranks():
     """Neither more context parallelism nor fewer devices may take the schedule away."""
     own = Candidate(dp=2, pp=2, microbatch=1, num_microbatches=8, schedule="chimera")
