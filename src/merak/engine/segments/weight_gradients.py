@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 WeightGradient = Callable[[], object]
-"""Adds one microbatch's gradients of weights to theirs."""
+"""Adds one microbatch's gradients of weights to theirs, beneath autograd."""
 
 
 class WeightGradients:
@@ -30,9 +28,8 @@ class WeightGradients:
 
     def run(self, microbatch: int) -> None:
         """Compute all weight gradients that a microbatch has deferred so far."""
-        with torch.no_grad():
-            for gradient in self._deferred.pop(microbatch, ()):
-                gradient()
+        for gradient in self._deferred.pop(microbatch, ()):
+            gradient()
 
     def forget(self) -> None:
         """Drop the deferred gradients of a step that failed."""

@@ -36,6 +36,7 @@ def clean(joint: JointGraph) -> None:
             continue
         if is_view(node):
             _shorten(node)
+            _squeeze_sum(node, seen)
             known = seen.get(layout)
             if known is not None:
                 node.replace_all_uses_with(known)
@@ -78,6 +79,24 @@ def _shorten(node: fx.Node) -> None:
         assert isinstance(whole, fx.Node)
         if is_contiguous(whole.meta["layout"]):
             node.replace_input_with(base, whole)
+
+
+def _squeeze_sum(view: fx.Node, seen: dict[Layout, fx.Node]) -> None:
+    """Let a sum that a view takes the summed dims off have none of them, in place of the view."""
+    total = view.args[0]
+    if view.target not in _VIEWS or not isinstance(total, fx.Node):
+        return
+    if total.target is not aten.sum.dim_IntList or total.args[2:] != (True,):
+        return
+    whole, dims, _ = total.args
+    kept, layout = total.meta["layout"], view.meta["layout"]
+    places = {int(dim) % len(kept.shape) for dim in dims}  # type: ignore[arg-type, union-attr]
+    shape = tuple(size for place, size in enumerate(kept.shape) if place not in places)
+    if places and list(total.users) == [view] and shape == layout.shape:
+        total.args = (whole, dims)
+        total.meta["layout"] = layout
+        del seen[kept]
+        seen[layout] = total
 
 
 def is_contiguous(layout: Layout) -> bool:

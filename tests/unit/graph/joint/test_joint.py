@@ -20,7 +20,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.custom_operators import pack_arguments
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.structure import structure_of_graph
-from merak.graph.joint.derive import Given
+from merak.graph.joint.clean import clean
+from merak.graph.joint.derive import Given, derive
 from merak.graph.joint.generate import run as run_part
 from merak.graph.joint.segment import Functions, JointSegment, joint_segment
 from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
@@ -417,6 +418,18 @@ def test_gradients_of_products_are_left_for_later() -> None:
     # A bias's sum reads what its weight's product reads; a norm's are made with its input's.
     assert parts.weight_parameters == (2, 3, 4)
     assert parts.parameters == (0, 1)
+
+
+def test_a_bias_is_given_a_sum_and_no_view_of_one() -> None:
+    case = CASES["linear"]
+    joint = derive(_graph(case), _tensors(case, 0), None)
+    sums = [node for node in joint.graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
+    (bias,) = [user for node in sums for user in node.users if user.op != "output"]
+    clean(joint)
+    assert bias not in joint.graph.nodes
+    (total,) = [node for node in joint.graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
+    assert len(total.args) == 2 and joint.gradients[1] is total
+    assert total.meta["layout"].shape == (5,)
 
 
 def test_what_no_product_leads_to_is_left_only_where_it_holds_nothing_more() -> None:
