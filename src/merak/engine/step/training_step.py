@@ -189,9 +189,8 @@ class TrainingStep(ScheduleRun):
         stage, number = self._state.stages[action.stage], action.microbatch
         microbatch = self._microbatches[number]
         received = self.received(action, microbatch)
-        made = stage.forward(
-            number, microbatch, received, save=not self.schedule.recompute[action.stage]
-        )
+        saves = not self.schedule.recompute[action.stage]
+        made = stage.forward(number, microbatch, received, saves)
         self.give(action, made)
         if (loss := _loss_made_by(action.stage, microbatch)) is not None:
             self.losses[number] = made[loss] * microbatch.scale
