@@ -137,7 +137,7 @@ class Costs:
         self.seen: Counter[str] = Counter()
         self._transfers = parallel.engine._state.transfers
         self._all_reduce, self._send = dist.all_reduce, self._transfers.send
-        self._save = joint_call._save
+        self._save = joint_call._end_forward
 
     def all_reduce(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("async_op"):  # gradients; losses are waited for
@@ -162,7 +162,7 @@ class Costs:
         self._patches = [
             mock.patch("merak.engine.comm.gradient_buckets.dist.all_reduce", self.all_reduce),
             mock.patch.object(self._transfers, "send", self.send),
-            mock.patch.object(joint_call, "_save", self.save_forward),
+            mock.patch.object(joint_call, "_end_forward", self.save_forward),
             saved_tensors_hooks(self.save, lambda tensor: tensor),
         ]
         for patch in self._patches:

@@ -62,7 +62,7 @@ def late(folder: str) -> list[tuple[str, int]]:
     parallel = small((2, 1, 1))
     of_hosts = dist.new_group()
     rank, begun = parallel.engine.mesh.dp_rank, Path(folder) / "begun"
-    gather, wait, call = ParamAllGather._gather, ParamAllGather._wait, joint_call._save
+    gather, wait, call = ParamAllGather._gather, ParamAllGather._wait, joint_call._end_forward
     last = parallel.engine.optimizer_params._param_all_gather._buckets[-1]
     events: list[tuple[str, int]] = []
     is_next = False
@@ -86,7 +86,7 @@ def late(folder: str) -> list[tuple[str, int]]:
     with (
         mock.patch.object(ParamAllGather, "_gather", gather_late),
         mock.patch.object(ParamAllGather, "_wait", noted),
-        mock.patch.object(joint_call, "_save", run),
+        mock.patch.object(joint_call, "_end_forward", run),
         mock.patch.object(step_checks, "largest", lambda asked, _: largest(asked, of_hosts)),
     ):
         parallel.step(share(0, torch.float32))

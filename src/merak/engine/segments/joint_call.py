@@ -94,8 +94,9 @@ def begin_forward(
         first = len(run.segment.parameters)
         places = {name: first + i for i, name in enumerate(run.segment.buffers)}
         made.buffers = {places[name]: ctx.buffers[name].clone() for name in run.written}
-    part, end = (parts.forward, _save) if save else (parts.plain, _keep)
-    return made, call_of(run, part, list(arguments), partial(end, run, made, values, ctx), ctx)
+    part = parts.forward if save else parts.plain
+    end = partial(_end_forward, run, made, values, ctx, save)
+    return made, call_of(run, part, list(arguments), end, ctx)
 
 
 def call_of(
@@ -119,37 +120,26 @@ def call_of(
     return Call(part, given, end, ctx.device if run.draws else None)
 
 
-def _keep(
+def _end_forward(
     run: SegmentProgram,
     made: JointForward,
     values: TensorDict,
     ctx: SegmentContext,
+    save: bool,
     results: tuple[torch.Tensor, ...],
 ) -> None:
-    """Hand on the outputs of a forward, and keep what its recomputation reads besides."""
-    made.kept = _hand_on(run, values, results)
+    """Hand on the outputs of a forward, and save what its backward reads of what else it has made.
 
-
-def _save(
-    run: SegmentProgram,
-    made: JointForward,
-    values: TensorDict,
-    ctx: SegmentContext,
-    results: tuple[torch.Tensor, ...],
-) -> None:
-    """Hand on the outputs of a forward, and save what its backward reads."""
-    made.saved = _hand_on(run, values, results)
-    if run.offload is not None and ctx.offload is not None:
-        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
-
-
-def _hand_on(
-    run: SegmentProgram, values: TensorDict, results: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Hand on the outputs of a forward; returns what else it has made."""
+    Else that is kept for a recomputation. Arguments are those of `begin_forward`.
+    """
     num = len(run.segment.outputs)
     values.update(zip(run.segment.outputs, results[:num], strict=True))
-    return results[num:]
+    if not save:
+        made.kept = results[num:]
+        return
+    made.saved = results[num:]
+    if run.offload is not None and ctx.offload is not None:
+        _offload(run, made, ctx.offload, [values[name] for name in run.offload])
 
 
 def _offload(
