@@ -20,6 +20,8 @@ from merak.core.errors import CommandError
 from merak.core.units import count, counted, seconds, size, table_lines
 
 if TYPE_CHECKING:
+    from merak.core.mesh import Mesh
+    from merak.graph.expert_parallel.apply import LocalRewrite
     from merak.graph.ir.ir import ModelGraph, Segment
     from merak.graph.segment.build import BuiltGraph
     from merak.graph.tensor_parallel.apply import TensorParallel
@@ -218,7 +220,7 @@ def _report(
                 autograd=joint_obstacle(segment.graph),
             )
             for segment, found, times in zip(
-                graph.segments, splits, _times(graph, parallel, request.cp, devices), strict=True
+                graph.segments, splits, _times(graph, parallel, request, devices), strict=True
             )
         ],
         kept_whole=report_opaque(graph),
@@ -240,29 +242,36 @@ def _gathered_tokens(graph: ModelGraph, parallel: TensorParallel, cp: int) -> st
 def _operators(
     graph: ModelGraph, parallel: TensorParallel, request: TraceRequest, devices: Cluster | None
 ) -> list[SegmentOperators]:
+    from merak.core.mesh import pretended
+    from merak.plan.cost.segments.operator_rows import segment_operators
+
+    mesh, segments, fitted = _of_a_rank(graph, parallel, request)
+    kernels = "cpu" if devices is None else devices.nodes[0].device.device_type
+    with pretended(mesh):
+        return segment_operators([fitted(own)[0] for own in segments], mesh.device, kernels)
+
+
+def _of_a_rank(
+    graph: ModelGraph, parallel: TensorParallel, request: TraceRequest
+) -> tuple[Mesh, Sequence[Segment], LocalRewrite]:
+    """The mesh of a rank, the segments that fit it, and what makes them those that it runs."""
     import torch
 
-    from merak.core.mesh import Mesh, pretended
+    from merak.core.mesh import Mesh
     from merak.graph.context_parallel.apply import context_parallel
-    from merak.plan.cost.segments.operator_rows import segment_operators
 
     whole = parallel if request.cp == 1 else context_parallel(graph, parallel, request.cp)
     local, fitted = whole.fit(graph)
-    mesh = Mesh(1, request.tp, 1, 0, torch.device("cpu"), None, cp=request.cp, ep=request.ep)
-    kernels = "cpu" if devices is None else devices.nodes[0].device.device_type
-    with pretended(mesh):
-        own = [fitted(segment)[0] for segment in local.segments]
-        return segment_operators(own, mesh.device, kernels)
+    device = torch.device("cpu")
+    mesh = Mesh(1, request.tp, 1, 0, device, None, cp=request.cp, ep=request.ep)
+    return mesh, local.segments, fitted
 
 
 def _times(
-    graph: ModelGraph, parallel: TensorParallel, cp: int, devices: Cluster | None
+    graph: ModelGraph, parallel: TensorParallel, request: TraceRequest, devices: Cluster | None
 ) -> Sequence[tuple[float | None, float | None]]:
     """Seconds of the forward and backward of every segment on the first of some devices."""
-    import torch
-
-    from merak.core.mesh import Mesh, pretended
-    from merak.graph.context_parallel.apply import context_parallel
+    from merak.core.mesh import pretended
     from merak.graph.ir.structure import structural_key
     from merak.plan.cluster.groups import groups_of
     from merak.plan.cost.segments.measured import SegmentMemories
@@ -272,15 +281,13 @@ def _times(
     if devices is None:
         return [(None, None)] * len(graph.segments)
     device = devices.nodes[0].device
-    groups = groups_of(devices, parallel.auto_sharder.degree, cp)
-    whole = parallel if cp == 1 else context_parallel(graph, parallel, cp)
-    local, fitted = whole.fit(graph)
-    mesh = Mesh(1, parallel.auto_sharder.degree, 1, 0, torch.device("cpu"), None, cp=cp)
+    groups = groups_of(devices, request.tp, request.cp)
+    mesh, segments, fitted = _of_a_rank(graph, parallel, request)
     memories = SegmentMemories(mesh.device, kernels=device.device_type)
     choice = KernelChoice()
     known: dict[object, SegmentPrice] = {}
     found = []
-    for segment in local.segments:
+    for segment in segments:
         key = structural_key(segment.graph)
         if key not in known:
             with pretended(mesh):

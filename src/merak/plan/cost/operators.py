@@ -365,17 +365,18 @@ def _scatter(node: fx.Node, _: str) -> NodeWork:
 
 def _nll(node: fx.Node, _: str) -> NodeWork:
     """A loss of class indices, which reads one log-probability of each position."""
-    return NodeWork((Work(_SECTOR_BYTES * _size(_targets(node))),))
+    return NodeWork((_sectors(node.args[1]),))
 
 
 def _nll_backward(node: fx.Node, _: str) -> NodeWork:
     """A gradient of all log-probabilities, which is filled, with one number of each position."""
-    return NodeWork((*_fill(node, _).forward, Work(_SECTOR_BYTES * _size(_targets(node)))))
+    return NodeWork((Work(_num_bytes(*outputs(node))), _sectors(node.args[2])))
 
 
-def _targets(node: fx.Node) -> TensorMeta:
-    (found,) = (meta for meta in _inputs(node) if meta.dtype is torch.int64)
-    return found
+def _sectors(targets: Any) -> Work:
+    """One number of each position, which is read or written."""
+    (meta,) = outputs(targets)
+    return Work(_SECTOR_BYTES * _size(meta))
 
 
 _SECTOR_BYTES = 32
