@@ -196,7 +196,8 @@ class Stepping(Saving):
         prepared = self._prepare_inputs(inputs) if inputs else inputs  # a rank may read no column
         if not self._step.add(type(self), prepared):
             return self._for_the_loop(torch.zeros((), device=self.mesh.device))
-        model.train()
+        if not all(module.training for module in model.modules()):
+            model.train()  # of each module, which takes longer than to look
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self._losses = self._run_step(self._step, num_items_in_batch)

@@ -98,9 +98,8 @@ def show_states(optimizer: torch.optim.Optimizer, stepped: Stepped) -> None:
     """
     if type(optimizer.state) is defaultdict:
         optimizer.state = OptimizerStates(optimizer.state, stepped)
-    for tensor, value in _tensors(optimizer):
-        layout = getattr(tensor, "sharding", None)
-        if isinstance(layout, ShardLayout) and layout.dims and value.shape == tensor.shape:
+    for tensor, layout, value in _of_shards(optimizer):
+        if layout.dims and value.shape == tensor.shape:
             marked(value, replace(layout, source=f"a state of the optimizer: {layout.source}"))
 
 
@@ -110,10 +109,8 @@ def hide_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TrainingError: a script has put one there that has the shape of the whole parameter.
     """
-    for tensor, value in _tensors(optimizer):
-        layout: Any = getattr(tensor, "sharding", None)
-        is_other = isinstance(layout, ShardLayout) and value.shape != tensor.shape
-        if is_other and value.shape == layout.whole_shape(tensor.shape):
+    for tensor, layout, value in _of_shards(optimizer):
+        if value.shape != tensor.shape and value.shape == layout.whole_shape(tensor.shape):
             raise TrainingError(
                 f"a state of the optimizer has the whole shape {tuple(value.shape)}, and "
                 f"{layout.source}; make it like one that is there: "
@@ -123,9 +120,13 @@ def hide_states(optimizer: torch.optim.Optimizer) -> None:
             value.__class__ = torch.Tensor  # type: ignore[assignment]
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of an optimizer's states, each with what it is a state of."""
+def _of_shards(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[torch.Tensor, ShardLayout, torch.Tensor]]:
+    """Shards that an optimizer steps, each with its layout and one of the tensors of its states."""
     for tensor, own in optimizer.state.items():
-        for value in own.values() if isinstance(own, dict) else ():
-            if isinstance(value, torch.Tensor):
-                yield tensor, value
+        layout = getattr(tensor, "sharding", None)
+        if isinstance(layout, ShardLayout) and isinstance(own, dict):
+            for value in own.values():
+                if isinstance(value, torch.Tensor):
+                    yield tensor, layout, value

@@ -31,6 +31,8 @@ _WITHIN = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end"
            "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_epoch_end",
            "on_evaluate", "on_save")  # fmt: skip
 """Events that every rank comes to, and behind which the loop looks at requests."""
+_DURING = (*_WITHIN, "on_log")
+"""Events of training that may read what the model holds."""
 _EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 
@@ -75,7 +77,7 @@ class AgreedCallbacks(CallbackHandler):
         if event == "on_train_end":
             self._leave_weights()
         engine = engine_of(self.model) if isinstance(self.model, nn.Module) else None
-        if engine is not None and event in _own_events(self.callbacks):
+        if engine is not None and event in _DURING and _have_own(self.callbacks, event):
             engine.optimizer_params.wait()  # for what they read of lists that they have kept
         if event == "on_evaluate" and isinstance(kwargs.get("metrics"), dict):
             metrics_of_rank0(kwargs["metrics"])
@@ -109,7 +111,8 @@ class AgreedCallbacks(CallbackHandler):
         """Find the events that callbacks of a script's own have on any rank; a collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        own = set(_own_events(self.callbacks)) | ({"on_step_end"} if self._is_own else set())
+        own = {event for event in _DURING if _have_own(self.callbacks, event)}
+        own |= {"on_step_end"} if self._is_own else set()
         every: list[set[str]] = [set()] * dist.get_world_size()
         with waiting_for_all("the callbacks of"):
             dist.all_gather_object(every, own)
@@ -119,6 +122,6 @@ class AgreedCallbacks(CallbackHandler):
             self._group = dist.new_group(backend="gloo")
 
 
-def _own_events(callbacks: Iterable[TrainerCallback]) -> Iterable[str]:
-    for callback in callbacks:
-        yield from (one for one in (*_WITHIN, "on_log") if overriding(callback, one) is not None)
+def _have_own(callbacks: Iterable[TrainerCallback], event: str) -> bool:
+    """Whether one of some callbacks has an event that is a script's own."""
+    return any(overriding(callback, event) is not None for callback in callbacks)

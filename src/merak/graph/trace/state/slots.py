@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -63,16 +64,22 @@ class Slot:
         try:
             self._root = _root(read, model, loss_fn)
             self._container()
+            is_of_root = self._is_attribute and not self._steps
+            # Looked at in each step, by a call without Python code of its own where it can be.
+            self._get = partial(getattr, self._root, self._last) if is_of_root else self._found
         except Exception as error:
             raise LookupError(self.label) from error
 
     def get(self) -> Any:
         """The value now; `MISSING` where there is none."""
         try:
-            found = self._container() if self._steps else self._root
-            return getattr(found, self._last) if self._is_attribute else _step(found, self._last)
+            return self._get()
         except Exception:  # whatever the user's own attributes raise
             return MISSING
+
+    def _found(self) -> Any:
+        found = self._container()
+        return getattr(found, self._last) if self._is_attribute else _step(found, self._last)
 
     def set(self, value: Any) -> None:
         """Set the value, or remove it where it is `MISSING`."""
