@@ -11,17 +11,18 @@ depends on the tensor parallel degree.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.packed_attention import attend_packed, repeat_heads
+from merak.ops.recording import one_operator
 
 Layout = tuple[int, tuple[int, ...], str, int]
 """(dim, parts, axis) of a split tensor, as for `merak.ops.collectives.gather_from`, and how many
@@ -131,19 +132,23 @@ def attend_sharded(
     Returns:
         The attention's result, shaped like `query`.
     """
-    if dropout_p and query.device.type == "cpu":
+    is_drawn_inside = dropout_p and _draws_inside(query.device)
+    if dropout_p and not is_drawn_inside:
         if kv_whole:
             assert layout is not None
             key, value = (_heads_for(query, x, layout) for x in (key, value))
         weights = _attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
         return (dropped @ repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
-    draws = _own_draws(query.device, layout, rows) if dropout_p else nullcontext()
-    with draws:
-        return attend_by_kernel(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-            enable_gqa=enable_gqa, layout=layout, kv_whole=kv_whole, room=room,
-        )  # fmt: skip
+    if is_drawn_inside:
+        draw_apart(query, layout, rows)
+    found = attend_by_kernel(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+        enable_gqa=enable_gqa, layout=layout, kv_whole=kv_whole, room=room,
+    )  # fmt: skip
+    if is_drawn_inside:
+        draw_together(query)
+    return found
 
 
 def attend_by_kernel(
@@ -177,18 +182,51 @@ def attend_by_kernel(
     )
 
 
-@contextmanager
-def _own_draws(device: torch.device, layout: Layout | None, rows: Rows | None) -> Iterator[None]:
-    """Generator of a GPU keyed by the rank's position; every rank's then advances alike."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    seed, offset = generator.initial_seed(), generator.get_offset()
-    position = axis_rank(layout[2]) // layout[3] if layout is not None else 0
-    start = rows[1] if rows is not None else 0
-    generator.manual_seed(seed_for(seed, offset, "attention", position, start))
-    yield
-    used = generator.get_offset()
-    generator.manual_seed(seed)
-    generator.set_offset(offset + used)
+def _draws_inside(device: torch.device) -> bool:
+    """Whether attention's kernels draw their dropout, where nobody can take a slice of it."""
+    return device.type != "cpu"
+
+
+@one_operator
+def draw_apart(query: torch.Tensor, layout: Layout | None, rows: Rows | None) -> tuple[()]:
+    """Let a GPU's generator draw what is keyed by the rank's position, until `draw_together`.
+
+    Args:
+        query: of the attention that draws.
+        layout: how its heads are split over ranks; None where they are not.
+        rows: which samples of the microbatch they are, where not all.
+    """
+    if not isinstance(query, FakeTensor):
+        generator = _generator(query.device)
+        seed, offset = _TOGETHER[query.device] = generator.initial_seed(), generator.get_offset()
+        position = axis_rank(layout[2]) // layout[3] if layout is not None else 0
+        start = rows[1] if rows is not None else 0
+        generator.manual_seed(seed_for(seed, offset, "attention", position, start))
+    return ()
+
+
+@one_operator
+def draw_together(query: torch.Tensor) -> tuple[()]:
+    """Let a GPU's generator go on as on every other rank, behind as many numbers as were drawn.
+
+    Args:
+        query: of the attention that has drawn.
+    """
+    if not isinstance(query, FakeTensor):
+        generator = _generator(query.device)
+        seed, offset = _TOGETHER[query.device]
+        used = generator.get_offset()
+        generator.manual_seed(seed)
+        generator.set_offset(offset + used)
+    return ()
+
+
+_TOGETHER: dict[torch.device, tuple[int, int]] = {}
+"""Seed and offset that generators had before they drew apart."""
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0]
 
 
 def _attention_weights(

@@ -41,7 +41,6 @@ from merak.graph.trace.branches.flags import is_condition
 from merak.graph.trace.branches.outcomes import BranchValues, branch_values, specialize_branches
 from merak.graph.trace.modes.autograd_functions import is_of_torch_alone
 from merak.graph.trace.modes.ctc_loss import CTC_LOSS, runs_apart
-from merak.ops.sharded_dropout import attend_sharded
 
 Functions = Parts[Part]
 """The functions of a segment for some layouts and gradients."""
@@ -302,6 +301,4 @@ def _is_recordable(node: fx.Node) -> bool:
         return is_of_torch_alone(str(node.args[1]))
     if family(node.target) in SEPARATE_GEMMS | SEPARATE_EXPERTS:  # read sizes on the host
         return False
-    if node.target is attend_sharded and node.args[4]:  # on a GPU from a generator of its own
-        return has_mesh() and current_mesh().device.type == "cpu"
     return getattr(node.target, "__module__", "") in _MODULES
