@@ -155,7 +155,7 @@ def test_ranks_draw_apart_and_go_on_together(generator: Counted) -> None:
     for rank in range(2):
         with pretended(mesh(rank)), torch.no_grad():
             generator.manual_seed(5)
-            weight, x = leaves()
+            _, x = leaves()
             made = attend_sharded(
                 x, x, x, None, 0.4, True,
                 scale=None, enable_gqa=False, layout=(1, (4,), "tp", 1),
