@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from merak.core.errors import MerakError, ScheduleError
 from merak.core.units import seconds
@@ -38,9 +39,6 @@ _RECOMPUTES_SOME = ("selective", "full")
 
 _MOST_SPARED = 0.25
 """Part of a step that recomputes everything, which saving everything may spare."""
-
-_BY_SCHEDULE = ("schedule", "schedule_options", "partition", "zero", "recompute")
-"""Choices in which plans of the same layout differ by their schedule."""
 
 _AS_GOOD = 1.02
 """Step of a plan ÷ that of the fastest, up to which a larger microbatch may make it the fastest."""
@@ -91,6 +89,7 @@ class _Variants:
         pinned: choices that are made already.
         top: plans that are wanted.
         refusal: says which layouts the job cannot have, whatever the model; None for none.
+        tried: what has been added, or refused, by its choices.
     """
 
     found: Ranking
@@ -98,6 +97,7 @@ class _Variants:
     pinned: Pinned
     top: int
     refusal: Refusal | None
+    tried: dict[tuple[Any, ...], Price | None] = field(default_factory=dict)
 
     def enlarge_microbatches(self) -> None:
         """Price twice the microbatch of the fastest plan, as long as that is faster.
@@ -151,18 +151,20 @@ class _Variants:
                 self.add(scaled, best, "microbatch")
 
     def fill_memory(self) -> None:
-        """Price `recompute="auto"` with the schedules that are fastest without it."""
-        some = (p for p in self.found.priced if p.candidate.recompute in _RECOMPUTES_SOME)
-        best = next(some, None)
-        if best is None or (1.0 - _MOST_SPARED) * best.step_s > self.found.plans[0].step_s:
-            return
-        same = best.candidate.choices(*_BY_SCHEDULE)
+        """Price `recompute="auto"` with the schedules that are fastest without it.
+
+        Each has the layout in which it is the fastest of those that recompute.
+        """
         schedules = dict[str, Price]()
         for own in self.found.priced:
-            if own.candidate.choices(*_BY_SCHEDULE) == same:
+            if own.candidate.recompute in _RECOMPUTES_SOME and self._may_win(own):
                 schedules.setdefault(own.candidate.schedule, own)
-        for own in list(schedules.values())[:_MOST_FILLED]:
+        filled = list(schedules.values())[:_MOST_FILLED]
+        if not filled:
+            return
+        for own in filled:
             self.add(self._filled(own.candidate), own, "recompute")
+        best = filled[0]
         self._fill_other(degrees(best.candidate))
         own = next(p for p in self.found.priced if p.candidate.recompute != "off")
         if self.pinned.offload_activations is None:
@@ -179,7 +181,7 @@ class _Variants:
         """
         others = (p for p in self.found.priced if degrees(p.candidate) != known)
         own = next(others, None)
-        if own is None or (1.0 - _MOST_SPARED) * own.step_s > self.found.plans[0].step_s:
+        if own is None or not self._may_win(own):
             return
         variant = own.candidate
         if variant.recompute == "off":
@@ -187,6 +189,10 @@ class _Variants:
                 return
             variant = _scaled(variant, 2)
         self.add(self._filled(variant), own, "recompute")
+
+    def _may_win(self, own: Price) -> bool:
+        """Whether a plan may become the fastest, by what recomputing nothing may spare it."""
+        return (1.0 - _MOST_SPARED) * own.step_s <= self.found.plans[0].step_s
 
     def _filled(self, own: Candidate) -> Candidate:
         return replace(own, recompute="auto", partition=self.pinned.partition)
@@ -197,6 +203,12 @@ class _Variants:
         Returns:
             Its price, which may not fit; None where it is refused.
         """
+        if variant.choices() in self.tried:
+            return self.tried[variant.choices()]
+        price = self.tried[variant.choices()] = self._add(variant, own, choice)
+        return price
+
+    def _add(self, variant: Candidate, own: Price, choice: str) -> Price | None:
         found, plans, rejected = self.found, list(self.found.plans), list(self.found.rejected)
         why = None if self.refusal is None else self.refusal(variant)
         try:

@@ -109,6 +109,22 @@ def test_other_degrees_may_fill_the_memory_better():
     assert all(own.pp == 1 for own in double.priced[so_far:])
 
 
+def test_each_schedule_fills_the_memory_of_the_layout_that_it_recomputes_in():
+    """One recomputes with twice the microbatch, the other with the plan's own, and wins."""
+    double = WithAuto(fraction=0.8)
+    found = search_job(job_of(), double, Pinned(ep=1), 3)
+    first = replace(found.plans[0].candidate, dp=1, tp=1, pp=4, num_microbatches=8, recompute="off")
+    best = replace(double.price(first), step_s=1.0)
+    larger = replace(first, microbatch=2, num_microbatches=4, recompute="full")
+    other = replace(first, schedule="zero_bubble_h1", recompute="full")
+    one, two = (replace(double.price(own), step_s=s) for own, s in ((larger, 1.1), (other, 1.2)))
+    kept = Pinned(schedule="1f1b", ep=1, offload_activations="off", offload_optimizer="off")
+    so_far = len(double.priced)
+    with_variants(replace(found, plans=(best, one, two), behind=()), double, kept, 3, None)
+    filled = [own for own in double.priced[so_far:] if own.recompute == "full"]
+    assert filled == [replace(own, partition=None) for own in (larger, other)]
+
+
 def left_out(found):
     return [own.why for own in found.rejected if own.what == "recompute=auto"]
 
