@@ -159,13 +159,12 @@ class _Variants:
         for own in self.found.priced:
             if own.candidate.recompute in _RECOMPUTES_SOME and self._may_win(own):
                 schedules.setdefault(own.candidate.schedule, own)
-        filled = list(schedules.values())[:_MOST_FILLED]
-        if not filled:
+        fastest = list(schedules.values())[:_MOST_FILLED]
+        if not fastest:
             return
-        for own in filled:
+        for own in fastest:
             self.add(self._filled(own.candidate), own, "recompute")
-        best = filled[0]
-        self._fill_other(degrees(best.candidate))
+        self._fill_other(degrees(fastest[0].candidate))
         own = next(p for p in self.found.priced if p.candidate.recompute != "off")
         if self.pinned.offload_activations is None:
             filled = replace(self._filled(own.candidate), offload_activations="auto")
