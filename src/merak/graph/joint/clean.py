@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.joint.derive import JointGraph, Layout
+from merak.graph.joint.derive import JointGraph, Layout, number_at
 
 aten = torch.ops.aten
 
@@ -26,14 +26,30 @@ _SAME: dict[Any, torch._ops.OpOverload] = {
 """Operators in whose place another computes the same bits, whose call costs less."""
 
 
+_FILLED: dict[Any, torch._ops.OpOverload] = {
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.empty_like.default: aten.empty_strided.default,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+}
+"""What fills new memory as operators do that read of a tensor how it lies, and no element."""
+
+
 def clean(joint: JointGraph) -> None:
     """Clean a joint graph, in place."""
     seen: dict[Layout, fx.Node] = {}
+    is_sized = all(node.target is not number_at for node in joint.graph.nodes)
     for node in joint.graph.nodes:
         layout = node.meta.get("layout")
         node.target = _SAME.get(node.target, node.target)
         if layout is None:
             continue
+        if node.target in _FILLED:
+            _read_no_tensor(node, is_sized)
         if is_view(node):
             _shorten(node)
             _squeeze_sum(node, seen)
@@ -69,6 +85,30 @@ def has_effect(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
     return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _read_no_tensor(node: fx.Node, is_sized: bool) -> None:
+    """Let an operator that fills new memory say its sizes, and not read a tensor for them.
+
+    Else what is laid out like a tensor, such as the mask of a dropout, would be a reason to save or
+    recompute that tensor.
+
+    Args:
+        node: the operator.
+        is_sized: whether no size of the graph follows from values.
+    """
+    layout, filled = node.meta["layout"], _FILLED[node.target]
+    says_sizes = node.target._schema.name.startswith("aten::new_")  # type: ignore[union-attr]
+    if filled is aten.empty_strided.default and is_sized:
+        args: tuple[Any, ...] = (layout.shape, layout.stride)
+    elif says_sizes:
+        args = node.args[1:]
+    elif is_sized and is_contiguous(layout):
+        args = (layout.shape, *node.args[1:])
+    else:
+        return
+    node.target, node.args = filled, args
+    node.kwargs = {"dtype": layout.dtype, "device": layout.device}
 
 
 def _shorten(node: fx.Node) -> None:

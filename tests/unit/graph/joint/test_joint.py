@@ -22,7 +22,9 @@ from merak.graph.ir.ir import Kind
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.joint.clean import clean
 from merak.graph.joint.derive import Given, derive
+from merak.graph.joint.divide import divide
 from merak.graph.joint.generate import run as run_part
+from merak.graph.joint.parts import parts_of
 from merak.graph.joint.segment import Functions, JointSegment, joint_segment
 from merak.graph.trace.modes.autograd_functions import AUTOGRAD_FUNCTION
 from merak.ops.linear import linear
@@ -430,6 +432,22 @@ def test_a_bias_is_given_a_sum_and_no_view_of_one() -> None:
     (total,) = [node for node in joint.graph.nodes if node.target is torch.ops.aten.sum.dim_IntList]
     assert len(total.args) == 2 and joint.gradients[1] is total
     assert total.meta["layout"].shape == (5,)
+
+
+def test_what_is_laid_out_like_a_product_does_not_make_it_again() -> None:
+    """Such as the mask of a dropout on a CPU."""
+    aten = torch.ops.aten
+    for fill in (
+        lambda made: F.dropout(made, 0.5),
+        lambda made: torch.addcmul(made, torch.full_like(made, 2.0), made.new_ones(6).exp_()),
+        lambda made: made + torch.empty_like(made.mT).zero_().mT,
+    ):
+        case = Case(lambda w, x, fill=fill: fill(torch.tanh(x) @ w), [(6, 6)], [(4, 6)])
+        joint = derive(_graph(case), _tensors(case, 0), None)
+        clean(joint)
+        parts = parts_of(joint, divide(joint))
+        assert aten.mm.default in [node.target for node in parts.plain.nodes]
+        assert aten.mm.default not in [node.target for node in parts.recompute.nodes]
 
 
 def test_what_no_product_leads_to_is_left_only_where_it_holds_nothing_more() -> None:
