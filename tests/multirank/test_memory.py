@@ -46,6 +46,7 @@ def test_sub_microbatches_take_what_was_foreseen(pool, tmp_path):
         for family, recompute in (("gpt2", "off"), ("bert", "off"), ("t5", "off"), ("vit", "full"))
     ]
     jobs += [MemoryJob("llama", 0.1, frozen="layers.0", options={"recompute": "full", **split})]
+    jobs += [MemoryJob(f, 0.1, options={"recompute": "selective", **split}) for f in ("gpt2", "t5")]
     assert_close(pool.run(measure, 2, (1, 2, 1), jobs, tmp_path))
 
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 from merak.core.start.init import init
 from merak.data import signature
 from merak.engine import build_engine
+from merak.engine.segments import joint_call
 from merak.graph.joint import segment as joint_segments
 from merak.graph.program.program import SubPipelinedRun
 from merak.graph.segment.build import GraphSource, build_graph
@@ -199,6 +200,36 @@ def test_a_block_with_the_loss_in_its_segment_is_sub_pipelined(pool, tmp_path, s
     columns = dict(signature(draw(samples)).columns)
     whole = build_graph(GraphSource(blocks(0.1)), columns, training=True)
     assert ranks[0]["1f1b", True][2] == [segment.name for segment in whole.segments]
+
+
+def kept(choices: list[str], cache: Path) -> list[tuple[list[torch.Tensor], int]]:
+    """Of sub-pipelined steps: losses and gradients, and what forwards keep of what recomputes."""
+    mesh, own, found = init(tp=2), batches(2, 4, False), []
+    sample, end = signature(own[0]).columns, joint_call._end_forward
+    for recompute in choices:
+        counts = []
+
+        def noted(run: Any, made: Any, *others: Any, counts: list[int] = counts) -> None:
+            end(run, made, *others)
+            counts.append(sum(tensor.numel() for tensor in made.kept))
+
+        torch.manual_seed(0)
+        options = EngineOptions(num_microbatches=2, sub_pipelining="on", recompute=recompute)
+        source = GraphSource(gpt2(0.1), cache_dir=cache)
+        engine = build_engine(source, sample, mesh, options)
+        with mock.patch.object(joint_call, "_end_forward", noted):
+            losses = engine.train_step(0, [sample] * 2, own, 0.5)
+        grads = [p.grad.clone() for p in engine.parameters.values() if p.grad is not None]
+        found.append(([losses, *grads], sum(counts)))
+    return found
+
+
+def test_sub_microbatches_keep_what_is_slow_to_recompute(pool, tmp_path):
+    for (off, nothing), (full, least), (selective, more) in pool.run(
+        kept, 2, ["off", "full", "selective"], tmp_path
+    ):
+        assert all(map(torch.equal, off, full)) and all(map(torch.equal, off, selective))
+        assert nothing <= least < more
 
 
 def gradients_without_graphs(schedules: list[str], cache: Path) -> tuple[Any, int]:

@@ -77,6 +77,19 @@ def all_in_turns(parts: Sequence[Parts[PartNodes]]) -> Parts[PartNodes]:
     )
 
 
+def recomputing(parts: Parts[PartNodes]) -> Parts[PartNodes]:
+    """The parts of a segment whose backward begins with its recomputation."""
+    first, then = parts.recompute, parts.backward
+    made = {*first.results}
+    both = PartNodes(
+        tuple(dict.fromkeys([*first.reads, *(node for node in then.reads if node not in made)])),
+        (*first.nodes, *then.nodes),
+        then.results,
+        then.accumulated,
+    )
+    return replace(parts, backward=both)
+
+
 def _pieces(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     pieces: list[list[fx.Node]] = [[]]
     for node in nodes:

@@ -45,6 +45,7 @@ class SegmentProgram:
         offload: where its activations are offloaded to host memory, the values that it reads or
             makes and that stay on the device for other segments; else None.
         joint: its forward and backward as a graph; None where autograd runs the backward.
+        keeps: names of the operators whose results it saves where others are recomputed.
     """
 
     segment: Segment
@@ -57,6 +58,7 @@ class SegmentProgram:
     saved: bool = False
     offload: frozenset[str] | None = None
     joint: JointSegment | None = None
+    keeps: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class ActivationChoices:
     """
 
     saved: Container[int] = ()
-    selective: Mapping[int, Container[str]] = field(default_factory=dict)
+    selective: Mapping[int, frozenset[str]] = field(default_factory=dict)
     offloaded: Container[int] = ()
 
 
@@ -270,8 +272,8 @@ def compile_program(
         programs = []
         for segment in graph.segments[first:stop]:
             is_saved = segment.index in choices.saved
-            selective = () if is_saved else choices.selective.get(segment.index, ())
-            program, split = compiler.segment(segment, own_rewrites, selective)
+            keeps = frozenset() if is_saved else choices.selective.get(segment.index, frozenset())
+            program, split = compiler.segment(segment, own_rewrites, keeps)
             shards |= split
             batch_only.update(program.segment.batch_only)
             programs.append(replace(program, saved=is_saved))
@@ -320,7 +322,7 @@ class Compiler:
         self,
         segment: Segment,
         rewrites: Sequence[Rewrite],
-        selective: Container[str] = (),
+        keeps: frozenset[str] = frozenset(),
         yields: bool = False,
     ) -> tuple[SegmentProgram, dict[str, ParameterShard]]:
         """Program of a segment, and how its parameters are split over tp.
@@ -328,14 +330,14 @@ class Compiler:
         Args:
             segment: of the graph.
             rewrites: what is done to it in turn.
-            selective: its operators whose results are saved where it recomputes.
+            keeps: names of its operators whose results are saved where it recomputes.
             yields: whether something else may run while an all-reduce of it does.
         """
         draws = has_draws(segment)  # which its rewritten form, of operators of our own, may hide
         local, shards = _rewritten(segment, rewrites)
-        joint = self._joint(local, selective, yields)
+        joint = self._joint(local, keeps, yields)
         program = compile_segment(local, self.graph.values, draws, self.make)
-        return replace(program, joint=joint), shards
+        return replace(program, joint=joint, keeps=keeps), shards
 
     def extended(self, values: Mapping[str, TensorMeta]) -> Compiler:
         """The same for segments that give one another further values."""

@@ -20,7 +20,12 @@ from merak.graph.program.program import (
     SubPipelinedSegment,
 )
 from merak.graph.sub_pipelining.leading_part import leading_cuts
-from merak.graph.sub_pipelining.sub_microbatch import SampleDims, split_segment, sub_microbatches
+from merak.graph.sub_pipelining.sub_microbatch import (
+    SampleDims,
+    same_operators,
+    split_segment,
+    sub_microbatches,
+)
 from merak.ops import collectives
 
 logger = logging.getLogger(__name__)
@@ -88,7 +93,8 @@ def _cut(
         try:
             own = compiler.extended(_values(parts[0]))
             first, rest = (
-                replace(own.segment(part, rewrites)[0], saved=whole.saved) for part in parts
+                replace(own.segment(part, rewrites, whole.keeps)[0], saved=whole.saved)
+                for part in parts
             )
             if 0 < _num_collectives(first) <= _num_collectives(whole) - _num_collectives(rest):
                 return sub_pipeline_segment(parts[0], first, samples, rewrites, own), rest
@@ -129,6 +135,11 @@ def sub_pipeline_segment(
     """
     split = split_segment(segment, samples)
     first, second = (compiler.segment(one, rewrites, yields=True)[0] for one in split.segments)
+    if whole.keeps:
+        keeps = same_operators(whole.segment.graph, first.segment.graph, whole.keeps)
+        first, second = (
+            compiler.segment(one, rewrites, keeps, yields=True)[0] for one in split.segments
+        )
     if first.joint is None or second.joint is None:
         raise ShardError("autograd runs its backward, in one piece.")
     draws, saved = whole.draws, whole.saved  # of what was traced

@@ -11,7 +11,7 @@ Source: Merak (IEEE TPDS), section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -164,6 +164,23 @@ def split_segment(segment: Segment, samples: SampleDims) -> SubMicrobatchSegment
         replace(segment, graph=_Writer(second).run(segment.graph)),
     )
     return SubMicrobatchSegments(written, both, dims)
+
+
+def same_operators(whole: fx.Graph, own: fx.Graph, names: Collection[str]) -> frozenset[str]:
+    """Names that operators of a microbatch have in the graph of a sub-microbatch.
+
+    Args:
+        whole: graph of a segment for a microbatch.
+        own: the same for a sub-microbatch.
+        names: of operators of the first.
+
+    Returns:
+        None of them where the graphs are unlike in more than their sizes.
+    """
+    if len(whole.nodes) != len(own.nodes):
+        return frozenset()
+    pairs = zip(whole.nodes, own.nodes, strict=True)
+    return frozenset(same.name for node, same in pairs if node.name in names)
 
 
 def sample_dim(placed: ResultPlacement) -> int | None:

@@ -231,8 +231,8 @@ def _filled(
 
 
 def selective_operators(forecast: Forecast, profile: Profile) -> Mapping[int, SelectiveOps]:
-    """By segment, the operators that `auto` may save; none where sub-microbatches may run."""
-    if forecast.mesh.tp > 1 and forecast.options.sub_pipelining != "off":
+    """By segment, the operators that `auto` may save; none while sub-pipelining is not decided."""
+    if forecast.mesh.tp > 1 and forecast.options.sub_pipelining == "auto":
         return {}
     return forecast.memory.find_selective_ops(profile())
 

@@ -75,11 +75,12 @@ class Measured:
         pair: tuple[Segment, Segment],
         immediate: tuple[str, ...],
         joined: tuple[str, ...],
+        keeps: frozenset[str],
     ) -> SegmentMemory | None:
         """Memory of a segment in sub-microbatches; as of `SegmentMemories.in_turns`."""
-        key = segment.index, immediate, joined
+        key = segment.index, immediate, joined, keeps
         if key not in self._in_turns:
-            self._in_turns[key] = self._measure.in_turns(segment, pair, immediate, joined)
+            self._in_turns[key] = self._measure.in_turns(segment, pair, immediate, joined, keeps)
         return self._in_turns[key]
 
     def prologue_bytes(self, program: Program) -> tuple[int, int]:

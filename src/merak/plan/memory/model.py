@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from merak.core.mesh import Mesh, pretended
 from merak.core.tensor_meta import TensorMeta
@@ -149,12 +150,8 @@ class MemoryModel:
                 for stage in program.stages.values()
                 for segment in stage.segments
             }
-            if job.split is not None:
-                whole = dict(self.segments)
-                for program, tied in zip(job.programs, job.tied, strict=True):
-                    for stage in program.stages.values():
-                        now = {name for name, _ in tied}
-                        self.segments |= job.split.stage(stage, measured, whole, now)
+            self._whole = dict(self.segments)
+            self.segments |= self._in_turns()
             if job.recomputes_whole:
                 self.segments = {i: own.recomputing_whole() for i, own in self.segments.items()}
             self._derived = [measured.prologue_bytes(program) for program in job.programs]
@@ -163,6 +160,18 @@ class MemoryModel:
         measured.optimizers(list(dict.fromkeys(kinds)), job.kernels)
         is_whole = any(_is_stepped_whole(job, p, measured.optimizers) for p in job.programs)
         self._optimizers = [_optimizer(job, p, measured.optimizers, is_whole) for p in job.programs]
+
+    def _in_turns(
+        self, keeps: Mapping[int, frozenset[str]] = MappingProxyType({})
+    ) -> dict[int, SegmentMemory]:
+        """Memory of segments that run as sub-microbatches, by what a recomputation keeps."""
+        job, found = self.job, dict[int, SegmentMemory]()
+        if job.split is not None:
+            for program, tied in zip(job.programs, job.tied, strict=True):
+                now = {name for name, _ in tied}
+                for stage in program.stages.values():
+                    found |= job.split.stage(stage, self._measured, self._whole, now, keeps)
+        return found
 
     def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
         """By segment, the operators that are worth saving where it recomputes.
@@ -178,7 +187,12 @@ class MemoryModel:
                     saved_bytes = self.segments[own.segment.index].saved_bytes
                     segments += [(own.segment, saved_bytes)] if own.trains else []
         with pretended(self.job.mesh.unconnected()):
-            return self._measured.selective(segments, profile)
+            found = self._measured.selective(segments, profile)
+            in_turns = self._in_turns({index: ops.names for index, ops in found.items()})
+        for index in found.keys() & in_turns.keys():
+            memory = replace(in_turns[index], recomputed=found[index].memory.recomputed)
+            found[index] = replace(found[index], memory=memory)
+        return found
 
     def operator_seconds(self, profile: DeviceProfile) -> dict[int, Sequence[float]]:
         """By segment, the estimated seconds of each node of its graph in a forward.

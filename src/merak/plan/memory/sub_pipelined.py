@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from merak.core.errors import ShardError
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.ir.structure import structure_of_graph
 from merak.graph.joint.segment import joint_obstacle
 from merak.graph.program.program import Rewrite, StageProgram
-from merak.graph.sub_pipelining.sub_microbatch import SampleDims, find_sample_dims, split_segment
+from merak.graph.sub_pipelining.sub_microbatch import (
+    SampleDims,
+    find_sample_dims,
+    same_operators,
+    split_segment,
+)
 from merak.plan.cost.segments.measured import values_of
 from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.memory.measured import Measured
 
-Pair = tuple[Segment, Segment]
-"""What each sub-microbatch runs."""
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What the sub-microbatches of a segment run.
+
+    Args:
+        segments: of each.
+        whole: inputs and outputs that have no samples, which both read or make whole.
+    """
+
+    segments: tuple[Segment, Segment]
+    whole: frozenset[str]
 
 
 class SplitSegments:
@@ -41,6 +57,7 @@ class SplitSegments:
         measured: Measured,
         known: Mapping[int, SegmentMemory],
         immediate: Collection[str] = (),
+        keeps: Mapping[int, frozenset[str]] = MappingProxyType({}),
     ) -> dict[int, SegmentMemory]:
         """Memory of the segments of a stage that run in sub-microbatches.
 
@@ -49,6 +66,8 @@ class SplitSegments:
             measured: measures them.
             known: memory of all segments for a whole microbatch.
             immediate: names of parameters whose gradients are never left for later.
+            keeps: by segment, names of the operators whose results are kept where others are
+                recomputed.
         """
         found = {s.segment.index: self._split(s.segment) for s in stage.segments if s.trains}
         memories = {}
@@ -63,13 +82,22 @@ class SplitSegments:
             joined = tuple(names[name] for name in own.segment.outputs if name in read)
             params = zip(own.segment.parameters, first.parameters, strict=True)
             now = tuple(same for name, same in params if name in immediate)
-            memory = measured.in_turns(first, pair, now, joined)
-            if memory is not None:
-                memories[index] = replace(
-                    memory.renamed(values_of(first, own.segment)),
-                    outputs=known[index].outputs,
-                    recomputed=known[index].recomputed,
-                )
+            graph = pair.segments[0].graph
+            kept = same_operators(own.segment.graph, graph, keeps.get(index, ()))
+            memory = measured.in_turns(first, pair.segments, now, joined, kept)
+            if memory is None:
+                continue
+            own_names = values_of(first, own.segment)
+            whole = frozenset(own_names[name] for name in pair.whole)
+            memories[index] = replace(
+                memory.renamed(own_names),
+                outputs={
+                    name: replace(made, num_bytes=(1 + (name in whole)) * made.num_bytes)
+                    for name, made in known[index].outputs.items()
+                },
+                read_whole=whole.intersection(own.segment.inputs),
+                recomputed=known[index].recomputed,
+            )
         return memories
 
     def _split(self, segment: Segment) -> tuple[Segment, Pair | None]:
@@ -81,8 +109,10 @@ class SplitSegments:
                 size = batch_size(self._whole)
                 self._samples = find_sample_dims(self._whole.segments, size)
             try:
-                first, second = map(self._local, split_segment(whole, self._samples).segments)
-                self._known[key] = segment, (first, second)
+                split = split_segment(whole, self._samples)
+                first, second = map(self._local, split.segments)
+                every = frozenset((*segment.inputs, *segment.outputs))
+                self._known[key] = segment, Pair((first, second), every - split.dims.keys())
             except ShardError:
                 self._known[key] = segment, None
         return self._known[key]

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
-from merak.plan.cost.segments.memory import SegmentMemory
+from merak.plan.cost.segments.memory import BackwardMemory, SegmentMemory
 from merak.plan.memory.context import MemoryContext, trained_parameters
 from merak.plan.memory.gradients import Gradients
 from merak.plan.memory.host import HostMemory, OffloadRecord
@@ -264,7 +264,8 @@ class MemoryTimeline(StepInterpreter):
             self._fetch(records)
             if segment.trains:
                 self._unshards.begin(segment, action)
-                self._recompute_segment(segment, record, action)
+                if record.is_saved or self._recomputed(segment).whole_in_turns is None:
+                    self._recompute_segment(segment, record, action)
                 self._segment_backward(segment, action, gradients, record)
                 self._unshards.end(segment, action, reduces=True)
                 self.ledger.release_all(_storages(record.values))
@@ -281,9 +282,8 @@ class MemoryTimeline(StepInterpreter):
     def _segment_backward(
         self, segment: SegmentProgram, action: Action, gradients: Keys, record: _Record
     ) -> None:
-        memory = self.ctx.memory[segment.segment.index]
         splits = action.kind is Kind.INPUT_GRADIENT
-        backward = memory.split if splits else memory.whole
+        backward = self._backward_memory(segment, splits, recomputes=not record.is_saved)
         names = self._trained[segment.segment.index]
         # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
         is_synchronous = self.ctx.schedule.is_synchronous
@@ -300,7 +300,8 @@ class MemoryTimeline(StepInterpreter):
                 )
         for name in segment.segment.inputs:
             if self.ctx.program.values[name].requires_grad and name not in gradients:
-                self._hold_gradient(name, action, gradients)
+                count = 1 + (name in self.ctx.memory[segment.segment.index].read_whole)
+                self._hold_gradient(name, action, gradients, count)
         for name in segment.segment.outputs:
             key = gradients.pop(name, None)
             if key is not None:
@@ -317,9 +318,21 @@ class MemoryTimeline(StepInterpreter):
             for shared in self._deferred[key][1:]:
                 self.ledger.share(shared)
 
-    def _hold_gradient(self, name: str, action: Action, gradients: Keys) -> None:
+    def _backward_memory(
+        self, segment: SegmentProgram, splits: bool, recomputes: bool
+    ) -> BackwardMemory:
+        """Memory of a backward that follows a recomputation, or has its own inside."""
+        if not recomputes:
+            memory = self.ctx.memory[segment.segment.index]
+            return memory.split if splits else memory.whole
+        memory = self._recomputed(segment)
+        found = memory.split_in_turns if splits else memory.whole_in_turns
+        assert found is not None
+        return found
+
+    def _hold_gradient(self, name: str, action: Action, gradients: Keys, count: int = 1) -> None:
         key = ("gradient", action.stage, action.microbatch, name)
-        num_bytes = self.ctx.program.values[name].num_bytes
+        num_bytes = count * self.ctx.program.values[name].num_bytes
         self.ledger.hold(key, num_bytes, Category.TEMPORARY, action.stage)
         gradients[name] = key
 

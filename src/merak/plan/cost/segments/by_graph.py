@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.gradients import LOW_PRECISION
 from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.graph.ir.ir import Segment
-from merak.graph.joint.all_reduces import all_in_turns, start_early
+from merak.graph.joint.all_reduces import all_in_turns, recomputing, start_early
 from merak.graph.joint.clean import clean, is_contiguous, is_view
 from merak.graph.joint.derive import JointGraph, Layout, derive
 from merak.graph.joint.divide import divide
@@ -114,6 +114,12 @@ def memory_by_graph(
     again = [division.recomputation for division in divisions]
     kept = _of([n for one in again for n in one.kept], {*lifetimes.arguments, *roots})
     origins = {n.meta["origin"] for one in again for n in one.nodes if not _is_free(n)}
+    whole_again, split_again = (
+        lifetimes.backward(all_in_turns(list(map(recomputing, each))), roots)
+        if len(joints) > 1
+        else None
+        for each in ([own.whole for own in of_each], [own.split for own in of_each])
+    )
     return SegmentMemory(
         outputs=outputs[0][0],
         saved_bytes=sum(own.values()),
@@ -128,6 +134,8 @@ def memory_by_graph(
         offload_values=frozenset(roots[s] for s in movable if s in roots),
         kept_bytes=sum(kept.values()),
         recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name in origins),
+        whole_in_turns=whole_again,
+        split_in_turns=split_again,
     )
 
 

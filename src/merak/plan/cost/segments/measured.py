@@ -114,6 +114,7 @@ class SegmentMemories:
         pair: Sequence[Segment],
         immediate: Collection[str] = (),
         joined: Collection[str] = (),
+        keeps: Collection[str] = (),
     ) -> SegmentMemory | None:
         """Memory of a segment whose sub-microbatches run in turns; None where autograd runs it.
 
@@ -124,6 +125,7 @@ class SegmentMemories:
             pair: for each sub-microbatch.
             immediate: as for one that runs whole.
             joined: names of outputs that are put together of both for others.
+            keeps: names of the operators whose results are kept where others are recomputed.
         """
         if segment.index not in self._in_turns:
             self._in_turns[segment.index] = joint_graphs_in_turns(pair, self.device, self._kernels)
@@ -131,7 +133,7 @@ class SegmentMemories:
         if len(joints) < len(pair):
             return None
         own = (pair[0], joints, self.float32_gradients, immediate)
-        return memory_by_graph(*own, joined=joined)
+        return memory_by_graph(*own, keeps, joined)
 
     def joint(self, segment: Segment) -> JointGraph | None:
         """Joint graph of a segment; None where autograd runs its backward."""

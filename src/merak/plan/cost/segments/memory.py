@@ -60,7 +60,11 @@ class SegmentMemory:
             host memory.
         resident_bytes: of `saved_bytes`, those that stay on the device all the same.
         offload_values: saved inputs and outputs that could be copied to host memory, too.
+        whole_in_turns: of recomputation and backward together, where each of two sub-microbatches
+            begins its backward when its own recomputation ends; None where one follows the other.
+        split_in_turns: the same for schedules that split backwards.
         kept_bytes: kept by a forward that saves nothing else, for its recomputation.
+        read_whole: inputs that both of two sub-microbatches read whole, each with a gradient.
         recomputed: places in the segment's graph of the operators that a recomputation runs again;
             None for all.
         obstacle: why autograd runs the backward of a segment that trains; "" where it is a graph.
@@ -77,7 +81,10 @@ class SegmentMemory:
     offload_sizes: tuple[int, ...]
     resident_bytes: int
     offload_values: frozenset[str]
+    whole_in_turns: BackwardMemory | None = None
+    split_in_turns: BackwardMemory | None = None
     kept_bytes: int = 0
+    read_whole: frozenset[str] = frozenset()
     recomputed: frozenset[int] | None = None
     obstacle: str = ""
 
@@ -93,7 +100,13 @@ class SegmentMemory:
 
     def recomputing_whole(self) -> SegmentMemory:
         """The memory of a segment whose recomputation runs its whole forward."""
-        return replace(self, recompute_bytes=self.saving_forward_bytes, recomputed=None)
+        return replace(
+            self,
+            recompute_bytes=self.saving_forward_bytes,
+            whole_in_turns=None,
+            split_in_turns=None,
+            recomputed=None,
+        )
 
     def renamed(self, names: Mapping[str, str]) -> SegmentMemory:
         """The memory of a segment that is alike.
@@ -105,6 +118,9 @@ class SegmentMemory:
         def all_of(found: frozenset[str]) -> frozenset[str]:
             return frozenset(names[name] for name in found)
 
+        def backward(own: BackwardMemory) -> BackwardMemory:
+            return replace(own, held_values=all_of(own.held_values))
+
         return replace(
             self,
             outputs={
@@ -113,6 +129,9 @@ class SegmentMemory:
             },
             saved_outputs=all_of(self.saved_outputs),
             offload_values=all_of(self.offload_values),
-            whole=replace(self.whole, held_values=all_of(self.whole.held_values)),
-            split=replace(self.split, held_values=all_of(self.split.held_values)),
+            whole=backward(self.whole),
+            split=backward(self.split),
+            whole_in_turns=self.whole_in_turns and backward(self.whole_in_turns),
+            split_in_turns=self.split_in_turns and backward(self.split_in_turns),
+            read_whole=all_of(self.read_whole),
         )
