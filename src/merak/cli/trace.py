@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from merak.graph.tensor_parallel.report import SegmentReport
     from merak.graph.trace.opaque.report import OpaqueModule
     from merak.plan.cluster.cluster import Cluster
+    from merak.plan.cost.joint_operators import JointParts
     from merak.plan.cost.segments.operator_rows import SegmentOperators
-    from merak.plan.price.segments import SegmentPrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,6 @@ def _report(
     name: str, request: TraceRequest, timed: BuiltGraph, build_s: float, devices: Cluster | None
 ) -> TraceReport:
     from merak.core.elastic import Degrees, check_expert_degree
-    from merak.graph.joint.segment import joint_obstacle
     from merak.graph.tensor_parallel.apply import auto_tensor_parallel
     from merak.graph.tensor_parallel.report import report_sharding
     from merak.graph.trace.opaque.report import report_opaque
@@ -217,10 +216,10 @@ def _report(
             replace(
                 _part(segment, found, shapes, times),
                 attention=_attention(segment, devices),
-                autograd=joint_obstacle(segment.graph),
+                autograd=obstacle,
             )
-            for segment, found, times in zip(
-                graph.segments, splits, _times(graph, parallel, request, devices), strict=True
+            for segment, found, (obstacle, times) in zip(
+                graph.segments, splits, _backwards(graph, parallel, request, devices), strict=True
             )
         ],
         kept_whole=report_opaque(graph),
@@ -267,37 +266,45 @@ def _of_a_rank(
     return mesh, local.segments, fitted
 
 
-def _times(
+def _backwards(
     graph: ModelGraph, parallel: TensorParallel, request: TraceRequest, devices: Cluster | None
-) -> Sequence[tuple[float | None, float | None]]:
-    """Seconds of the forward and backward of every segment on the first of some devices."""
+) -> Iterator[tuple[str, tuple[float | None, float | None]]]:
+    """Of every segment, why autograd runs its backward ("" where that is a graph), and its times.
+
+    These are the seconds of its forward and backward on the first of some devices.
+    """
     from merak.core.mesh import pretended
     from merak.graph.ir.structure import structural_key
-    from merak.plan.cluster.groups import groups_of
     from merak.plan.cost.segments.measured import SegmentMemories
-    from merak.plan.price.kernels import KernelChoice, joint_kernels
-    from merak.plan.price.segments import price_graph
 
-    if devices is None:
-        return [(None, None)] * len(graph.segments)
-    device = devices.nodes[0].device
-    groups = groups_of(devices, request.tp, request.cp)
     mesh, segments, fitted = _of_a_rank(graph, parallel, request)
-    memories = SegmentMemories(mesh.device, kernels=device.device_type)
-    choice = KernelChoice()
-    known: dict[object, SegmentPrice] = {}
-    found = []
+    kernels = "cpu" if devices is None else devices.nodes[0].device.device_type
+    memories = SegmentMemories(mesh.device, kernels=kernels)
+    known: dict[object, tuple[str, tuple[float | None, float | None]]] = {}
     for segment in segments:
         key = structural_key(segment.graph)
         if key not in known:
             with pretended(mesh):
                 own = fitted(segment)[0]
-                joint = memories.joint_parts(own)
-            how = choice, device.device_type, 1
-            kernels = None if joint is None else joint_kernels(joint, *how)
-            known[key] = price_graph(own.graph, choice, device, groups, kernels)
-        found.append((known[key].forward_s, known[key].backward_s))
-    return found
+                obstacle, joint = memories.obstacle(own), memories.joint_parts(own)
+            times = (None, None) if devices is None else _times(own, joint, request, devices)
+            known[key] = obstacle, times
+        yield known[key]
+
+
+def _times(
+    segment: Segment, joint: JointParts | None, request: TraceRequest, devices: Cluster
+) -> tuple[float, float]:
+    """Seconds of a segment's forward and backward on the first of some devices."""
+    from merak.plan.cluster.groups import groups_of
+    from merak.plan.price.kernels import KernelChoice, joint_kernels
+    from merak.plan.price.segments import price_graph
+
+    choice, device = KernelChoice(), devices.nodes[0].device
+    kernels = None if joint is None else joint_kernels(joint, choice, device.device_type, 1)
+    groups = groups_of(devices, request.tp, request.cp)
+    price = price_graph(segment.graph, choice, device, groups, kernels)
+    return price.forward_s, price.backward_s
 
 
 def _attention(segment: Segment, devices: Cluster | None) -> list[str]:

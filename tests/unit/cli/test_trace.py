@@ -1,12 +1,14 @@
-"""`merak trace --operators`: what every operator computes and saves."""
+"""`merak trace`: what every operator computes and saves, and where autograd runs a backward."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from merak.cli.main import main
+from merak.plan.cost.segments import by_graph
 
 TINY = '{"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 16}'
 WORDS = ["trace", "--model", "GPT2LMHeadModel", "--config", TINY, "--batch", "1", "--operators"]
@@ -37,3 +39,25 @@ def test_ranks_of_tensor_parallelism_have_their_share(capsys: pytest.CaptureFixt
     rows = [line.split() for line in page.splitlines()]
     assert ["forward", "reduce_from", "1", "×", "16", "×", "8"] in rows
     assert ["backward", "all_reduce", "16", "×", "8"] in rows
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "h100")])
+def test_a_backward_of_which_no_graph_can_be_made_is_named(
+    device: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The segment's operators tell nothing: its backward has to be recorded for it."""
+    derive = by_graph.derive
+
+    def derived(graph: Any, like: Any, given: Any) -> Any:
+        if any("tanh" in node.name for node in graph.nodes):
+            raise ValueError("its tanh cannot be recorded")
+        return derive(graph, like, given)
+
+    monkeypatch.setattr(by_graph, "derive", derived)
+    other = TINY.replace('"n_embd": 8', '"n_embd": 20')  # of which no other test knows segments
+    words = ["trace", "--model", "GPT2LMHeadModel", "--config", other, "--batch", "1"]
+    assert main([*words, *device, "--tp", "1", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    found = {part["name"]: part["autograd"] for part in parts if part["autograd"]}
+    assert found["transformer.h.0.mlp"] == "its tanh cannot be recorded"
+    assert all("attn" not in name for name in found)
