@@ -149,6 +149,9 @@ def joint_kernels(
 def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> SegmentKernels:
     """Kernels and collectives of a segment by its forward, whose backward follows from rules.
 
+    Where others of the job run joint graphs, autograd runs the backward of this one: in one piece,
+    which nothing splits, and without gathering again what it has held.
+
     Args:
         graph: of the segment, rewritten for tp where there is tp.
         choice: which kernels there are.
@@ -172,11 +175,12 @@ def segment_kernels(graph: fx.Graph, choice: KernelChoice, device_type: str) -> 
         backward += reversed(back)
     backward.reverse()
     backward += _gradient_sums(graph, groups, choice)
+    later = [] if choice.runs_joint_graphs else [k for k in backward if k.is_weight_gradient]
     return SegmentKernels(
         tuple(forward),
         tuple(backward),
-        tuple(kernel for kernel in backward if not kernel.is_weight_gradient),
-        tuple(kernel for kernel in backward if kernel.is_weight_gradient),
+        tuple(kernel for kernel in backward if not later or not kernel.is_weight_gradient),
+        tuple(later),
         _parameters(graph),
     )
 
@@ -271,7 +275,8 @@ def _collective(
         [*copies, Kernel(collective=(kind, whole, axis), nodes=nodes)] if kind else []
         for kind in (sent.there, sent.back)
     )
-    if sent.is_repeated:  # only the shard is saved, and gathered again for the weight's gradient
+    # Only the shard is saved, and gathered again for the weight's gradient; by autograd, the whole.
+    if sent.is_repeated and not choice.runs_joint_graphs:
         back = [*there, *back]
     return there, back if any(meta.requires_grad for meta in outputs(node)) else []
 

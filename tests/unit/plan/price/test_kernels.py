@@ -218,6 +218,20 @@ def test_sequence_parallel_gathers_again_for_the_weights_gradient() -> None:
     assert kinds == ["all_gather", "all_gather", "reduce_scatter"]
 
 
+def test_a_backward_of_autograd_is_one_piece_and_gathers_nothing_again() -> None:
+    """Where other segments run joint graphs; rules are for those of which there are none."""
+    graph = sequence_parallel_block().graph
+    own = segment_kernels(graph, KernelChoice(), "cuda")
+    other = segment_kernels(graph, KernelChoice(recomputes_whole=True), "cuda")
+    assert own.weight_gradient == () and own.input_gradient == own.backward
+    assert other.weight_gradient and len(other.input_gradient) < len(other.backward)
+    kinds = [[k.collective[0] for k in found.backward if k.collective] for found in (own, other)]
+    assert kinds == [
+        ["all_gather", "reduce_scatter"],
+        ["all_gather", "all_gather", "reduce_scatter"],
+    ]
+
+
 def test_collectives_may_run_beside_their_products_but_for_a_chunk() -> None:
     graph = sequence_parallel_block().graph
     apart = priced(graph, FUSED, 2)
