@@ -31,6 +31,7 @@ _FILLED: dict[Any, torch._ops.OpOverload] = {
     aten.new_zeros.default: aten.zeros.default,
     aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default,
+    aten.new_empty_strided.default: aten.empty_strided.default,
     aten.empty_like.default: aten.empty_strided.default,
     aten.zeros_like.default: aten.zeros.default,
     aten.ones_like.default: aten.ones.default,
@@ -99,10 +100,11 @@ def _read_no_tensor(node: fx.Node, is_sized: bool) -> None:
     """
     layout, filled = node.meta["layout"], _FILLED[node.target]
     says_sizes = node.target._schema.name.startswith("aten::new_")  # type: ignore[union-attr]
-    if filled is aten.empty_strided.default and is_sized:
-        args: tuple[Any, ...] = (layout.shape, layout.stride)
-    elif says_sizes:
+    args: tuple[Any, ...]
+    if says_sizes:
         args = node.args[1:]
+    elif filled is aten.empty_strided.default and is_sized:
+        args = (layout.shape, layout.stride)
     elif is_sized and is_contiguous(layout):
         args = (layout.shape, *node.args[1:])
     else:

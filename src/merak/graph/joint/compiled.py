@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.joint.clean import has_effect, is_view
 from merak.graph.joint.parts import PartNodes
@@ -35,7 +36,7 @@ def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
         known[node] = graph.placeholder(node.name)
         known[node].meta = dict(node.meta)
     shared: set[fx.Node] = set()
-    for is_compilable, run in compilable_runs(part.nodes):
+    for is_compilable, run in compilable_runs(part.nodes, _fills_to_write(part.nodes)):
         computes = (not is_view(n) and n.target is not operator.getitem for n in run)
         if not is_compilable or sum(computes) < _FEWEST:
             for node in run:
@@ -60,13 +61,26 @@ def compile_part(part: PartNodes, compiler: TorchCompiler) -> PartNodes:
     )
 
 
-def compilable_runs(nodes: Iterable[fx.Node]) -> Iterator[tuple[bool, list[fx.Node]]]:
+def _fills_to_write(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Operators whose new memory is written into, such as a mask that is drawn.
+
+    A compiler may give one tensor for two that read nothing and are filled alike.
+    """
+    written = {n.meta["layout"].storage for node in nodes for n in mutated_arguments(node)}
+    fills = (node for node in nodes if not node.all_input_nodes and node.meta["layout"] is not None)
+    return {node for node in fills if node.meta["layout"].storage in written}
+
+
+def compilable_runs(
+    nodes: Iterable[fx.Node], stay: Container[fx.Node] = ()
+) -> Iterator[tuple[bool, list[fx.Node]]]:
     """Operators in order, in runs that torch may compile and runs that stay as they are.
 
     Torch may compile operators that mutate and draw nothing, and what picks one of their results.
 
     Args:
         nodes: the operators.
+        stay: of them, those that stay as they are all the same.
 
     Returns:
         Each run, and whether torch may compile it.
@@ -75,6 +89,7 @@ def compilable_runs(nodes: Iterable[fx.Node]) -> Iterator[tuple[bool, list[fx.No
     was_compilable = False
     for node in nodes:
         is_compilable = isinstance(node.target, torch._ops.OpOverload) and not has_effect(node)
+        is_compilable = is_compilable and node not in stay
         if node.target is operator.getitem and node.args[0] in run:
             is_compilable = was_compilable
         if run and is_compilable is not was_compilable:

@@ -76,6 +76,27 @@ def test_gradients_that_a_compiler_gives_once_are_two_tensors() -> None:
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
 
 
+def test_equal_fills_that_are_written_are_two_tensors() -> None:
+    """A compiler that gives one tensor for both would let either write into the other."""
+
+    def filled(w: Tensor, x: Tensor) -> Tensor:
+        first, second = torch.zeros_like(x), torch.zeros_like(x)
+        first[:, :3] += x.detach()[:, :3]
+        second[:, 3:] += x.detach()[:, 3:]
+        return torch.tanh(x) * w + first * 2.0 + second
+
+    case = Case(filled, [(6,)], [(4, 6)])
+    parts = _compiled(case, Sharing("fills")).parts(_tensors(case, 0))
+    assert parts is not None
+    ours, theirs = _leaves(case), _leaves(case)
+    tangents = [torch.randn(4, 6)]
+    made, gradients = _joint(parts, ours, tangents)
+    expected, wanted = _autograd(case, theirs, tangents)
+    assert torch.equal(made[0], expected[0])
+    assert gradients[1] is not None and wanted[0] is not None
+    assert torch.equal(gradients[1], wanted[0])
+
+
 def test_what_mutates_or_draws_is_not_compiled() -> None:
     def dropped(w: Tensor, x: Tensor) -> Tensor:
         hidden = F.dropout(torch.tanh(x @ w) * 2.0, 0.5) + 1.0
