@@ -114,12 +114,6 @@ def memory_by_graph(
     again = [division.recomputation for division in divisions]
     kept = _of([n for one in again for n in one.kept], {*lifetimes.arguments, *roots})
     origins = {n.meta["origin"] for one in again for n in one.nodes if not _is_free(n)}
-    whole_again, split_again = (
-        lifetimes.backward(all_in_turns(list(map(recomputing, each))), roots)
-        if len(joints) > 1
-        else None
-        for each in ([own.whole for own in of_each], [own.split for own in of_each])
-    )
     return SegmentMemory(
         outputs=outputs[0][0],
         saved_bytes=sum(own.values()),
@@ -134,9 +128,18 @@ def memory_by_graph(
         offload_values=frozenset(roots[s] for s in movable if s in roots),
         kept_bytes=sum(kept.values()),
         recomputed=frozenset(p for p, n in enumerate(segment.graph.nodes) if n.name in origins),
-        whole_in_turns=whole_again,
-        split_in_turns=split_again,
+        whole_in_turns=_in_turns(lifetimes, [own.whole for own in of_each], roots),
+        split_in_turns=_in_turns(lifetimes, [own.split for own in of_each], roots),
     )
+
+
+def _in_turns(
+    lifetimes: _Lifetimes, of_each: Sequence[Parts[PartNodes]], roots: Mapping[int, str]
+) -> BackwardMemory | None:
+    """Memory of backwards that begin with their recomputations; None of a whole microbatch."""
+    if len(of_each) == 1:
+        return None
+    return lifetimes.backward(all_in_turns([recomputing(own) for own in of_each]), roots)
 
 
 def held_by_graph(segment: Segment, joint: JointGraph) -> tuple[int, int]:
