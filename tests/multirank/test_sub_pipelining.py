@@ -302,14 +302,19 @@ def choices(sum_s: float, wish: str, ranks_per_node: int, samples: int) -> bool:
         return overlap.choose_sub_pipelining(wish, layout, mesh, lambda: times)
 
 
+CASES = {
+    "sums take as long as computation": ((0.05, "auto", 1, 4), True),
+    "sums are short": ((1e-4, "auto", 1, 4), False),
+    "one machine": ((0.05, "auto", 2, 4), False),
+    "one sample": ((0.05, "auto", 1, 1), False),
+}
+
+
+def all_choices() -> dict[str, bool]:
+    """What jobs decide, by case."""
+    return {name: choices(*given) for name, (given, _) in CASES.items()}
+
+
 def test_auto_sub_pipelines_where_all_reduces_take_as_long_as_computation(pool):
-    assert pool.run(choices, 2, 0.05, "auto", 1, 4) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("sum_s", "wish", "ranks_per_node", "samples"),
-    [(1e-4, "auto", 1, 4), slow(0.05, "auto", 2, 4), slow(0.05, "auto", 1, 1)],
-    ids=["sums are short", "one machine", "one sample"],
-)
-def test_it_stays_whole_otherwise(pool, sum_s, wish, ranks_per_node, samples):
-    assert pool.run(choices, 2, sum_s, wish, ranks_per_node, samples) == [False, False]
+    expected = {name: decided for name, (_, decided) in CASES.items()}
+    assert pool.run(all_choices, 2) == [expected, expected]
