@@ -28,16 +28,19 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> 
         gradient: of its shape.
         owned: whether nobody else has its memory, so that it may become the parameter's.
     """
-    for hook in (parameter._backward_hooks or {}).values():
-        changed = hook(gradient)
-        if changed is not None:
-            gradient, owned = changed, False
-    if parameter.grad is None:
+    if hooks := parameter._backward_hooks:
+        for hook in hooks.values():
+            changed = hook(gradient)
+            if changed is not None:
+                gradient, owned = changed, False
+    known = parameter.grad
+    if known is None:
         parameter.grad = _first(parameter, gradient, owned)
     else:
-        parameter.grad.add_(gradient)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)
+        known.add_(gradient)
+    if hooks := parameter._post_accumulate_grad_hooks:
+        for hook in hooks.values():
+            hook(parameter)
 
 
 def _first(parameter: torch.Tensor, gradient: torch.Tensor, owned: bool) -> torch.Tensor:
