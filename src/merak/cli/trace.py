@@ -286,7 +286,8 @@ def _backwards(
         if key not in known:
             with pretended(mesh):
                 own = fitted(segment)[0]
-                obstacle, joint = memories.obstacle(own), memories.joint_parts(own)
+                obstacle = memories.obstacle(own)
+                joint = None if devices is None else memories.joint_parts(own)
             times = (None, None) if devices is None else _times(own, joint, request, devices)
             known[key] = obstacle, times
         yield known[key]

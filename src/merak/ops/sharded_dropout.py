@@ -141,13 +141,13 @@ def attend_sharded(
         dropped = weights * _noise_slice(weights, dropout_p, layout, rows)
         return (dropped @ repeat_heads(value, query, enable_gqa).to(dropped.dtype)).to(query.dtype)
     if is_drawn_inside:
-        draw_apart(query, layout, rows)
+        use_rank_seed(query, layout, rows)
     found = attend_by_kernel(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
         enable_gqa=enable_gqa, layout=layout, kv_whole=kv_whole, room=room,
     )  # fmt: skip
     if is_drawn_inside:
-        draw_together(query)
+        use_shared_seed(query)
     return found
 
 
@@ -188,8 +188,8 @@ def _draws_inside(device: torch.device) -> bool:
 
 
 @one_operator
-def draw_apart(query: torch.Tensor, layout: Layout | None, rows: Rows | None) -> tuple[()]:
-    """Let a GPU's generator draw what is keyed by the rank's position, until `draw_together`.
+def use_rank_seed(query: torch.Tensor, layout: Layout | None, rows: Rows | None) -> tuple[()]:
+    """Seed a GPU's generator by the rank's position, for the dropout that its attention draws.
 
     Args:
         query: of the attention that draws.
@@ -198,7 +198,7 @@ def draw_apart(query: torch.Tensor, layout: Layout | None, rows: Rows | None) ->
     """
     if not isinstance(query, FakeTensor):
         generator = _generator(query.device)
-        seed, offset = _TOGETHER[query.device] = generator.initial_seed(), generator.get_offset()
+        seed, offset = _SHARED[query.device] = generator.initial_seed(), generator.get_offset()
         position = axis_rank(layout[2]) // layout[3] if layout is not None else 0
         start = rows[1] if rows is not None else 0
         generator.manual_seed(seed_for(seed, offset, "attention", position, start))
@@ -206,23 +206,23 @@ def draw_apart(query: torch.Tensor, layout: Layout | None, rows: Rows | None) ->
 
 
 @one_operator
-def draw_together(query: torch.Tensor) -> tuple[()]:
-    """Let a GPU's generator go on as on every other rank, behind as many numbers as were drawn.
+def use_shared_seed(query: torch.Tensor) -> tuple[()]:
+    """Restore a GPU's generator to what all ranks share, advanced by as much as attention drew.
 
     Args:
         query: of the attention that has drawn.
     """
     if not isinstance(query, FakeTensor):
         generator = _generator(query.device)
-        seed, offset = _TOGETHER[query.device]
+        seed, offset = _SHARED[query.device]
         used = generator.get_offset()
         generator.manual_seed(seed)
         generator.set_offset(offset + used)
     return ()
 
 
-_TOGETHER: dict[torch.device, tuple[int, int]] = {}
-"""Seed and offset that generators had before they drew apart."""
+_SHARED: dict[torch.device, tuple[int, int]] = {}
+"""Seed and offset of generators that a rank has seeded for itself."""
 
 
 def _generator(device: torch.device) -> torch.Generator:

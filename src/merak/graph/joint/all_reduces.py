@@ -77,7 +77,7 @@ def all_in_turns(parts: Sequence[Parts[PartNodes]]) -> Parts[PartNodes]:
     )
 
 
-def recomputing(parts: Parts[PartNodes]) -> Parts[PartNodes]:
+def with_recomputation(parts: Parts[PartNodes]) -> Parts[PartNodes]:
     """The parts of a segment whose backward begins with its recomputation."""
     first, then = parts.recompute, parts.backward
     made = {*first.results}

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merak.core.gradients import LOW_PRECISION
 from merak.core.storages import MIN_OFFLOADED_BYTES
 from merak.graph.ir.ir import Segment
-from merak.graph.joint.all_reduces import all_in_turns, recomputing, start_early
+from merak.graph.joint.all_reduces import all_in_turns, start_early, with_recomputation
 from merak.graph.joint.clean import clean, is_contiguous, is_view
 from merak.graph.joint.derive import JointGraph, Layout, derive
 from merak.graph.joint.divide import divide
@@ -139,7 +139,7 @@ def _in_turns(
     """Memory of backwards that begin with their recomputations; None of a whole microbatch."""
     if len(of_each) == 1:
         return None
-    return lifetimes.backward(all_in_turns([recomputing(own) for own in of_each]), roots)
+    return lifetimes.backward(all_in_turns([with_recomputation(own) for own in of_each]), roots)
 
 
 def held_by_graph(segment: Segment, joint: JointGraph) -> tuple[int, int]:
