@@ -41,10 +41,10 @@ from benchmarks.tools.uncertainty import Error, print_uncertainty
 from merak.graph.tensor_parallel.features import Vocabulary
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload

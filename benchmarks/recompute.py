@@ -27,8 +27,8 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import balance
+from merak.plan.cost.kernels.by_rules import segment_costs
 from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.cost.segment_time import segment_costs
 from merak.plan.layout import Layout
 from merak.plan.memory.non_tensor import usable_bytes
 from merak.schedule import simulate

@@ -20,10 +20,10 @@ import transformers
 from merak.data.fetch import collated, make_fetch
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.kernels.segment_kernels import KernelChoice, segment_kernels
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice, segment_kernels
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
 from merak.schedule.costs import uniform

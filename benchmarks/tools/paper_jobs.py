@@ -15,9 +15,9 @@ from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadM
 from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
 from merak.plan.price.workload import Workload

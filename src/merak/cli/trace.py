@@ -298,7 +298,7 @@ def _times(
 ) -> tuple[float, float]:
     """Seconds of a segment's forward and backward on the first of some devices."""
     from merak.plan.cluster.groups import groups_of
-    from merak.plan.price.kernels import KernelChoice, joint_kernels
+    from merak.plan.cost.kernels.segment_kernels import KernelChoice, joint_kernels
     from merak.plan.price.segments import price_graph
 
     choice, device = KernelChoice(), devices.nodes[0].device

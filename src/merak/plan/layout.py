@@ -15,8 +15,8 @@ from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import Timed, balance
 from merak.plan.cost.benchmark import measure
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.kernels.by_rules import segment_costs
 from merak.plan.cost.measured_times import load_times
-from merak.plan.cost.segment_time import segment_costs
 from merak.plan.engine_options import EngineOptions
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.recompute_spec import recomputing_times

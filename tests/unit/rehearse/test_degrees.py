@@ -14,8 +14,8 @@ from merak.data import signature
 from merak.graph.segment.build import GraphSource
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.kernels.segment_kernels import KernelChoice, joint_kernels
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice, joint_kernels
 from merak.plan.price.segments import joint_parts
 from merak.plan.price.step import priced_stages
 from merak.plan.price.workload import Workload

@@ -19,8 +19,8 @@ from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.calibration import Calibration, Curve, PassSeconds
 from merak.plan.cost.device import DeviceProfile, preset, sheet_name
 from merak.plan.cost.efficiency import ProductShape
+from merak.plan.cost.kernels.kernel_time import work_seconds
 from merak.plan.cost.operators import Work
-from merak.plan.cost.segment_time import work_seconds
 from merak.plan.profile.profile import HOST, NETWORK, Profile
 
 UPDATE_BYTES = 80 / 4

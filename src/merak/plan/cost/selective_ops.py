@@ -17,8 +17,8 @@ from torch import fx
 from merak.graph.ir.ir import Segment
 from merak.graph.ir.mutation import find_mutations
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.kernels.kernel_time import operator_seconds
 from merak.plan.cost.operators import outputs
-from merak.plan.cost.segment_time import operator_seconds
 from merak.plan.cost.segments.by_graph import kept_bytes, memory_by_graph
 from merak.plan.cost.segments.measured import SegmentMemories, values_of
 from merak.plan.cost.segments.memory import SegmentMemory

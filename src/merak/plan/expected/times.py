@@ -10,8 +10,8 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.activations.recompute import Recomputable
 from merak.plan.balance import Timed
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.kernels.by_rules import segment_costs
 from merak.plan.cost.measured_times import load_times
-from merak.plan.cost.segment_time import segment_costs
 from merak.schedule.costs import stage_costs
 from merak.schedule.simulator.simulate import simulate
 

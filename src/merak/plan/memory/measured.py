@@ -10,8 +10,8 @@ from merak.graph.ir.structure import structure_of_graph
 from merak.graph.program.program import Program, SegmentProgram
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.joint_operators import JointParts
+from merak.plan.cost.kernels.kernel_time import operator_seconds
 from merak.plan.cost.optimizer_memory import OptimizerMemories
-from merak.plan.cost.segment_time import operator_seconds
 from merak.plan.cost.segments.by_autograd import storage_bytes
 from merak.plan.cost.segments.measured import SegmentMemories
 from merak.plan.cost.segments.memory import SegmentMemory

@@ -18,12 +18,8 @@ from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import Groups, groups_of
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.joint_operators import JointParts
-from merak.plan.cost.operators import node_work
-from merak.plan.cost.overlap import INTERFERENCE, Step
-from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
-from merak.plan.cost.segment_time import work_seconds
-from merak.plan.price.candidate import Candidate, Form
-from merak.plan.price.kernels import (
+from merak.plan.cost.kernels.kernel_time import work_seconds
+from merak.plan.cost.kernels.segment_kernels import (
     Kernel,
     KernelChoice,
     Operators,
@@ -31,6 +27,10 @@ from merak.plan.price.kernels import (
     joint_kernels,
     segment_kernels,
 )
+from merak.plan.cost.operators import node_work
+from merak.plan.cost.overlap import INTERFERENCE, Step
+from merak.plan.cost.segment_digest import segment_digest, segment_kind, segment_size
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 
 Steps = tuple[Step, ...]

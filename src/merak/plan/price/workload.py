@@ -25,6 +25,7 @@ from merak.graph.tensor_parallel.hf_tp_plan import given_plan
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.cost.optimizer_memory import OptimizerFactory, OptimizerMemories
 from merak.plan.cost.segments.measured import MeasuredGraphs
 from merak.plan.engine_options import EngineOptions
@@ -33,7 +34,6 @@ from merak.plan.memory.local_model import LocalModel
 from merak.plan.options import ParallelOptions
 from merak.plan.partition import Partition
 from merak.plan.price.candidate import Candidate, Form
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.step_plans import StepPlans
 
 _T = TypeVar("_T")

@@ -20,10 +20,10 @@ from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.device import preset
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.engine_options import EngineOptions
 from merak.plan.expected.times import expected_times
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.segments import price_graph
 from tests.unit.engine.models import gpt2, text_batch
 

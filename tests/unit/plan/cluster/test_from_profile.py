@@ -16,8 +16,8 @@ from merak.plan.cluster.parse import parse_cluster
 from merak.plan.cost.calibration import Curve
 from merak.plan.cost.device import preset
 from merak.plan.cost.efficiency import ProductShape
+from merak.plan.cost.kernels.kernel_time import work_seconds
 from merak.plan.cost.operators import Work
-from merak.plan.cost.segment_time import work_seconds
 from merak.plan.profile.profile_file import save_profile
 from tests.unit.plan.profile.helpers import MACHINE, SPEEDS, line, profile
 

@@ -17,8 +17,8 @@ from merak.plan.cost.efficiency import (
     attention_fraction,
     product_fraction,
 )
+from merak.plan.cost.kernels.kernel_time import work_seconds, works_seconds
 from merak.plan.cost.operators import Work
-from merak.plan.cost.segment_time import work_seconds, works_seconds
 
 SIZES = st.integers(1, 20_000)
 

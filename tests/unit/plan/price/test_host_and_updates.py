@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.price import Price
 from merak.plan.price.segments import price_segments
 from merak.plan.price.step import price

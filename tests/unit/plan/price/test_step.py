@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from merak.core.errors import PlanError, ScheduleError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cost.device import preset
+from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.kernels import KernelChoice
 from merak.plan.price.step import memory_of, price, priced_stages
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource

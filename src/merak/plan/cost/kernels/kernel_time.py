@@ -1,12 +1,11 @@
-"""The estimated time of every segment on a device, from its graph."""
+"""Estimated seconds of kernels on a device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
-from merak.graph.ir.ir import Kind, Segment
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.efficiency import (
     AttentionShape,
@@ -14,23 +13,7 @@ from merak.plan.cost.efficiency import (
     attention_fraction,
     product_fraction,
 )
-from merak.plan.cost.measured_times import SegmentTimes
-from merak.plan.cost.operators import Work, node_work, outputs
-
-
-def segment_costs(segments: Sequence[Segment], profile: DeviceProfile) -> tuple[SegmentTimes, ...]:
-    """Estimate the times of every segment for one microbatch.
-
-    A kernel takes the longer of its computation and its memory traffic, and the device's overhead
-    per operator. Segments rewritten for tensor parallelism are costed by their local shapes;
-    collectives count as memory traffic alone. Gradients of parameters are added to those of earlier
-    microbatches.
-
-    Args:
-        segments: of one model, in order, at microbatch shape.
-        profile: the device they run on.
-    """
-    return tuple(_segment_times(segment, profile) for segment in segments)
+from merak.plan.cost.operators import Work, node_work
 
 
 def operator_seconds(graph: fx.Graph, profile: DeviceProfile) -> tuple[float, ...]:
@@ -73,30 +56,3 @@ def _achieved(work: Work, profile: DeviceProfile) -> float:
     if isinstance(work.shape, ProductShape):
         return product_fraction(work.shape, curve, profile.multiprocessors)
     return attention_fraction(work.shape, curve, profile.multiprocessors) / curve.product
-
-
-def _segment_times(segment: Segment, profile: DeviceProfile) -> SegmentTimes:
-    works = [node_work(node, profile.device_type) for node in segment.graph.nodes]
-    forward = [kernel for work in works for kernel in work.forward]
-    backward = [kernel for work in works for kernel in work.backward]
-    backward.extend(_gradient_sums(segment.graph))
-    return SegmentTimes(
-        segment.name,
-        forward_s=works_seconds(forward, profile),
-        backward_s=works_seconds(backward, profile),
-    )
-
-
-def _gradient_sums(graph: fx.Graph) -> Iterator[Work]:
-    """Work of adding a value's gradients from several readers, and from earlier microbatches."""
-    for node in graph.nodes:
-        found = outputs(node)
-        if len(found) != 1 or not found[0].requires_grad:
-            continue
-        num_gradients = sum(_gives_gradient(user) for user in node.users)
-        earlier = num_gradients > 0 and node.meta.get("kind") is Kind.PARAMETER
-        yield from [Work(3 * found[0].num_bytes)] * (num_gradients - 1 + earlier)
-
-
-def _gives_gradient(user: fx.Node) -> bool:
-    return user.op != "output" and any(meta.requires_grad for meta in outputs(user))

@@ -12,8 +12,9 @@ from merak.graph.trace.trace import trace
 from merak.plan.balance import balance
 from merak.plan.cost.device import preset
 from merak.plan.cost.efficiency import ProductShape
+from merak.plan.cost.kernels.by_rules import segment_costs
+from merak.plan.cost.kernels.kernel_time import work_seconds
 from merak.plan.cost.operators import Work, node_work
-from merak.plan.cost.segment_time import segment_costs, work_seconds
 
 DEVICE = replace(
     preset("a100-80gb"),

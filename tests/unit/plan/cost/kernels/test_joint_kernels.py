@@ -12,8 +12,13 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, Segment
+from merak.plan.cost.kernels.segment_kernels import (
+    Kernel,
+    KernelChoice,
+    SegmentKernels,
+    joint_kernels,
+)
 from merak.plan.cost.segments.measured import SegmentMemories
-from merak.plan.price.kernels import Kernel, KernelChoice, SegmentKernels, joint_kernels
 
 aten = torch.ops.aten
 ROWS, WIDTH, INNER = 4, 8, 16

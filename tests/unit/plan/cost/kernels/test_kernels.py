@@ -20,7 +20,7 @@ from merak.plan.cluster.cluster import Cluster, Link, Nodes
 from merak.plan.cluster.groups import groups_of
 from merak.plan.cost.data_sheets import GENERATIONS
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.price.kernels import Kernel, KernelChoice, segment_kernels
+from merak.plan.cost.kernels.segment_kernels import Kernel, KernelChoice, segment_kernels
 from merak.plan.price.segments import SegmentPrice, price_graph
 
 aten = torch.ops.aten

@@ -1,7 +1,8 @@
 """The kernels of a segment, and its collectives over tp and cp, forward and backward, in order.
 
 By default a device runs what Merak's trace has: every operator is a kernel that reads its inputs
-and writes its outputs. Jobs with fused kernels are priced by the rule of `merak.plan.price.fusion`.
+and writes its outputs. Jobs with fused kernels are priced by the rule of
+`merak.plan.cost.kernels.fusion`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from merak.graph.joint.parts import PartNodes
 from merak.ops.linear import Sends, sent_by, sent_inside
 from merak.plan.cost.efficiency import ProductShape
 from merak.plan.cost.joint_operators import JointParts
+from merak.plan.cost.kernels.fusion import FusedGroup, fused_groups
 from merak.plan.cost.operators import Work, is_view, node_work, outputs
-from merak.plan.price.fusion import FusedGroup, fused_groups
 
 
 @dataclass(frozen=True, slots=True)

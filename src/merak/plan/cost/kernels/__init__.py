@@ -1,0 +1,1 @@
+"""What segments run, kernel by kernel, and the seconds of a kernel."""
