@@ -8,6 +8,7 @@ import faulthandler
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 from typing import NoReturn
 
 # Before torch is imported, here or in a rank that a test starts. Several ranks share the cores of
@@ -25,7 +26,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import causes
+from tests import causes, garbage
 from tests.mutations.mutation import apply_named
 
 # How long examples take says how busy the machine is.
@@ -62,6 +63,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what has been imported out of all collections of garbage."""
+    garbage.leave_out()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """Collect a file's garbage behind its last test, and leave out what stays."""
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        garbage.leave_out()
+    return result
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,4 +1,4 @@
-"""Traces of models, and what this machine was measured to do, shared by the tests of a run.
+"""Traces of models, trials of torch's optimizers and speeds, shared by the tests of a run.
 
 Most tests need the trace of some small model without being about how it is made; what one of them
 has traced, the others read, in whichever process they run. Likewise the splits and the memory of
@@ -8,14 +8,17 @@ segments: what one test has found in a process is known to the later ones.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from filelock import FileLock
 
 from merak.core.files.private_files import write_own_file
 from merak.graph.ir.ir import Segment
@@ -30,6 +33,9 @@ from merak.graph.tensor_parallel.search.auto_shard import (
 from merak.plan.cost import benchmark
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.segments.measured import MeasuredGraphs
+from merak.plan.optimizer import findings
+from merak.plan.optimizer.small_tensors import SmallTensor
+from merak.plan.optimizer.trial import Findings
 
 FOLDER = Path(os.environ["MERAK_CACHE"])
 """The run's own folder; `tests/conftest.py` makes it."""
@@ -48,7 +54,7 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
     Args:
         replace: sets an attribute: for ever, or as pytest's monkeypatch does.
     """
-    measure = benchmark._measure
+    measure, run_trial = benchmark._measure, findings.run_trial
 
     def in_the_folder(source: GraphSource) -> None:
         _AS_IT_IS(source)
@@ -60,7 +66,21 @@ def share(replace: Callable[[object, str, Any], None] = setattr) -> None:
             write_own_file(path, benchmark.to_json(measure(device)).encode())
         return benchmark.from_json(path.read_text(), str(path))
 
+    def tried_once_a_run(
+        optimizer: torch.optim.Optimizer, tensors: Sequence[SmallTensor], device: torch.device
+    ) -> Findings:
+        if not type(optimizer).__module__.startswith("torch."):  # a test's own, of any behaviour
+            return run_trial(optimizer, tensors, device)
+        key = repr((type(optimizer), optimizer.defaults, tensors, device))
+        path = FOLDER / f"trial-{hashlib.sha256(key.encode()).hexdigest()}"
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                write_own_file(path, pickle.dumps(run_trial(optimizer, tensors, device)))
+        found: Findings = pickle.loads(path.read_bytes())
+        return found
+
     replace(GraphSource, "__post_init__", in_the_folder)
+    replace(findings, "run_trial", tried_once_a_run)
     replace(benchmark, "_measure", once_a_run)
 
 

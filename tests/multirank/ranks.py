@@ -28,7 +28,8 @@ class RankError(Exception):
 
 PRELOADED = (
     "merak.trainer", "merak.check", "torch._dynamo", "torch.distributed", "torch.export._trace",
-    "networkx",
+    "networkx", "tests.multirank.compare", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What ranks import: once, in a process that they are forked from, which never computes."""
 
@@ -171,7 +172,7 @@ def _serve(connection: Connection) -> None:
     """Run the jobs that come through the pipe, one after another, until it closes."""
     import torch
 
-    from tests import causes, shared_cache
+    from tests import causes, garbage, shared_cache
     from tests.mutations.mutation import apply_named
 
     torch.set_num_threads(1)
@@ -184,6 +185,7 @@ def _serve(connection: Connection) -> None:
             message = connection.recv_bytes()
         except (EOFError, ConnectionError):
             return
+        garbage.leave_out()
         try:
             answer = pickle.dumps((_run_job(*pickle.loads(message)), None))
         except BaseException:

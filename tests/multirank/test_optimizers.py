@@ -364,7 +364,8 @@ def states_held(
     held += [one for one in params.whole_tensors.values() if id(one) not in ours]
     held += [item.tensor for item in ours.values() if item.is_master]
     own = forecast.ranks(forecast.layout.plans.base.schedule)[mesh.pp_rank]
-    real = sum(tensor.untyped_storage().nbytes() for tensor in held)
+    storages = [tensor.untyped_storage() for tensor in held]  # ZeRO 3's shards share theirs
+    real = sum({own.data_ptr(): own.nbytes() for own in storages}.values())
     return mesh.pp_rank, sum(stage.optimizer for stage in own.stages), real
 
 

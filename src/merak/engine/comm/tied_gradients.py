@@ -238,6 +238,8 @@ class Chain:
 
     def collect(self, segment: SegmentProgram, microbatch: int) -> None:
         """Collect the gradients that a segment's backward has left on its leaves."""
+        if self._own.keys().isdisjoint(segment.segment.parameters):
+            return
         for name in segment.segment.parameters:
             holder = self._own.get(name)
             if holder is None:

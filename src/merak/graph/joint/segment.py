@@ -114,6 +114,7 @@ class JointSegment:
         self._kind = (structure, deferrable, self.kept, outcomes, yields, how)
         placeholders = enumerate(graph.find_nodes(op="placeholder"))
         self._conditions = [n for n, node in placeholders if is_condition(node) and not outcomes]
+        self._is_local = all(n.op != "call_function" or is_aten_operator(n) for n in graph.nodes)
         self._chosen: dict[BranchValues, JointSegment] = {}
         self._expected: dict[tuple[Strides, ...], Functions | None] = {}
         self.obstacle = ""
@@ -162,7 +163,8 @@ class JointSegment:
         self, strides: tuple[Strides, ...], arguments: Sequence[Argument], given: Given | None
     ) -> Functions | None:
         devices = tuple(str(argument.device) for argument in arguments)
-        mesh = _alone(current_mesh()) if has_mesh() else None
+        # What communicates with nobody is the same in every place of every mesh.
+        mesh = _alone(current_mesh()) if has_mesh() and not self._is_local else None
         key = (self._kind, strides, devices, given, mesh, _switches())
         if key not in _MADE:
             if len(_MADE) >= _MOST_MADE:

@@ -38,13 +38,17 @@ def test_a_server_that_says_nothing_is_not_waited_for(
             except OSError:
                 return
 
+    accepting = threading.Thread(target=accept, daemon=True)
     if accepts:
-        threading.Thread(target=accept, daemon=True).start()
+        accepting.start()
     begun = time.monotonic()
     try:
         with pytest.raises(MeshError, match=r"rank 1 on .* cannot reach the job's store at 127\.0"):
             store.open_store(1, 1.0)
     finally:
+        listening.shutdown(socket.SHUT_RDWR)  # no connection comes behind those that are closed
+        if accepts:
+            accepting.join()
         for connection in held:
             connection.close()
     assert time.monotonic() - begun < 100.0

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from inspect import getattr_static
 from typing import Any, TypeGuard
 
 import torch
@@ -101,6 +102,14 @@ class Slot:
         if step.startswith(("[", "(")) or step == CONTEXT:
             return self.get()
         return vars(container).get(step, MISSING)
+
+    def attributes(self) -> dict[str, Any] | None:
+        """Attributes of the root, where these hold the value and no code of a class gives it."""
+        if not self._is_attribute or self._steps:
+            return None
+        own: dict[str, Any] = getattr(self._root, "__dict__", {})
+        of_class = getattr_static(type(self._root), self._last, None)
+        return own if self._last in own and not hasattr(of_class, "__set__") else None
 
     def _container(self) -> Any:
         found = self._root

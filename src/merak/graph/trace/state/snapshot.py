@@ -51,7 +51,7 @@ from merak.graph.trace.state.places import (
     StateLeft,
     held_items,
 )
-from merak.graph.trace.state.slots import PLAIN, Slot, slots_of
+from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, slots_of
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _PARTS = ("_modules", "_parameters", "_buffers")
@@ -188,7 +188,31 @@ class Snapshot:
     @staticmethod
     def of_slots(slots: Iterable[Slot]) -> Snapshot:
         """Snapshot of what some places hold, whose values are kept as in `kept`."""
-        return Snapshot(tuple(map(_read, slots)), ())
+        return Snapshot.of_places(map(_read, slots))
+
+    @staticmethod
+    def of_places(places: Iterable[Place]) -> Snapshot:
+        """Snapshot of places of slots, as they were.
+
+        Each step looks at all of them, mostly numbers of modules: at these in one loop without
+        calls, for which another object has to stand in a number's place.
+        """
+        numbers, rest = [], []
+        every = tuple(places)
+        for place in every:
+            old, own = place.items[""], place.owner.attributes()
+            if own is not None and type(old) is not list and is_plain(old):
+                numbers.append((place, own, place.owner.read.steps[-1], old))
+            else:
+                rest.append(place)
+
+        def glance() -> list[Place]:
+            seem_other = [
+                place for place, own, key, old in numbers if own.get(key, MISSING) is not old
+            ]
+            return seem_other + rest
+
+        return Snapshot(every, (), glance)
 
     def changes(self) -> list[StateLeft]:
         """Changes since the snapshot, by place; writes into tensors of modules are none."""

@@ -61,6 +61,7 @@ class StateWatch:
         self._model = model
         self._loss_fn = loss_fn
         self._read: dict[str, Place] = {}
+        self._known: Snapshot | None = None  # of these; None where they are others since
         self._rest = Snapshot.between_steps(model)
 
     def __len__(self) -> int:
@@ -73,14 +74,17 @@ class StateWatch:
 
     def _keep(self, slots: Iterable[Slot]) -> None:
         self._read |= {place.label: place for place in Snapshot.of_slots(slots).places}
+        self._known = None
 
     def remove(self, label: str) -> None:
         """Watch a value no more, which has become an input of the graph."""
         self._read.pop(label, None)
+        self._known = None
 
     def changes(self) -> list[StateLeft]:
         """The values that are others now than those that are known."""
-        return [*Snapshot(tuple(self._read.values()), ()).changes(), *self._rest.changes()]
+        self._known = self._known or Snapshot.of_places(self._read.values())
+        return [*self._known.changes(), *self._rest.changes()]
 
     def accept(self, changes: Iterable[StateLeft]) -> None:
         """Know the values that some places have now."""
@@ -95,3 +99,4 @@ class StateWatch:
                     for label, place in self._read.items()
                     if place.root != MODEL or not label.startswith(inner)
                 }
+                self._known = None
