@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +28,7 @@ from merak.graph.tensor_parallel.placement import (
     where,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
-from merak.graph.trace.opaque.operator import at_cost, cost_of, is_opaque
+from merak.graph.trace.opaque.operator import cost_of, is_opaque
 from merak.ops.collectives import reduce_from
 
 
@@ -118,7 +119,7 @@ class Rewriter:
         new = self.call(target, fx.map_arg(args, operand), fx.map_arg(kwargs, operand), node)
         new.meta = self.local(node)
         if is_opaque(new):
-            new.meta["opaque"] = at_cost(new.meta["opaque"], cost_of(new))
+            new.meta["opaque"] = replace(new.meta["opaque"], cost=cost_of(new))
         if decision.output != REPLICATE:
             self.split.append(new)
         if has_mutable_schema(new):

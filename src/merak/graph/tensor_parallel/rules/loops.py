@@ -102,7 +102,7 @@ def loop(op: Operator, decide: Decide) -> Decision:
         decide: the rule of all operators.
     """
     call: OpaqueCall | None = op.node.meta.get("opaque")
-    if call is None or call.loop is None or call.ref.module is None:
+    if call is None or call.cost.loop is None or call.ref.module is None:
         raise op.error("calls Python code, which must see the whole")
     if not isinstance(op.degree, int):
         raise op.error("calls Python code on shards that are not equal")
@@ -159,10 +159,10 @@ def _written_out(key: Any, call: OpaqueCall, tensors: Sequence[fx.Node]) -> _Wri
 
 def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
     """Write a call's operators out: at its own length, or at shorter ones that stand for it."""
-    assert call.loop is not None
+    assert call.cost.loop is not None
     if call.written or call.scalars:
         raise Unshardable("writes into its operands, or reads numbers of tensors")
-    if call.loop.kernels[0] <= FEW_KERNELS:
+    if call.cost.loop.kernels[0] <= FEW_KERNELS:
         return _Written(call, None, {0: body_of(call, metas)})
     sizes = sorted({size for meta in metas for size in meta.shape})
     for shorts in SHORT_LENGTHS:
@@ -172,7 +172,7 @@ def _write_out(call: OpaqueCall, metas: Sequence[TensorMeta]) -> _Written:
             if len(counts) == len(shorts) and counts[-1] > counts[0]:
                 _check_long(call, metas, length, shorts)
                 return _Written(call, length, bodies)
-    if call.loop.kernels[0] <= MOST_KERNELS:
+    if call.cost.loop.kernels[0] <= MOST_KERNELS:
         return _Written(call, None, {0: body_of(call, metas)})
     raise Unshardable("makes many operators at any length")
 
@@ -213,15 +213,16 @@ def _sharded(
             written.local[shards] = body_of(call, shards)
         check_local(whole, placed, written.local[shards], degree)
         results = placed.results(whole.graph)
-        found.add((_at(own, metas, degree), _at(results, call.outputs, degree)))
+        found.add((_at(own, metas, degree), _at(results, call.cost.outputs, degree)))
     if len(found) > 1:
         raise Unshardable(_OTHERWISE)
     ((of_operands, of_results),) = found
     local = _local(metas, of_operands, degree)
     if local not in written.costs:
-        written.costs[local] = _cost(written, local)
+        device = torch.device(call.device)
+        written.costs[local] = dry_run(call, local, device, written.length).cost
     cost = written.costs[local]
-    expected = _local(call.outputs, of_results, degree)
+    expected = _local(call.cost.outputs, of_results, degree)
     if [(m.shape, m.dtype) for m in cost.outputs] != [(m.shape, m.dtype) for m in expected]:
         raise Unshardable(_OTHERWISE)
     return _Sharding(of_operands, of_results, cost)
@@ -253,13 +254,6 @@ def _local(
     return tuple(local_meta(m, p, degree) for m, p in zip(metas, placed, strict=True))
 
 
-def _cost(written: _Written, local: Sequence[TensorMeta]) -> CallCost:
-    """Outputs and cost of a call on a rank's shards."""
-    call = written.call
-    cost = dry_run(call, local, torch.device(call.device), written.length)
-    return CallCost(cost.outputs, cost.saved_bytes, cost.flops, cost.loop)
-
-
 def _check_long(
     call: OpaqueCall, metas: Sequence[TensorMeta], length: int, shorts: Sequence[int]
 ) -> None:
@@ -268,8 +262,8 @@ def _check_long(
     Raises:
         Unshardable: it does.
     """
-    assert call.loop is not None
-    looked_at = min(length, max(shorts[-1], length * MOST_LOOKED_AT // call.loop.kernels[0]))
+    assert call.cost.loop is not None
+    looked_at = min(length, max(shorts[-1], length * MOST_LOOKED_AT // call.cost.loop.kernels[0]))
     sizes = (*shorts, looked_at)
     *known, long = instructions(call, [[resized(m, length, size) for m in metas] for size in sizes])
     if not long <= set().union(*known):

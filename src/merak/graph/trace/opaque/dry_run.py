@@ -23,7 +23,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.collectives import CollectiveError
 from merak.graph.trace.opaque.extrapolate import extrapolated
-from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
+from merak.graph.trace.opaque.operator import CallCost, LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
     CannotBeOpaque,
     ProbeResult,
@@ -143,19 +143,18 @@ def _measured(call: OpaqueCall, metas: Sequence[TensorMeta], device: torch.devic
         backward_bytes, always_used = _backward(costs, tensors, outputs)
     if any(tensor >= 0 for _, tensor in found.aliases):
         raise CannotBeOpaque(call.ref.path, "it returns what it is given")
+    loop = LoopCost(
+        plain_bytes=plain.peak_bytes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        kernels=(plain.kernels, costs.kernels - before[0]),
+        traffic=(plain.traffic, costs.traffic - before[1]),
+    )
     return replace(
         found,
+        cost=CallCost(found.cost.outputs, max(0, saved_bytes), plain.flops, loop),
         written=_written(call, tensors, versions),
-        saved_bytes=max(0, saved_bytes),
-        flops=plain.flops,
         always_used=always_used,
-        loop=LoopCost(
-            plain_bytes=plain.peak_bytes,
-            forward_bytes=forward_bytes,
-            backward_bytes=backward_bytes,
-            kernels=(plain.kernels, costs.kernels - before[0]),
-            traffic=(plain.traffic, costs.traffic - before[1]),
-        ),
     )
 
 

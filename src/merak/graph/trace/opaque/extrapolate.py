@@ -13,7 +13,7 @@ from dataclasses import astuple, replace
 import sympy  # type: ignore[import-untyped]
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.opaque.operator import LoopCost
+from merak.graph.trace.opaque.operator import CallCost, LoopCost
 from merak.graph.trace.opaque.probe import ProbeResult
 
 LENGTHS = (16, 32, 48, 64, 80)
@@ -75,32 +75,37 @@ def resized(meta: TensorMeta, length: int, short: int) -> TensorMeta:
 
 
 def _kernels(found: ProbeResult) -> int:
-    assert found.loop is not None
-    return found.loop.kernels[0]
+    assert found.cost.loop is not None
+    return found.cost.loop.kernels[0]
 
 
 def _polynomial(found: Sequence[ProbeResult], length: int) -> ProbeResult | None:
-    fixed = {(repr(f.result), f.written, f.aliases, f.always_used, len(f.outputs)) for f in found}
+    fixed = {
+        (repr(f.result), f.written, f.aliases, f.always_used, len(f.cost.outputs)) for f in found
+    }
     if len(fixed) > 1:
         return None
-    numbers = [_value(values, length) for values in zip(*map(_numbers, found), strict=True)]
+    numbers = [
+        _value(values, length) for values in zip(*(_numbers(f.cost) for f in found), strict=True)
+    ]
     known = [number for number in numbers if number is not None]
     if len(known) < len(numbers):
         return None
     saved_bytes, flops, *rest = known
     costs, sizes = rest[:7], iter(rest[7:])
     outputs = tuple(
-        replace(meta, shape=tuple(next(sizes) for _ in meta.shape)) for meta in found[-1].outputs
+        replace(meta, shape=tuple(next(sizes) for _ in meta.shape))
+        for meta in found[-1].cost.outputs
     )
     loop = LoopCost(costs[0], costs[1], costs[2], (costs[3], costs[4]), (costs[5], costs[6]))
-    return replace(found[-1], outputs=outputs, saved_bytes=saved_bytes, flops=flops, loop=loop)
+    return replace(found[-1], cost=CallCost(outputs, saved_bytes, flops, loop))
 
 
-def _numbers(found: ProbeResult) -> list[int]:
-    assert found.loop is not None
-    *peaks, kernels, traffic = astuple(found.loop)
-    sizes = [size for meta in found.outputs for size in meta.shape]
-    return [found.saved_bytes, found.flops, *peaks, *kernels, *traffic, *sizes]
+def _numbers(cost: CallCost) -> list[int]:
+    assert cost.loop is not None
+    *peaks, kernels, traffic = astuple(cost.loop)
+    sizes = [size for meta in cost.outputs for size in meta.shape]
+    return [cost.saved_bytes, cost.flops, *peaks, *kernels, *traffic, *sizes]
 
 
 def _value(values: Sequence[int], length: int) -> int | None:

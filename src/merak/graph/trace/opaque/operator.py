@@ -65,81 +65,20 @@ class LoopCost:
 
 
 @dataclass(frozen=True, slots=True)
-class OpaqueCall:
-    """Call of an opaque module or function.
-
-    Its tensors are the module's own, followed by its inputs.
-
-    Args:
-        ref: the module.
-        class_name: of the module.
-        why: why it cannot be traced, and at which line.
-        states: per tensor of the module, its names in it (several where it is tied).
-        parameters: the number of parameters among these; buffers follow.
-        arguments: (args, kwargs) of its forward, with a `Slot` in place of every tensor.
-        scalars: slots of scalars, which the graph passes as tensors.
-        written: numbers of its tensors that it writes into.
-        outputs: metadata of the tensors that it returns.
-        aliases: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
-        modes: train or eval mode of it and its submodules.
-        autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
-        grad: whether gradients were on where it is called.
-        device: type of the device that it runs on.
-        saved_bytes: saved tensors of its backward, inputs and weights aside.
-        flops: of the matrix products of its forward, for synthetic values.
-        checks_aliases: whether later operators write into its inputs or outputs, so that aliases
-            matter.
-        always_used: numbers of its tensors that get a gradient in every backward.
-        loop: its cost, where it is opaque for a loop.
-    """
-
-    ref: ModuleRef
-    class_name: str
-    why: str
-    states: tuple[tuple[str, ...], ...]
-    parameters: int
-    arguments: Any
-    scalars: frozenset[int]
-    written: tuple[int, ...]
-    outputs: tuple[TensorMeta, ...]
-    aliases: frozenset[tuple[int, int]]
-    modes: tuple[bool, ...]
-    autocast: tuple[str, torch.dtype] | None
-    grad: bool
-    device: str
-    saved_bytes: int
-    flops: int
-    checks_aliases: bool = False
-    always_used: frozenset[int] = frozenset()
-    loop: LoopCost | None = None
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, which `connect_modules` has found."""
-        assert self.ref.module is not None, f"{self.ref.path} is not connected to a model"
-        return self.ref.module
-
-    @property
-    def written_inputs(self) -> tuple[int, ...]:
-        """Numbers of its inputs, the module's own tensors aside, that it writes into."""
-        return tuple(i for i in self.written if i >= len(self.states))
-
-
-@dataclass(frozen=True, slots=True)
 class CallCost:
     """Outputs and cost of an opaque call, stored in its operator as JSON.
 
     Args:
         outputs: shape and type of each of its outputs.
-        saved_bytes: saved tensors of its backward beside its operands.
-        flops: of the matrix products of its forward.
+        saved_bytes: saved tensors of its backward beside its operands, weights among them.
+        flops: of the matrix products of its forward, for synthetic values.
         loop: its cost, where it loops over a sequence.
         number: of the call in its trace; none once the call is in the node's meta.
     """
 
     outputs: tuple[TensorMeta, ...]
-    saved_bytes: int
-    flops: int
+    saved_bytes: int = 0
+    flops: int = 0
     loop: LoopCost | None = None
     number: int | None = None
 
@@ -165,20 +104,64 @@ class CallCost:
         return cls(outputs, found["saved"], found["flops"], loop, found.get("number"))
 
 
+@dataclass(frozen=True, slots=True)
+class OpaqueCall:
+    """Call of an opaque module or function.
+
+    Its tensors are the module's own, followed by its inputs.
+
+    Args:
+        ref: the module.
+        class_name: of the module.
+        why: why it cannot be traced, and at which line.
+        states: per tensor of the module, its names in it (several where it is tied).
+        parameters: the number of parameters among these; buffers follow.
+        arguments: (args, kwargs) of its forward, with a `Slot` in place of every tensor.
+        scalars: slots of scalars, which the graph passes as tensors.
+        cost: of it, with metadata of the tensors that it returns.
+        modes: train or eval mode of it and its submodules.
+        autocast: (device type, dtype) of the autocast that it runs in; None without autocast.
+        grad: whether gradients were on where it is called.
+        device: type of the device that it runs on.
+        written: numbers of its tensors that it writes into.
+        aliases: (output, tensor) pairs that share a storage; the tensor ~n is the output n.
+        checks_aliases: whether later operators write into its inputs or outputs, so that aliases
+            matter.
+        always_used: numbers of its tensors that get a gradient in every backward.
+    """
+
+    ref: ModuleRef
+    class_name: str
+    why: str
+    states: tuple[tuple[str, ...], ...]
+    parameters: int
+    arguments: Any
+    scalars: frozenset[int]
+    cost: CallCost
+    modes: tuple[bool, ...]
+    autocast: tuple[str, torch.dtype] | None
+    grad: bool
+    device: str
+    written: tuple[int, ...] = ()
+    aliases: frozenset[tuple[int, int]] = frozenset()
+    checks_aliases: bool = False
+    always_used: frozenset[int] = frozenset()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which `connect_modules` has found."""
+        assert self.ref.module is not None, f"{self.ref.path} is not connected to a model"
+        return self.ref.module
+
+    @property
+    def written_inputs(self) -> tuple[int, ...]:
+        """Numbers of its inputs, the module's own tensors aside, that it writes into."""
+        return tuple(i for i in self.written if i >= len(self.states))
+
+
 def cost_of(node: fx.Node) -> CallCost:
     """The cost of an opaque call or data-dependent region."""
     return CallCost.from_json(str(node.args[-1]))
-
-
-def at_cost(call: OpaqueCall, cost: CallCost) -> OpaqueCall:
-    """An opaque call whose outputs and cost are others, as at the sizes of a shard."""
-    return replace(
-        call,
-        outputs=cost.outputs,
-        saved_bytes=cost.saved_bytes,
-        flops=cost.flops,
-        loop=cost.loop,
-    )
 
 
 def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) -> Any:
@@ -192,11 +175,10 @@ def record_call(call: OpaqueCall, number: int, tensors: Sequence[torch.Tensor]) 
     Returns:
         Its outputs.
     """
-    cost = CallCost(call.outputs, call.saved_bytes, call.flops, call.loop, number)
     written = [tensors[i] for i in call.written]
     others = [t for i, t in enumerate(tensors) if i not in call.written]
     torch.autograd.graph.increment_version(written)  # the operator counts none of fakes
-    return OPAQUE_CALL(written, others, cost.to_json())
+    return OPAQUE_CALL(written, others, replace(call.cost, number=number).to_json())
 
 
 def attach_calls(module: fx.GraphModule, calls: Sequence[OpaqueCall]) -> None:
@@ -298,36 +280,28 @@ def _take(num_bytes: int, device: torch.device) -> None:
     torch.empty(max(0, num_bytes), dtype=torch.uint8, device=device)
 
 
-def fake_outputs(
-    outputs: Sequence[TensorMeta],
-    saved_bytes: int,
-    tensors: Sequence[torch.Tensor],
-    loop: LoopCost | None = None,
-) -> list[torch.Tensor]:
+def fake_outputs(cost: CallCost, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake outputs of a call, with the memory of the real one.
 
     Args:
-        outputs: metadata of its outputs.
-        saved_bytes: saved tensors of its backward beside its operands.
+        cost: of the call.
         tensors: its operands.
-        loop: its cost, where it loops over a sequence.
     """
-    if not outputs:
+    if not cost.outputs:
         return []
-    sizes = _Sizes(saved_bytes)
+    sizes, loop = _Sizes(cost.saved_bytes), cost.loop
     if loop is not None:
         is_plain = not torch.is_grad_enabled()
         taken = loop.plain_bytes if is_plain else loop.forward_bytes
-        sizes = _Sizes(0 if is_plain else saved_bytes, taken, loop.backward_bytes)
-    return list(_FakeCall.apply(outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
+        sizes = _Sizes(0 if is_plain else cost.saved_bytes, taken, loop.backward_bytes)
+    return list(_FakeCall.apply(cost.outputs, sizes, *tensors))  # type: ignore[no-untyped-call]
 
 
 def fake_call(
     written: list[torch.Tensor], tensors: list[torch.Tensor], text: str
 ) -> list[torch.Tensor]:
     """Fake outputs of an opaque call: the operator's kernel, which computes nothing."""
-    cost = CallCost.from_json(text)
-    return fake_outputs(cost.outputs, cost.saved_bytes, [*written, *tensors], cost.loop)
+    return fake_outputs(CallCost.from_json(text), [*written, *tensors])
 
 
 OPAQUE_CALL = register(

@@ -36,7 +36,7 @@ from merak.graph.trace.opaque.collectives import (
     refuse_in_backward,
     refused_collectives,
 )
-from merak.graph.trace.opaque.operator import LoopCost, OpaqueCall
+from merak.graph.trace.opaque.operator import CallCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import autocast_of, invoke, sharing
 from merak.graph.trace.state.snapshot import Snapshot
@@ -69,23 +69,17 @@ class ProbeResult:
 
     Args:
         result: nested, with slots in place of tensors.
-        outputs: metadata of these tensors.
+        cost: as of `OpaqueCall`, with metadata of these tensors.
         written: as of `OpaqueCall`.
         aliases: as of `OpaqueCall`.
-        saved_bytes: as of `OpaqueCall`.
-        flops: of its matrix products.
         always_used: as of `OpaqueCall`.
-        loop: as of `OpaqueCall`.
     """
 
     result: Any
-    outputs: tuple[TensorMeta, ...]
+    cost: CallCost
     written: tuple[int, ...]
     aliases: frozenset[tuple[int, int]]
-    saved_bytes: int = 0
-    flops: int = 0
     always_used: frozenset[int] = frozenset()
-    loop: LoopCost | None = None
 
 
 Values = Callable[[TensorMeta, torch.Generator], torch.Tensor]
@@ -176,7 +170,7 @@ def _probe(subject: _Probe) -> ProbeResult:
         raise CannotBeOpaque(path, f"it fails on {both or 'synthetic values'} ({reason})")
     first, *others = found
     for other in others:
-        if (other.outputs, other.result) != (first.outputs, first.result):
+        if (other.cost.outputs, other.result) != (first.cost.outputs, first.result):
             raise CannotBeOpaque(
                 path, "what it returns has sizes, or numbers, that depend on values"
             )
@@ -186,7 +180,7 @@ def _probe(subject: _Probe) -> ProbeResult:
         | {i for i, names in enumerate(subject.call.states) if suspected.intersection(names)}
     )
     aliases = frozenset(pair for one in found for pair in one.aliases)
-    most = first if is_of_example else max(found, key=lambda one: one.flops)
+    most = first if is_of_example else max(found, key=lambda one: one.cost.flops)
     return replace(most, written=tuple(written), aliases=aliases)
 
 
@@ -233,9 +227,9 @@ def _once(
         result = called(call, tensors)
     written = tuple(i for i, t in enumerate(tensors) if t._version != versions[i])
     outputs, described = describe(call, tensors, result)
-    flops = counter.get_total_flops()
     saved_bytes = sum(storage.nbytes() for storage in saved.values())
-    return outputs, replace(described, written=written, saved_bytes=saved_bytes, flops=flops)
+    cost = replace(described.cost, saved_bytes=saved_bytes, flops=counter.get_total_flops())
+    return outputs, replace(described, cost=cost, written=written)
 
 
 def describe(
@@ -247,7 +241,7 @@ def describe(
     except NotPlain as error:
         raise CannotBeOpaque(call.ref.path, f"it returns a {error}", is_object=True) from error
     metas = tuple(TensorMeta(tuple(t.shape), t.dtype) for t in outputs)
-    return outputs, ProbeResult(template, metas, (), sharing(outputs, tensors))
+    return outputs, ProbeResult(template, CallCost(metas), (), sharing(outputs, tensors))
 
 
 def _flop_counter() -> FlopCounterMode:

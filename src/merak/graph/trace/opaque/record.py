@@ -22,7 +22,7 @@ from merak.graph.trace.opaque.experts.loop import expert_loop_of
 from merak.graph.trace.opaque.experts.one_hot import OneHotMasks
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
-from merak.graph.trace.opaque.operator import ModuleRef, OpaqueCall, record_call
+from merak.graph.trace.opaque.operator import CallCost, ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
 from merak.graph.trace.opaque.selection import OpaqueSelection
@@ -250,15 +250,11 @@ class _Recorder:
             parameters=len(parameters),
             arguments=arguments,
             scalars=numbers,
-            written=(),
-            outputs=(),
-            aliases=frozenset(),
+            cost=CallCost(()),
             modes=tuple(part.training for part in module.modules()),
             autocast=_active_autocast(self.device),
             grad=torch.is_grad_enabled(),
             device=self.device.type,
-            saved_bytes=0,
-            flops=0,
         )
 
     def _record(self, call: OpaqueCall, inputs: list[torch.Tensor]) -> Any:
@@ -271,13 +267,10 @@ class _Recorder:
         found = self._found(call, tensors)
         call = replace(
             call,
-            outputs=found.outputs,
+            cost=found.cost,
             written=found.written,
             aliases=found.aliases,
-            saved_bytes=found.saved_bytes,
-            flops=found.flops,
             always_used=found.always_used,
-            loop=found.loop,
         )
         if (product := self._grouped(call, tensors)) is not None:
             return fill(found.result, [product])
@@ -295,7 +288,7 @@ class _Recorder:
             ends = torch.stack(sizes).cumsum(0, dtype=torch.int32)
             self.offsets[key] = ends, sizes
         ends, _ = self.offsets[key]
-        return grouped_product(grouped, tensors, ends, call.outputs[0].dtype)
+        return grouped_product(grouped, tensors, ends, call.cost.outputs[0].dtype)
 
     def _loop(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ExpertLoop | None:
         """The loop over experts that a module is; None for another module."""

@@ -47,7 +47,7 @@ def run(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]
         TrainingError: its writes, outputs or aliases differ from those that its probe has found.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return fake_outputs(call.outputs, call.saved_bytes, tensors, call.loop)
+        return fake_outputs(call.cost, tensors)
     needs_gradient = call.grad and torch.is_grad_enabled()
     num_states = len(call.states)
     # As in its probe, and behind a boundary of stages: what it draws may follow the memory format.
@@ -137,7 +137,7 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 def _alone(call: OpaqueCall) -> AbstractContextManager[Any]:
     """Context in which a module may not communicate, in code that its probe has not come to."""
-    is_probed = call.loop is not None  # no line of which depends on values
+    is_probed = call.cost.loop is not None  # no line of which depends on values
     return (
         refused_collectives() if not is_probed and may_communicate(call.module) else nullcontext()
     )
@@ -159,7 +159,7 @@ def sharing(
 
 
 def _refuse_other_outputs(call: OpaqueCall, found: Sequence[torch.Tensor]) -> None:
-    known = [(meta.shape, meta.dtype) for meta in call.outputs]
+    known = [(meta.shape, meta.dtype) for meta in call.cost.outputs]
     now = [(tuple(tensor.shape), tensor.dtype) for tensor in found]
     if now != known:
         raise TrainingError(

@@ -102,11 +102,9 @@ def test_its_cost_is_that_of_the_shards(block: type[nn.Module]) -> None:
     call = node.meta["opaque"]
     metas = [operand.meta["tensor"] for operand in operands(node)]
     found = dry_run(call, metas, torch.device("cpu"))
-    assert (call.outputs, call.loop) == (found.outputs, found.loop)
-    assert (call.saved_bytes, call.flops) == (found.saved_bytes, found.flops)
-    assert cost_of(node).loop == call.loop
-    assert [m.shape for m in node.meta["tensor"]] == [m.shape for m in call.outputs]
-    assert call.saved_bytes < 0.6 * whole.saved_bytes
+    assert cost_of(node) == call.cost == found.cost
+    assert [m.shape for m in node.meta["tensor"]] == [m.shape for m in call.cost.outputs]
+    assert call.cost.saved_bytes < 0.6 * whole.cost.saved_bytes
 
 
 @one_in(3)
@@ -120,8 +118,8 @@ def test_a_loop_that_needs_the_whole_has_it(
     with pytest.raises(ShardError, match=f"Python code, which must see the whole: it .*{why}"):
         given_weights(graph, attributes_for(graph, {"mixer.into": Column()}), 2)
     (whole,) = opaque_calls(graph)
-    found = [node.meta["opaque"].outputs for node in opaque_nodes_of_a_rank(graph, 2)]
-    assert found == [whole.outputs]
+    found = [node.meta["opaque"].cost.outputs for node in opaque_nodes_of_a_rank(graph, 2)]
+    assert found == [whole.cost.outputs]
     assert_parity(model, models.batch_of(TOKENS, 0, 2), None, 2, monkeypatch)
 
 

@@ -89,7 +89,7 @@ def test_the_smallest_module_is_opaque_that_takes_the_example(kind: type[nn.Modu
     assert list(source.opaque.modules) == ["inner.text"]
     assert len(graph.segments) > 4
     (call,) = opaque_calls(graph)
-    assert (call.flops > 0) == (kind is Crops)
+    assert (call.cost.flops > 0) == (kind is Crops)
     loss = Pipeline(graph, source.model).train(batch())
     found = gradients_of(source.model)
     source.model.zero_grad()

@@ -25,6 +25,7 @@ from merak.graph.trace.opaque import extrapolate, loops, record
 from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.functions import FunctionModule, function_of, is_function
 from merak.graph.trace.opaque.operator import (
+    CallCost,
     ModuleRef,
     OpaqueCall,
     connect_modules,
@@ -356,15 +357,11 @@ def call_of(name: str, autocast: tuple[str, torch.dtype] | None = None) -> Opaqu
         parameters=0,
         arguments=arguments,
         scalars=frozenset(),
-        written=(),
-        outputs=(),
-        aliases=frozenset(),
+        cost=CallCost(()),
         modes=(True,),
         autocast=autocast,
         grad=True,
         device=autocast[0] if autocast else "cpu",
-        saved_bytes=0,
-        flops=0,
     )
 
 
@@ -380,7 +377,7 @@ def test_a_long_loop_is_known_from_short_ones(monkeypatch: pytest.MonkeyPatch) -
     found = dry_run(call, metas, torch.device("cpu"))
     monkeypatch.setattr(extrapolate, "LENGTHS", (1000, 2000))
     assert found == dry_run(call, metas, torch.device("cpu"))
-    assert found.outputs == (TensorMeta((2, 170, 170), torch.float32),)
+    assert found.cost.outputs == (TensorMeta((2, 170, 170), torch.float32),)
 
 
 @pytest.mark.parametrize("how", [dry_run, partial(probe, real={})])
@@ -398,4 +395,4 @@ def test_what_runs_on_a_gpu_that_is_not_here_is_tried_on_the_cpu(
         for device in ("cuda", "cpu")
     )
     assert found == known
-    assert found.outputs == (TensorMeta((2, 5, 5), torch.bfloat16),)
+    assert found.cost.outputs == (TensorMeta((2, 5, 5), torch.bfloat16),)

@@ -51,7 +51,7 @@ def grouped_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Grouped | N
     """
     inputs = tensors[len(call.states) :]
     rows = [i for i in range(len(inputs)) if i not in call.scalars]
-    kinds = len(call.states), call.parameters, len(rows), len(call.outputs)
+    kinds = len(call.states), call.parameters, len(rows), len(call.cost.outputs)
     if kinds != (1, 1, 1, 1) or _has_hooks(call) or len(call.scalars) != len(tensors[0]):
         return None
     weight, x = tensors[0], inputs[rows[0]]
