@@ -6,15 +6,15 @@ A trace takes seconds for a large model, and with batches of many lengths there 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource, as_traced, build_graph, call_of
 from merak.graph.segment.cut import cut_into_segments
-from merak.graph.segment.same_graph import is_same_graph
 from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.specialize import NotResizable, at_sizes
 from merak.graph.trace.trace import export_model
@@ -113,3 +113,39 @@ class GraphsByShape:
     def _at(self, columns: Mapping[str, TensorMeta], exported: Exported) -> ModelGraph:
         traced = at_sizes(exported, columns)
         return cut_into_segments(traced, outputs=("loss",) if self._training else None)
+
+
+def is_same_graph(one: ModelGraph, other: ModelGraph) -> bool:
+    """Whether two graphs of one model compute the same, whatever their values are called."""
+    pairs = zip((one.prologue, *one.segments), (other.prologue, *other.segments), strict=False)
+    return (
+        len(one.segments) == len(other.segments)
+        and list(one.outputs) == list(other.outputs)
+        and one.parameters == other.parameters
+        and all(
+            _is_same_segment(a, b) and _has_same_buffers(one, a.buffers, other, b.buffers)
+            for a, b in pairs
+        )
+    )
+
+
+def _is_same_segment(one: Segment, other: Segment) -> bool:
+    if (one.parameters, one.columns) != (other.parameters, other.columns):
+        return False
+    return bool(structural_key(one.graph) == structural_key(other.graph))
+
+
+def _has_same_buffers(
+    one: ModelGraph, ours: Sequence[str], other: ModelGraph, theirs: Sequence[str]
+) -> bool:
+    """Whether two segments read the same buffers, and constants of equal values."""
+    if len(ours) != len(theirs):
+        return False
+    for name, its_name in zip(ours, theirs, strict=True):
+        value, its_value = one.constants.get(name), other.constants.get(its_name)
+        if value is None or its_value is None:
+            if name != its_name or value is not its_value:
+                return False
+        elif not torch.equal(value, its_value):  # whatever a trace has called them
+            return False
+    return True

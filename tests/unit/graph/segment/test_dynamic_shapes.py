@@ -11,7 +11,7 @@ from torch import nn
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.segment import same_graph
+from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.dynamic_shapes import GraphsByShape
 from tests.tiers import slow
@@ -40,7 +40,7 @@ def written(graph: ModelGraph) -> list[object]:
     """Everything of a graph but the names of values."""
     parts = (graph.prologue, *graph.segments)
     names = [(part.parameters, part.buffers, part.columns) for part in parts]
-    return [names, list(graph.outputs), *(same_graph._written_out(part.graph) for part in parts)]
+    return [names, list(graph.outputs), *(structural_key(part.graph) for part in parts)]
 
 
 class Own(GraphsByShape):

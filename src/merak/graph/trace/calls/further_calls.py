@@ -21,9 +21,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import find_mutations
 from merak.graph.trace.calls.exported import Exported, lift
-from merak.graph.trace.calls.known_values import KnownValues
 from merak.graph.trace.calls.runner import BEGINS, ENDS, plain_name, split_call
-from merak.graph.trace.calls.value_keys import ValueKeys, tensor_key
+from merak.graph.trace.calls.value_keys import KnownValues, ValueKeys, tensor_key
 from merak.graph.trace.explain import UntraceableError
 from merak.graph.trace.normalize import Rewriting
 from merak.graph.trace.passes import PLAIN_PASSES
