@@ -281,6 +281,16 @@ def aten_family(target: Any) -> str:
     return family(target) if is_aten else ""
 
 
+def draws(target: Any) -> bool:
+    """Whether a function is an operator that torch knows to draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether a function is an operator that torch knows to compute each element by itself."""
+    return torch.Tag.pointwise in getattr(target, "tags", ())
+
+
 def is_known(target: torch._ops.OpOverload) -> bool:
     """Whether an operator's library is one whose operators are known by name."""
     return target.namespace in _KNOWN

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
+from merak.graph.ir.operators import draws
 from merak.graph.joint.derive import JointGraph, Layout, number_at
 
 aten = torch.ops.aten
@@ -85,7 +86,7 @@ def has_effect(node: fx.Node) -> bool:
     """Whether an operator must run whoever reads its results: it writes, draws or sends."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
-    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target._schema.is_mutable or draws(node.target)
 
 
 def _read_no_tensor(node: fx.Node, is_sized: bool) -> None:

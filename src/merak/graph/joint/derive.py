@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from merak.core.storages import Storages
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import draws
 from merak.ops.recording import RowCount, recorded_by, row_count
 
 
@@ -148,8 +149,7 @@ class _Recorder(TorchDispatchMode):
             return result
         if func.namespace in ("c10d", "_c10d_functional"):
             raise JointError(f"{func} sends to other ranks")
-        is_seeded = torch.Tag.nondeterministic_seeded in func.tags
-        if func in decomposition_table and isinstance(result, torch.Tensor) and not is_seeded:
+        if func in decomposition_table and isinstance(result, torch.Tensor) and not draws(func):
             result = _as_kernel_lays(func, args, result) if not kwargs else result
         if func in _BATCH_NORMS and isinstance(result[0], torch.Tensor):
             result = (_as_kernel_lays(func, args, result[0]), *result[1:])

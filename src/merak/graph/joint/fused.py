@@ -19,6 +19,7 @@ from torch import fx
 
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import is_pointwise
 from merak.graph.joint.clean import has_effect, is_view
 
 aten = torch.ops.aten
@@ -70,7 +71,7 @@ def _is_cheap(node: fx.Node, written: Set[int]) -> bool:
     if node.op != "call_function" or target is operator.getitem or has_effect(node):
         return False
     assert isinstance(target, torch._ops.OpOverload)
-    is_fused = torch.Tag.pointwise in target.tags or target in _COPIES or is_view(node)
+    is_fused = is_pointwise(target) or target in _COPIES or is_view(node)
     storages = [n.meta["layout"].storage for n in (node, *node.all_input_nodes) if n.meta["layout"]]
     return is_fused and written.isdisjoint(storages)
 

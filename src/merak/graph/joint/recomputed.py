@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from merak.core.random import random_state, restore_random_state
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.operators import draws
 from merak.graph.joint.clean import is_view
 from merak.ops import sharded_dropout
 
@@ -98,9 +98,8 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _draws(node: fx.Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
-    return getattr(node.target, "__module__", "") == sharded_dropout.__name__
+    is_of_ours = getattr(node.target, "__module__", "") == sharded_dropout.__name__
+    return is_of_ours or draws(node.target)
 
 
 def _is_kept_draw(node: fx.Node, kept: set[fx.Node]) -> bool:

@@ -21,6 +21,7 @@ from torch.fx.passes.split_module import split_module
 from merak.graph.ir.operators import (
     RNNS,
     chooses_kernel,
+    draws,
     family,
     multiplies_groups,
     room_for_documents,
@@ -162,7 +163,7 @@ def draws_by_memory(node: fx.Node) -> bool:
     if node.op != "call_function" or not is_random(node) or not node.all_input_nodes:
         return False
     # Of an operator of another library nobody knows whether it draws, and in which order.
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not draws(node.target):
         return False
     own = family(node.target)
     return own not in RNNS and not any(part in own for part in _DRAW_INSIDE)

@@ -11,7 +11,6 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -29,6 +28,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
 from merak.graph.trace.modes.grad_hooks import TensorHooks
 from merak.graph.trace.normalize import Rewriting, set_metadata
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import called, describe, undisturbed
 from merak.graph.trace.state.snapshot import Snapshot
@@ -101,8 +101,7 @@ def _apart(call: OpaqueCall, run: Callable[[], T]) -> T:
             finally:
                 before.restore()
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(safely).result()
+    return in_own_thread(safely)
 
 
 def _body(call: OpaqueCall, metas: Sequence[TensorMeta]) -> Body:

@@ -27,6 +27,7 @@ from merak.graph.ir.operators import (
     RANDOM_LIKE,
     TRANSPOSED_CONVOLUTIONS,
     aten_family,
+    draws,
 )
 from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.autocast import AUTOCAST_DONE, write_out_autocast
@@ -291,7 +292,7 @@ def is_random(node: fx.Node) -> bool:
     is_known = own.is_deterministic if own else target.namespace in _KNOWN_NAMESPACES
     if not is_known:
         return True
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if not draws(target):
         return False
     values = {a.name: a.default_value for a in target._schema.arguments}
     values |= dict(zip(values, node.args, strict=False)) | node.kwargs

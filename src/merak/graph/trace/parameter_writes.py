@@ -18,7 +18,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ParameterWrites
 from merak.graph.ir.mutation import Mutations, find_mutations, mutated_arguments
-from merak.graph.ir.operators import CONVERSIONS, aten_family
+from merak.graph.ir.operators import CONVERSIONS, aten_family, draws, is_pointwise
 from merak.graph.ir.reachable import reachable
 
 aten = torch.ops.aten
@@ -124,7 +124,7 @@ def _check(write: _Write, writes: Mutations, constants: Mapping[str, torch.Tenso
     for buffer in write.given(Kind.BUFFER):
         if buffer.meta.get("storage") in writes.writers:
             raise write.refusal(f"what it writes depends on the buffer {buffer.meta['name']}")
-    if any(torch.Tag.nondeterministic_seeded in _tags(node) for node in write.cone):
+    if any(draws(node.target) for node in write.cone):
         raise write.refusal("what it writes depends on random numbers")
     read_on = _read_on(write)
     if write.given(Kind.COLUMN):
@@ -144,10 +144,6 @@ def _read_on(write: _Write) -> list[fx.Node]:
 
 def _is_read_on(node: fx.Node) -> str:
     return f"what it computes for that at {node.meta['source']} is read on"
-
-
-def _tags(node: fx.Node) -> Sequence[torch.Tag]:
-    return node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
 
 
 def _depending(write: _Write) -> set[fx.Node]:
@@ -263,7 +259,7 @@ def _is_elementwise(write: _Write) -> bool:
     shape = write.parameter.meta["tensor"].shape
     depending = _depending(write)
     for node in depending - {write.parameter}:
-        known = torch.Tag.pointwise in _tags(node) or aten_family(node.target) in _ELEMENTWISE
+        known = is_pointwise(node.target) or aten_family(node.target) in _ELEMENTWISE
         operands = [(n.meta["tensor"].shape, n in depending) for n in node.all_input_nodes]
         if not known or any(s != (shape if own else ()) for s, own in operands):
             return False

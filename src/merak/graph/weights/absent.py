@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from merak.core.errors import TrainingError
 from merak.core.source_lines import is_called_by_merak, is_library, script_line, with_text
+from merak.graph.ir.operators import draws
 
 INSTEAD = (
     "merak.gathered_parameters(model, names) on all ranks has whole parameters to read or to write,"
@@ -226,7 +227,7 @@ def _check(func: Any, args: Any, kwargs: Any, absent: AbsentTensor) -> None:
     returned = func._schema.returns
     if func.namespace not in _NAMESPACES or any("Tensor" not in str(r.type) for r in returned):
         raise _refusal("reads", absent)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if draws(func):
         raise _refusal("draws random numbers for", absent)
     written: list[torch.Tensor] = []
     read: list[torch.Tensor] = []

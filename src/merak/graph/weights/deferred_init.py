@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from merak.core.errors import WeightsError
 from merak.graph.ir.mutation import written_values
-from merak.graph.ir.operators import OVERWRITES, UNINITIALIZED, family
+from merak.graph.ir.operators import OVERWRITES, UNINITIALIZED, draws, family
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ class InitRecorder(TorchDispatchMode):
                 reads=frozenset(reads - {overwrites}),
                 writes=created | changed,
                 overwrites=overwrites,
-                is_random=torch.Tag.nondeterministic_seeded in func.tags,
+                is_random=draws(func),
             )
         )
 

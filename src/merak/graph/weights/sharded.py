@@ -37,21 +37,15 @@ from merak.graph.ir.operators import (
     SPLITS,
     SQUEEZES,
     TRANSPOSES,
+    draws,
     family,
+    is_pointwise,
 )
 from merak.graph.weights.absent import AbsentTensor, is_clipping, missing_gradient, refusal
 
 _TENSOR: Any = torch.Tensor
-_REDUCTIONS = REDUCTIONS | {
-    "linalg_vector_norm",
-    "norm",
-    "argmax",
-    "argmin",
-    "var_mean",
-    "std_mean",
-}
 _BY_PLACE = (
-    _REDUCTIONS
+    REDUCTIONS
     | RESHAPES
     | TRANSPOSES
     | SQUEEZES
@@ -348,7 +342,7 @@ def _layouts_of_results(
     Raises:
         TrainingError: they are not shards of what it gives for the whole.
     """
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if draws(func):
         raise _refused("draws random numbers for", first)
     call = tree_map_only(torch.Tensor, _operand, (args, kwargs))
     try:
@@ -398,7 +392,7 @@ def _places(call: tuple[tuple[Any, ...], dict[str, Any]]) -> Iterator[tuple[Any,
 def _is_by_place(func: Any) -> bool:
     if any(argument.is_out for argument in func._schema.arguments):
         return False
-    return torch.Tag.pointwise in func.tags or family(func) in _BY_PLACE
+    return is_pointwise(func) or family(func) in _BY_PLACE
 
 
 @lru_cache(maxsize=4096)

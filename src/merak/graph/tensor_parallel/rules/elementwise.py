@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, NARROWS, family
+from merak.graph.ir.operators import FILLS_NEW, FILLS_SHAPE, NARROWS, draws, family, is_pointwise
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
     Decision,
@@ -33,9 +33,7 @@ aten = torch.ops.aten
 
 def is_elementwise(target: Any) -> bool:
     """Whether torch tags an operator as pointwise, and it is no draw and has torch's backward."""
-    tags = getattr(target, "tags", ())
-    is_drawn = torch.Tag.nondeterministic_seeded in tags
-    return torch.Tag.pointwise in tags and not is_drawn and not is_opaque(target)
+    return is_pointwise(target) and not draws(target) and not is_opaque(target)
 
 
 def elementwise(op: Operator) -> Decision:

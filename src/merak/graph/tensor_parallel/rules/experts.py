@@ -20,7 +20,9 @@ from merak.graph.ir.operators import (
     SEPARATE_GEMMS,
     SOFTMAXES,
     SPLITS,
+    draws,
     family,
+    is_pointwise,
 )
 from merak.graph.tensor_parallel.placement import (
     AXIS,
@@ -143,7 +145,7 @@ def is_rowwise(node: fx.Node, rows: Collection[fx.Node], num_dims: int = 1) -> b
     """
     name, target = family(node.target).removesuffix("_"), node.target
     shape = shape_of(next(iter(rows)))
-    if is_opaque(target) or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+    if is_opaque(target) or draws(target):
         return False
     if name in RESHAPES:
         return len(shape_of(node)) >= num_dims and shape_of(node)[:num_dims] == shape[:num_dims]
@@ -155,8 +157,7 @@ def is_rowwise(node: fx.Node, rows: Collection[fx.Node], num_dims: int = 1) -> b
     if name in NORMS:
         normal: Any = argument(node, "normalized_shape", ())
         return node.args[0] in rows and 0 < len(normal) <= len(shape) - num_dims
-    is_pointwise = torch.Tag.pointwise in getattr(target, "tags", ())
-    if not is_pointwise and name not in CONVERSIONS | COPIES | {"detach"}:
+    if not is_pointwise(target) and name not in CONVERSIONS | COPIES | {"detach"}:
         return False
     result = shape_of(node)
     return all(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
+from merak.graph.ir.operators import draws
 from merak.graph.ir.reachable import reachable
 from merak.graph.trace.autograd.calls import (
     creates_graph,
@@ -155,7 +156,7 @@ class _Expansion:
 
     def _note(self, step: Step, todo: list[torch.Tensor]) -> None:
         """Mark a step as live, or its node as one to write out."""
-        if is_function(step.node) and (step.func._schema.is_mutable or _is_random(step)):
+        if is_function(step.node) and (step.func._schema.is_mutable or draws(step.func)):
             raise RuntimeError(f"an autograd function computes {step.func} for its backward")
         copied = step.is_view or step.is_saved or is_function(step.node)
         if not copied and not is_autograd_call(step.node):
@@ -263,10 +264,6 @@ class _Expansion:
             return one
         self._emit(self._steps.makers[id(tensor)], at)
         return self._nodes[id(tensor)]
-
-
-def _is_random(step: Step) -> bool:
-    return torch.Tag.nondeterministic_seeded in step.func.tags
 
 
 def _describe(node: fx.Node, source: fx.Node, value: Any) -> None:

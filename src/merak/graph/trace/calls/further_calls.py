@@ -20,6 +20,7 @@ from merak.core.rank0 import warn_on_rank0
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import find_mutations
+from merak.graph.ir.operators import draws
 from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.runner import BEGINS, ENDS, plain_name, split_call
 from merak.graph.trace.calls.value_keys import KnownValues, ValueKeys, tensor_key
@@ -246,7 +247,7 @@ def _is_fixed(name: str, node: fx.Node, written: Collection[int]) -> bool:
         is_source = one.op != "call_function"
         if is_source and one.meta.get("kind") in (Kind.COLUMN, Kind.PARAMETER):
             return False
-        if one.meta.get("storage") in written or (not is_source and _draws(one)):
+        if one.meta.get("storage") in written or (not is_source and draws(one.target)):
             return False
         seen.add(one)
         waiting += [node for node in one.all_input_nodes if node not in seen]
@@ -255,11 +256,6 @@ def _is_fixed(name: str, node: fx.Node, written: Collection[int]) -> bool:
 
 def _writes_values(node: fx.Node) -> bool:
     return node.target is not torch.ops.aten.detach_.default
-
-
-def _draws(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", None)  # of any operator; functions of Python's have none
-    return tags is not None and torch.Tag.nondeterministic_seeded in tags
 
 
 def _described(

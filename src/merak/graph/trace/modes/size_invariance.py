@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.operators import FILLS_LIKE, FILLS_NEW, FILLS_SHAPE, aten_family
+from merak.graph.ir.operators import (
+    FILLS_LIKE,
+    FILLS_NEW,
+    FILLS_SHAPE,
+    aten_family,
+    draws,
+    is_pointwise,
+)
 from merak.graph.trace.modes.autograd_functions import call_function, named_function
 
 aten = torch.ops.aten
@@ -162,9 +169,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = torch.Tag.pointwise in func.tags or aten_family(func) in _ELEMENTWISE
+        known = is_pointwise(func) or aten_family(func) in _ELEMENTWISE
         known |= aten_family(func) in _OF_A_SHAPE
-        self.is_elementwise &= known and torch.Tag.nondeterministic_seeded not in func.tags
+        self.is_elementwise &= known and not draws(func)
         read = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if func._schema.is_mutable and any(not tensor.is_meta for tensor in read):
             self.is_elementwise = False

@@ -21,6 +21,7 @@ from torch._functorch import apis, vmap
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils._pytree import tree_leaves
 
+from merak.graph.ir.operators import draws
 from merak.graph.trace.autograd.calls import is_recording
 
 
@@ -67,5 +68,4 @@ def _has_gradients(operators: fx.GraphModule, args: list[Any]) -> bool:
 
 
 def _is_random(graph: fx.Graph) -> bool:
-    tags = (getattr(node.target, "tags", ()) for node in graph.nodes)
-    return any(torch.Tag.nondeterministic_seeded in found for found in tags)
+    return any(draws(node.target) for node in graph.nodes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from inspect import ismodule
@@ -27,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from merak.core.errors import TraceError
 from merak.core.source_lines import model_line, with_text
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.weights.rank_agreement import is_distributed
 
 logger = logging.getLogger(__name__)
@@ -197,9 +197,7 @@ def refuse_in_function(function: type[Function], apply: Callable[..., Any], args
         CollectiveError: its backward communicates.
     """
     if is_distributed():
-        # A thread of its own: the modes that record a trace belong to the thread that traces.
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(_run_function, function, apply, args).result()
+        in_own_thread(_run_function, function, apply, args)
 
 
 def _run_function(function: type[Function], apply: Callable[..., Any], args: Any) -> None:

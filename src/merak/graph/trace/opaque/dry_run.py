@@ -7,7 +7,6 @@ and no memory taken, however long the sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.collectives import CollectiveError
 from merak.graph.trace.opaque.extrapolate import extrapolated
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.trace.opaque.operator import CallCost, LoopCost, OpaqueCall
 from merak.graph.trace.opaque.probe import (
     CannotBeOpaque,
@@ -53,9 +53,7 @@ def dry_run(
         CannotBeOpaque: it needs values, keeps a tensor, or writes into its inputs.
     """
     call, device = tried_on(call, device)
-    # A thread of its own: the modes that record a trace belong to the thread that traces.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_dry_run, call, metas, device, length).result()
+    return in_own_thread(_dry_run, call, metas, device, length)
 
 
 def _dry_run(

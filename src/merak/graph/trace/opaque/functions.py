@@ -11,12 +11,16 @@ import dis
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pkgutil import resolve_name
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class FunctionModule(nn.Module):
@@ -80,6 +84,20 @@ def function_of(name: str) -> FunctionType:
     if not isinstance(found, FunctionType):
         raise AttributeError(f"{name} is a {type(found).__name__}")
     return found
+
+
+def in_own_thread(run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Result of a call in a thread of its own.
+
+    The modes that record a trace, and the stand-ins of functions, belong to the thread that traces.
+
+    Args:
+        run: what is called.
+        *args: its arguments.
+        **kwargs: its arguments by name.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, *args, **kwargs).result()
 
 
 @contextmanager

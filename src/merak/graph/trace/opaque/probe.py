@@ -10,7 +10,6 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -36,6 +35,7 @@ from merak.graph.trace.opaque.collectives import (
     refuse_in_backward,
     refused_collectives,
 )
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.trace.opaque.operator import CallCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import autocast_of, invoke, sharing
@@ -109,14 +109,13 @@ def probe(
             them.
     """
     call, device = tried_on(call, device)
-    # A thread of its own: the modes that record a trace belong to the thread that traces.
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(_probe, _Probe(call, metas, real, device, modes, example))
-    if (failure := future.exception()) is not None:  # whose frames hold weights and activations
-        for error in causes(failure):
+    try:
+        return in_own_thread(_probe, _Probe(call, metas, real, device, modes, example))
+    except BaseException as failure:
+        for error in causes(failure):  # whose frames hold weights and activations
             traceback.clear_frames(error.__traceback__)
         gc.collect()
-    return future.result()
+        raise
 
 
 def tried_on(call: OpaqueCall, device: torch.device) -> tuple[OpaqueCall, torch.device]:

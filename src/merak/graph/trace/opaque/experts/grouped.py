@@ -8,7 +8,6 @@ sizes are. As one operator of the graph, its weights can be split over ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import undisturbed
 from merak.graph.trace.opaque.run import invoke
@@ -57,9 +57,7 @@ def grouped_of(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> Grouped | N
     weight, x = tensors[0], inputs[rows[0]]
     if (weight.ndim, x.ndim) != (3, 2) or (call.autocast is None and weight.dtype != x.dtype):
         return None
-    # A thread of its own: the modes that record a trace belong to the thread that traces.
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(_followed, call, tuple(weight.shape), (rows[0], x.shape[-1])).result()
+    found = in_own_thread(_followed, call, tuple(weight.shape), (rows[0], x.shape[-1]))
     return None if found is None else Grouped(found, rows[0])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -30,6 +29,7 @@ from merak.graph.trace.opaque.experts.steps import (
     Scatter,
     Template,
 )
+from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.probe import called, undisturbed
 from merak.graph.trace.opaque.run import autocast_of
@@ -141,10 +141,8 @@ def expert_loop_of(
     hooks, _ = call.module._get_backward_hooks()
     if call.scalars or hooks or call.module._get_backward_pre_hooks():
         return None
-    # A thread of its own: the modes that record a trace belong to the thread that traces.
-    with ThreadPoolExecutor(1) as pool:
-        found = pool.map(_found, _subjects(call, tensors, has_mask))
-        return next((loop for loop in found if loop is not None), None)
+    found = (in_own_thread(_found, subject) for subject in _subjects(call, tensors, has_mask))
+    return next((loop for loop in found if loop is not None), None)
 
 
 def _subjects(

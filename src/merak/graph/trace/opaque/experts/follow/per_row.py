@@ -16,6 +16,7 @@ from merak.graph.ir.operators import (
     RESHAPES,
     SPLITS,
     aten_family,
+    is_pointwise,
 )
 from merak.graph.trace.opaque.experts.follow.meanings import Noise, Own, Row, Sum
 from merak.graph.trace.opaque.experts.follow.state import Loop
@@ -101,7 +102,7 @@ def _check_rows(loop: Loop, func: Any, args: Any, tensors: Sequence[Any], made: 
         grown = rows[0].ndim + (name == "unsqueeze")
         if not dim % grown > 0 or owns:
             raise NotALoopError
-    elif torch.Tag.pointwise in func.tags or name == "floor_divide":
+    elif is_pointwise(func) or name == "floor_divide":
         same = all(one.ndim == ndim for one in rows)
         if not same or any(one.ndim != ndim - 1 for one in owns):
             raise NotALoopError
