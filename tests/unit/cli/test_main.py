@@ -97,7 +97,7 @@ def test_what_is_kept_whole_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if its experts computed something else than a product of rows in groups.
-    monkeypatch.setattr("merak.graph.trace.opaque.record.grouped_of", lambda call, tensors: None)
+    monkeypatch.setattr("merak.graph.trace.opaque.record.expert_loop_of", lambda *given: None)
     words = ["trace", "--model", "JetMoeForCausalLM", "--config", json.dumps(KEPT), "--seq", "8"]
     words.append("--no-cache")
     assert main([*words, "--json"]) == 0

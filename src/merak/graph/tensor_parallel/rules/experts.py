@@ -177,7 +177,8 @@ def sorted_by(node: fx.Node) -> fx.Node:
         if name in ("index", "gather", "index_select") and len(others) == 1:
             order = _order(others[0])  # experts in the order that sorts them
             return order if order is not None and order.args[0] is first else node
-        if name not in _COUNTS or others:
+        is_by_ends = name == "searchsorted" and source.args[0] is first
+        if not is_by_ends and (name not in _COUNTS or others):
             return node
         source = first
     return node

@@ -18,9 +18,8 @@ from torch.types import py_sym_types
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.opaque.dry_run import dry_run
-from merak.graph.trace.opaque.experts.grouped import grouped_of, grouped_product
 from merak.graph.trace.opaque.experts.loop import expert_loop_of
-from merak.graph.trace.opaque.experts.rows import ExpertLoop, grouped_experts
+from merak.graph.trace.opaque.experts.rows import ExpertLoop, ends_of_rows, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import CallCost, ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
@@ -216,7 +215,7 @@ class _Recorder:
         looped: paths of the modules and functions that are opaque for a loop.
         example: as of `record_opaque_modules`.
         known: results of probes, by module kind and shapes.
-        offsets: ends of groups, by the identity of their sizes, which are held with them.
+        ends: of experts' rows, by the identity of their numbers, which are held with them.
         loops: over experts that modules compute, by the same key as `known`.
     """
 
@@ -229,7 +228,7 @@ class _Recorder:
     looped: frozenset[str]
     example: ExampleValues
     known: dict[Any, ProbeResult] = field(default_factory=dict)
-    offsets: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    ends: dict[Any, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     loops: dict[Any, ExpertLoop | None] = field(default_factory=dict)
 
     def forward(self, ref: ModuleRef, why: str) -> Callable[..., Any]:
@@ -302,7 +301,8 @@ class _Recorder:
         states |= dict(module.named_buffers(remove_duplicate=False))
         tensors = [*(states[names[0]] for names in call.states), *inputs]
         if (loop := self._loop(call, tensors)) is not None:
-            return fill(loop.program.result, grouped_experts(loop, call, tensors))
+            made = grouped_experts(loop, call, tensors, self._ends(loop, tensors))
+            return fill(loop.program.result, made)
         found = self._found(call, tensors)
         call = replace(
             call,
@@ -311,23 +311,17 @@ class _Recorder:
             aliases=found.aliases,
             always_used=found.always_used,
         )
-        if (product := self._grouped(call, tensors)) is not None:
-            return fill(found.result, [product])
         self.calls.append(call)
         results = record_call(call, len(self.calls) - 1, tensors)
         return fill(found.result, results)
 
-    def _grouped(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> torch.Tensor | None:
-        """What the module returns, as one product of rows in groups; None if it is none."""
-        if not call.scalars or call.written or (grouped := grouped_of(call, tensors)) is None:
-            return None
-        sizes = [tensors[len(call.states) + i] for i in sorted(call.scalars)]
-        key = tuple(map(id, sizes))
-        if key not in self.offsets:
-            ends = torch.stack(sizes).cumsum(0, dtype=torch.int32)
-            self.offsets[key] = ends, sizes
-        ends, _ = self.offsets[key]
-        return grouped_product(grouped, tensors, ends, call.cost.outputs[0].dtype)
+    def _ends(self, loop: ExpertLoop, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+        """Where experts' rows end, the same for all modules that are called with their numbers."""
+        counts = [tensors[number] for number in loop.counts]
+        key = tuple(map(id, counts))
+        if counts and key not in self.ends:
+            self.ends[key] = ends_of_rows(counts), counts
+        return self.ends[key][0] if counts else None
 
     def _loop(self, call: OpaqueCall, tensors: list[torch.Tensor]) -> ExpertLoop | None:
         """The loop over experts that a module is; None for another module."""

@@ -19,11 +19,12 @@ from torch.nn import functional
 from merak.graph.trace.opaque.experts.around import Around
 from merak.graph.trace.opaque.experts.follow.follower import Follower
 from merak.graph.trace.opaque.experts.program import Program
-from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, grouped_experts
+from merak.graph.trace.opaque.experts.rows import ExpertLoop, Kind, ends_of_rows, grouped_experts
 from merak.graph.trace.opaque.experts.separate import separate_weights
 from merak.graph.trace.opaque.experts.steps import (
     Choices,
     NotALoopError,
+    OfRows,
     Product,
     Ranges,
     Scatter,
@@ -48,15 +49,15 @@ class Subject:
         tensors: its tensors; the module's own first.
         place: of the choices among its inputs; None where it makes them itself.
         num_before: how many integers it then makes of scores before the choices.
-        counts: place among its inputs of how many rows every expert has; None where it is not
-            called with that.
+        counts: places among its inputs of how many rows every expert has, all in one tensor or one
+            in each; none where it is not called with that.
     """
 
     call: OpaqueCall
     tensors: Sequence[torch.Tensor]
     place: int | None = None
     num_before: int = 0
-    counts: int | None = None
+    counts: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -73,7 +74,7 @@ class Subject:
         """The number of tokens; of rows, where it is called with how many every expert has."""
         if self.choices is not None:
             return self.choices.shape[0]
-        if self.counts is not None:
+        if self.counts:
             return next(t.shape[0] for t in self.inputs if t.ndim == 2)
         shape = self.inputs[0].shape
         return math.prod(shape[:2]) if len(shape) > 2 else shape[0]
@@ -139,7 +140,7 @@ def expert_loop_of(
         has_mask: whether its input of three dims is a mask of choices, each of one expert or none.
     """
     hooks, _ = call.module._get_backward_hooks()
-    if call.scalars or hooks or call.module._get_backward_pre_hooks():
+    if hooks or call.module._get_backward_pre_hooks():
         return None
     found = (in_own_thread(_found, subject) for subject in _subjects(call, tensors, has_mask))
     return next((loop for loop in found if loop is not None), None)
@@ -149,26 +150,28 @@ def _subjects(
     call: OpaqueCall, tensors: Sequence[torch.Tensor], has_mask: bool
 ) -> Iterator[Subject]:
     """What the module may be called with: choices, how many rows every expert has, or neither."""
-    inputs, numbers = (
-        tensors[len(call.states) :],
-        _possible_stacks(call, tensors[: call.parameters]),
-    )
+    inputs = tensors[len(call.states) :]
+    numbers = _possible_stacks(call, tensors[: call.parameters])
+    if call.scalars:  # that the host has read
+        if len(call.scalars) in numbers and any(t.ndim == 2 for t in inputs):
+            yield Subject(call, tensors, counts=tuple(sorted(call.scalars)))
+        return
     chosen = [i for i, t in enumerate(inputs) if not t.is_floating_point()]
     if not chosen and inputs and inputs[0].ndim > 1 and numbers:
         yield Subject(call, tensors)
     has_choices = len(chosen) == 1 and inputs[chosen[0]].dtype is torch.int64
     if has_choices and inputs[chosen[0]].ndim in ((1, 2, 3) if has_mask else (1, 2)):
-        yield Subject(call, tensors, *chosen)
+        yield Subject(call, tensors, chosen[0])
     counts = [i for i, t in enumerate(inputs) if tuple(t.shape) in {(n,) for n in numbers}]
     if len(counts) == 1 and chosen in ([], counts) and any(t.ndim == 2 for t in inputs):
-        yield Subject(call, tensors, counts=counts[0])
+        yield Subject(call, tensors, counts=(counts[0],))
 
 
 def _found(module: Subject) -> ExpertLoop | None:
     call, found, num_experts = module.call, None, 0
     with undisturbed(call), torch.enable_grad():
         before = Snapshot.take(call.module)
-        makes_choices = module.place is None and module.counts is None
+        makes_choices = module.place is None and not module.counts
         for num_before in range(_MOST_BEFORE + 1 if makes_choices else 1):
             module = replace(module, num_before=num_before)
             num_classes = _num_classes(module)
@@ -199,16 +202,23 @@ def _found(module: Subject) -> ExpertLoop | None:
     if (by_rows and len(kinds) > 1) or (not skips_idle and _has_unread(have_products[0])):
         return None
     is_mask = module.choices is not None and module.choices.ndim == 3
-    is_complete = num_experts == num_classes and module.counts is None
-    is_counts = module.counts is not None
-    if is_counts and not by_rows:
+    is_complete = num_experts == num_classes and (not module.counts or _keeps_zeros(kinds))
+    counts = tuple(len(call.states) + place for place in module.counts)
+    if counts and not by_rows:
         return None
-    loop = ExpertLoop(program, is_mask, is_counts, num_experts, is_complete, skips_idle, kinds)
+    loop = ExpertLoop(program, is_mask, counts, num_experts, is_complete, skips_idle, kinds)
     return loop if _has_operators(loop, module) else None
 
 
 def _has_products(steps: Template) -> bool:
     return any(isinstance(step, Product) for step in steps)
+
+
+def _keeps_zeros(kinds: Sequence[Kind]) -> bool:
+    """Whether rows behind those of all experts give zeros, as they do in a grouped product."""
+    steps = [step for kind in kinds for step in kind.steps]
+    products = [step for step in steps if isinstance(step, Product) and step.bias is None]
+    return len(products) + sum(isinstance(step, OfRows) for step in steps) == len(steps)
 
 
 def _has_unread(kind: Kind) -> bool:
@@ -220,8 +230,9 @@ def _has_unread(kind: Kind) -> bool:
 def _has_operators(loop: ExpertLoop, module: Subject) -> bool:
     """Whether operators on all rows give what the module returns, as far as sizes and types."""
     given = [_without_values(tuple(t.shape), t.dtype) for t in module.tensors]
+    ends = ends_of_rows([given[number] for number in loop.counts]) if loop.counts else None
     try:
-        made = grouped_experts(loop, module.call, given)
+        made = grouped_experts(loop, module.call, given, ends)
     except Exception:  # of functions that are called again
         return False
     return [(tuple(t.shape), t.dtype) for t in made] == list(loop.program.kinds)
@@ -324,8 +335,9 @@ def _num_classes(module: Subject) -> int:
     """How many different choices there are, by a mask or by scores; 0 if they do not tell."""
     if module.choices is not None and module.choices.ndim == 3:
         return module.choices.shape[-1] + 1
-    if module.counts is not None:
-        return module.inputs[module.counts].shape[0]
+    if module.counts:
+        first = module.inputs[module.counts[0]]
+        return first.shape[0] if first.ndim else len(module.counts)
     try:
         around, given = _prepared(module, Routing(1, 1))
     except NotALoopError:
@@ -367,16 +379,17 @@ def _prepared(module: Subject, routing: Routing) -> tuple[Around, list[torch.Ten
     def given(place: int, tensor: torch.Tensor) -> torch.Tensor:
         if place == module.place:
             return choose((num_tokens, *tensor.shape[1:]))
-        if place == module.counts:
-            return torch.tensor(counts).to(tensor.dtype)
+        if place in module.counts:
+            own = counts if tensor.ndim else counts[module.counts.index(place)]
+            return torch.tensor(own).to(tensor.dtype)
         return _of_tokens(tensor, module.num_tokens, num_tokens)
 
     counts = routing.counts(num_tokens)
-    follower.ranges = None if module.counts is None else Ranges.of(counts)
+    follower.ranges = Ranges.of(counts) if module.counts else None
     inputs = [given(place, tensor) for place, tensor in enumerate(module.inputs)]
     for number, tensor in enumerate(inputs, len(states)):
         follower.note_whole(tensor, number)
-    place = module.counts if module.place is None else module.place
+    place = next(iter(module.counts), module.place)
     choices = None if place is None else len(states) + place
     with autocast_of(call):
         around = Around(follower, [*states, *inputs], choices, choose, module.num_before)

@@ -48,7 +48,8 @@ class ExpertLoop:
     Args:
         program: what it does around the loop.
         is_mask: whether the choices are a mask with a place for every expert, not their numbers.
-        is_counts: whether they are how many rows every expert has, of rows that lie by expert.
+        counts: numbers of the tensors that say how many rows every expert has, of rows that lie by
+            expert: all in one or one in each; none where tokens choose.
         num_experts: the number of experts; one more where a choice may be of none.
         is_complete: whether every choice is of these experts.
         skips_idle: whether an expert that no token chooses is not called.
@@ -57,15 +58,27 @@ class ExpertLoop:
 
     program: Program
     is_mask: bool
-    is_counts: bool
+    counts: tuple[int, ...]
     num_experts: int
     is_complete: bool
     skips_idle: bool
     kinds: tuple[Kind, ...]
 
 
+def ends_of_rows(counts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The row after the last one of every expert.
+
+    Args:
+        counts: how many each has, all in one tensor or one in each.
+    """
+    return (counts[0] if counts[0].ndim else torch.stack([*counts])).cumsum(0, dtype=torch.int32)
+
+
 def grouped_experts(
-    loop: ExpertLoop, call: OpaqueCall, tensors: Sequence[torch.Tensor]
+    loop: ExpertLoop,
+    call: OpaqueCall,
+    tensors: Sequence[torch.Tensor],
+    ends: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The tensors that the module returns, by operators on all rows.
 
@@ -73,10 +86,11 @@ def grouped_experts(
         loop: what the module computes.
         call: the call.
         tensors: its tensors; the module's own first.
+        ends: of the rows of every expert, where the module is called with their numbers; else None.
     """
     program, values = loop.program, dict(enumerate(tensors))
     call_again(program.before, values)
-    rows, states = _Rows.of(loop, values), tensors[: len(call.states)]
+    rows, states = _Rows.of(loop, values, ends), tensors[: len(call.states)]
     parts = [_combined(kind, loop, rows, states) for kind in loop.kinds]
     total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     if program.start is not None:
@@ -98,6 +112,7 @@ class _Rows:
         experts: (rows,), each row's expert, ascending.
         order: (rows,), which of the tokens' choices each row is.
         back: (rows,), the row of each choice.
+        ends: (experts,), where every expert's rows end; None where only `experts` says it.
     """
 
     values: Mapping[int, torch.Tensor]
@@ -106,19 +121,23 @@ class _Rows:
     experts: torch.Tensor
     order: torch.Tensor
     back: torch.Tensor
+    ends: torch.Tensor | None = None
 
     @staticmethod
-    def of(loop: ExpertLoop, values: Mapping[int, torch.Tensor]) -> _Rows:
+    def of(
+        loop: ExpertLoop, values: Mapping[int, torch.Tensor], ends: torch.Tensor | None
+    ) -> _Rows:
+        if ends is not None:
+            steps = loop.kinds[0].steps
+            rows = next(values[step.place] for step in steps if isinstance(step, OfRows))
+            number = torch.arange(rows.shape[0], dtype=ends.dtype, device=ends.device)
+            experts = torch.searchsorted(ends, number, right=True)
+            return _Rows(values, rows.shape[0], 1, experts, number, number, ends)
         chosen = values[loop.program.choices]
         if loop.is_mask:
             size = chosen.shape[-1]
             number = torch.arange(size, device=chosen.device)
             chosen = ((chosen != 0) * (number - size)).sum(-1) + size  # `size` for none
-        if loop.is_counts:
-            steps = loop.kinds[0].steps
-            rows = next(values[step.place] for step in steps if isinstance(step, OfRows))
-            number = torch.arange(rows.shape[0], device=chosen.device)
-            chosen = torch.searchsorted(chosen.to(torch.int64).cumsum(0), number, right=True)
         experts, order = torch.sort(chosen.reshape(-1))
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=order.device)
@@ -141,6 +160,8 @@ class _Rows:
 
     def offsets(self, num_experts: int) -> torch.Tensor:
         """The row after the last one of every expert."""
+        if self.ends is not None:
+            return self.ends if num_experts == len(self.ends) else self.ends[:num_experts]
         counted = self.experts.float() if self.experts.device.type == "cpu" else self.experts.int()
         per_expert = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
         return per_expert.cumsum(0, dtype=torch.int32)

@@ -47,6 +47,7 @@ _RULES: dict[str, tuple[Rule, ...]] = {
     "index": (operands.picked,),
     "index_select": (operands.picked_along,),
     "select": (operands.selected,),
+    "unbind": (operands.unbound,),
     "view": (operands.viewed,),
     "_unsafe_view": (operands.viewed,),
     "unsqueeze": (operands.unsqueezed,),

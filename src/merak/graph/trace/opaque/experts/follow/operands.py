@@ -117,6 +117,15 @@ def _own(loop: Loop, func: Any, args: Any, found: Stack, expert: int) -> Any:
     return loop.ran(func, args, {}, Own(expert, own))
 
 
+def unbound(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
+    """unbind: every expert's own weight."""
+    found = loop.meaning(args[0])
+    if not isinstance(found, Stack) or args[1:] not in ((), (0,)) or kwargs:
+        return None
+    own = Weight((found.number,), found.shape)
+    return [loop.note(made, Own(expert, own)) for expert, made in enumerate(func(*args))]
+
+
 def viewed(loop: Loop, func: Any, args: Any, kwargs: Any) -> Any:
     """Rule of views: of inputs, stacks and the sum, and of rows that stay rows."""
     found, made = loop.meaning(args[0]), func(*args, **kwargs)
