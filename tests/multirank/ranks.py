@@ -28,7 +28,7 @@ class RankError(Exception):
 
 PRELOADED = (
     "merak.trainer", "merak.check", "torch._dynamo", "torch.distributed", "torch.export._trace",
-    "networkx", "tests.multirank.compare", "transformers.models.gpt2.modeling_gpt2",
+    "tests.multirank.compare", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 """What ranks import: once, in a process that they are forked from, which never computes."""

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import mutated_arguments
+from merak.graph.ir.reachable import reachable
 from merak.graph.joint.clean import has_effect, is_view
 from merak.graph.joint.derive import JointGraph
 
@@ -87,15 +88,12 @@ def find_deferred(
 
 def _needed(nodes: Iterable[fx.Node], among: frozenset[fx.Node]) -> frozenset[fx.Node]:
     """Nodes with all that they need, and all results of each."""
-    found: set[fx.Node] = set()
-    waiting = [node for node in nodes if node in among]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += [n for n in node.all_input_nodes if n in among]
-            waiting += [user for user in node.users if user.target is operator.getitem]
-    return frozenset(found)
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        parts = [user for user in node.users if user.target is operator.getitem]
+        return parts + [n for n in node.all_input_nodes if n in among]
+
+    return frozenset(reachable((node for node in nodes if node in among), following))
 
 
 def _fixed(joint: JointGraph, backward: Sequence[fx.Node]) -> list[fx.Node]:

@@ -10,9 +10,9 @@ compiled graphs so.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Set
-from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from torch import fx
 from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import mutated_arguments
 from merak.graph.ir.operators import is_pointwise
+from merak.graph.ir.reachable import Edge, reachable, source_side
 from merak.graph.joint.clean import has_effect, is_view
 
 aten = torch.ops.aten
@@ -38,30 +39,24 @@ def cut(saved: Iterable[fx.Node], forward: Iterable[fx.Node]) -> tuple[set[fx.No
     Returns:
         The operators, and what is saved, in the forward's order.
     """
-    import networkx as nx  # takes a moment, which jobs that compile nothing do not need
-
     order = list(forward)
     written = {n.meta["layout"].storage for node in order for n in mutated_arguments(node)}
-    network: Any = nx.DiGraph()
-    waiting, seen = list(saved), set[fx.Node]()
-    network.add_nodes_from(("source", "sink"))
-    for node in waiting:
-        network.add_edge((node, "out"), "sink")
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        network.add_edge((node, "in"), (node, "out"), capacity=_bytes(node))
+    read = list(saved)
+
+    def given(node: fx.Node) -> list[fx.Node]:
+        return node.all_input_nodes if _is_cheap(node, written) else []
+
+    # Backwards, so that what is in front of the cut is what the backward makes of what is saved.
+    edges: list[Edge] = [("read", (node, "out"), math.inf) for node in read]
+    seen = reachable(read, given)
+    for node in seen:
+        edges.append(((node, "out"), (node, "in"), _bytes(node)))
         if not _is_cheap(node, written):
-            network.add_edge("source", (node, "in"))
-            continue
-        for argument in node.all_input_nodes:
-            network.add_edge((argument, "out"), (node, "in"))
-            waiting.append(argument)
-    _, (before, _) = nx.minimum_cut(network, "source", "sink")
-    again = {node for node in seen if (node, "in") not in before and node.op == "call_function"}
-    kept = {node for node in seen if (node, "in") in before and (node, "out") not in before}
+            edges.append(((node, "in"), "fixed", math.inf))
+        edges += [((node, "in"), (argument, "out"), math.inf) for argument in given(node)]
+    made = source_side(edges, "read", "fixed")
+    again = {node for node in seen if (node, "in") in made and node.op == "call_function"}
+    kept = {node for node in seen if (node, "out") in made and (node, "in") not in made}
     return again, [node for node in order if node in kept]
 
 

@@ -161,6 +161,15 @@ def need_of(
     return REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
 
 
+def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
+    """Operands of a node's operator, in the order of its arguments."""
+    args = node.args if decision.args is None else decision.args
+    kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((args, kwargs), lambda n: found.setdefault(n))
+    return list(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """Operator of the traced graph with its operands' placements, for a sharding rule.

@@ -3,19 +3,17 @@
 Sums travel as far as operators are linear in them. Between where they arise and what must read them
 whole, they are reduced in the values that are smallest together: a minimum cut. What the sums are
 multiplied by on their way costs the reduction of its gradient.
-
-Source: Ford and Fulkerson, Flows in Networks (1962), chapter I, section 5.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.reachable import Edge, source_side
 from merak.graph.tensor_parallel.placement import (
     PARTIAL,
     REPLICATE,
@@ -23,8 +21,6 @@ from merak.graph.tensor_parallel.placement import (
     Partial,
     ResultPlacement,
 )
-
-Edge = tuple[Hashable, Hashable, float]
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -46,7 +42,7 @@ def early_reductions(
     if all(len(n.all_input_nodes) == 1 and _size(n) == _size(n.args[0]) for n in carriers):
         return frozenset()  # as of nearly every block: sums in other shapes
     edges = list(_edges(graph, placements, decisions, sums))
-    behind = _source_side(edges)
+    behind = source_side(edges, _SOURCE, _SINK)
     return frozenset(n for n in sums if (n, "in") in behind and (n, "out") not in behind)
 
 
@@ -115,38 +111,3 @@ def _size(node: object) -> int:
     """Bytes of a value."""
     meta = node.meta.get("tensor") if isinstance(node, fx.Node) else None
     return math.prod(meta.shape) * meta.dtype.itemsize if isinstance(meta, TensorMeta) else 0
-
-
-def _source_side(edges: list[Edge]) -> set[Hashable]:
-    """What the source still reaches in a network that is full: in front of a minimum cut."""
-    left: dict[Hashable, dict[Hashable, float]] = defaultdict(lambda: defaultdict(float))
-    for tail, head, capacity in edges:
-        left[tail][head] += capacity
-        left[head][tail] += 0.0
-    while True:
-        before = _reached(left)
-        if _SINK not in before:
-            return set(before)
-        path: list[Hashable] = [_SINK]
-        while path[-1] != _SOURCE:
-            path.append(before[path[-1]])
-        steps = list(zip(path[1:], path, strict=False))
-        flow = min(left[tail][head] for tail, head in steps)
-        if flow == math.inf:
-            return set()  # a sum that nothing may reduce: it stays as it is
-        for tail, head in steps:
-            left[tail][head] -= flow
-            left[head][tail] += flow
-
-
-def _reached(left: Mapping[Hashable, Mapping[Hashable, float]]) -> dict[Hashable, Hashable]:
-    """What the source reaches, each with what comes before it."""
-    before: dict[Hashable, Hashable] = {_SOURCE: _SOURCE}
-    waiting: deque[Hashable] = deque([_SOURCE])
-    while waiting:
-        tail = waiting.popleft()
-        for head, capacity in left[tail].items():
-            if capacity > 0 and head not in before:
-                before[head] = tail
-                waiting.append(head)
-    return before

@@ -30,6 +30,7 @@ from merak.graph.ir.operators import (
     UNINITIALIZED,
     family,
 )
+from merak.graph.ir.reachable import reachable
 from merak.graph.tensor_parallel.alias_check import refuse_lost_writes
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
@@ -42,6 +43,7 @@ from merak.graph.tensor_parallel.placement import (
     Shard,
     local_meta,
     need_of,
+    operands_of,
     positive,
     shape_of,
 )
@@ -187,7 +189,7 @@ class _Walk:
     def _need(self, op: Operator) -> tuple[fx.Node, Shard] | None:
         """The first operand that has to be sharded and is whole."""
         decision = self.decisions[op.node]
-        for operand in _operands(op.node, decision):
+        for operand in operands_of(op.node, decision):
             placed, need = self.placements[operand], need_of(operand, decision, self.placements)
             if need is None or placed == need:
                 continue
@@ -240,12 +242,7 @@ class _Ancestors(dict[fx.Node, _Above]):
     """What each value is made from, found when it is asked for."""
 
     def __missing__(self, node: fx.Node) -> _Above:
-        found, waiting = {node}, [node]
-        while waiting:
-            for source in waiting.pop().all_input_nodes:
-                if source not in found:
-                    found.add(source)
-                    waiting.append(source)
+        found = reachable([node], lambda n: n.all_input_nodes)
         ordered = tuple(n for n in node.graph.nodes if n in found and _is_source(n))
         self[node] = _Above(frozenset(found), ordered)
         return self[node]
@@ -278,14 +275,6 @@ def _whole_written(op: Operator) -> tuple[fx.Node, Shard] | None:
     if dim < 0 or shape_of(first)[dim] != sum(placed.parts):
         return None
     return first, replace(placed, dim=dim)
-
-
-def _operands(node: fx.Node, decision: Decision) -> list[fx.Node]:
-    args = node.args if decision.args is None else decision.args
-    kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
-    found: dict[fx.Node, None] = {}
-    fx.map_arg((args, kwargs), lambda n: found.setdefault(n))
-    return list(found)
 
 
 def check_local(whole: Body, placed: BodyPlacements, local: Body, degree: int) -> None:

@@ -24,11 +24,11 @@ from merak.graph.ir.operators import (
 from merak.graph.tensor_parallel.conversion import Step, Ways, entering, steps
 from merak.graph.tensor_parallel.placement import (
     REPLICATE,
-    Decision,
     PartlySharded,
     Placement,
     Shard,
     need_of,
+    operands_of,
     shape_of,
 )
 from merak.graph.tensor_parallel.propagate import Propagation
@@ -88,15 +88,6 @@ def _needs(graph: fx.Graph, propagation: Propagation) -> Iterator[tuple[fx.Node,
                 yield operand, need_of(operand, decision, propagation.placements)
             further = (n for _, args in decision.then for n in args if isinstance(n, fx.Node))
             yield from ((n, REPLICATE) for n in further)
-
-
-def operands_of(node: fx.Node, decision: Decision) -> list[fx.Node]:
-    """Operands of a node's operator, in the order of its arguments."""
-    args = node.args if decision.args is None else decision.args
-    kwargs = node.kwargs if decision.kwargs is None else decision.kwargs
-    found: dict[fx.Node, None] = {}
-    fx.map_arg((args, kwargs), lambda n: found.setdefault(n))
-    return list(found)
 
 
 def transfers(graph: fx.Graph, propagation: Propagation) -> list[Transfer]:
