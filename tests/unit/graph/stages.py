@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.testing import assert_close
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
@@ -140,6 +142,43 @@ def _backward(record: Record, gradients: Tensors) -> None:
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's gradient by name; None where it has none."""
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_gradients(
+    model: torch.nn.Module, eager: torch.nn.Module, **tolerance: float | None
+) -> None:
+    """Gradients of one model are those of another; one has none where the other has none."""
+    found = gradients_of(model)
+    for name, known in gradients_of(eager).items():
+        assert (found[name] is None) == (known is None), name
+        assert_close(found[name], known, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_like_eager(
+    graph: ModelGraph,
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    loss: Mapping[str, float | None] | None = None,
+    **tolerance: float | None,
+) -> None:
+    """The loss, the gradients and the buffers of a step are those of eager code.
+
+    Args:
+        graph: segments of the model.
+        model: gets the gradients, and the buffers that the step writes.
+        batch: of the step.
+        loss: the loss's own tolerance, as of `torch.testing.assert_close`.
+        **tolerance: that of gradients and buffers, and of the loss if it has none of its own.
+    """
+    eager = copy.deepcopy(model)
+    model.zero_grad()
+    found = Pipeline(graph, model).train(batch)
+    made = eager(**batch)
+    expected = made if isinstance(made, torch.Tensor) else made["loss"]
+    expected.backward()
+    assert_close(found, expected.detach(), **tolerance if loss is None else loss)
+    assert_gradients(model, eager, **tolerance)
+    assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), **tolerance)
 
 
 def check_structure(graph: ModelGraph) -> None:

@@ -17,7 +17,7 @@ from merak.graph.cache.fingerprint import fingerprint
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.plan.cost.gpu_kernels import attention_kernels
-from tests.unit.graph.stages import Pipeline, gradients_of, metas
+from tests.unit.graph.stages import assert_like_eager, metas
 
 Batch = dict[str, torch.Tensor]
 MASK, TOKENS, WIDTH, LONGEST = "attention_mask", 8, 16, 12
@@ -165,15 +165,7 @@ def attentions(graph: ModelGraph) -> list[tuple[bool, bool]]:
 
 
 def assert_as_eager(model: nn.Module, batch: Batch, graph: ModelGraph) -> None:
-    model.zero_grad()
-    loss = Pipeline(graph, model).train(batch)
-    found = gradients_of(model)
-    model.zero_grad()
-    expected = model(**batch)["loss"]
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    for name, gradient in gradients_of(model).items():
-        assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12)
+    assert_like_eager(graph, model, batch, {"rtol": 1e-12, "atol": 0.0}, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", CAUSAL)

@@ -20,7 +20,7 @@ from merak.graph.trace.opaque.operator import opaque_calls
 from tests.tiers import one_in
 from tests.unit.graph import gradient_models as g
 from tests.unit.graph import gradient_parts as parts
-from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
+from tests.unit.graph.stages import Pipeline, assert_gradients, built, metas
 
 
 def batch_for(*names: str) -> dict[str, Tensor]:
@@ -61,11 +61,7 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...]
         expected.backward()
         torch.manual_seed(1)
         torch.testing.assert_close(Pipeline(graph, model).train(in_float64(batch)), expected)
-    found = gradients_of(model)
-    for name, known in gradients_of(eager).items():
-        gradient = found[name]
-        assert (gradient is None) == (known is None), name
-        torch.testing.assert_close(gradient, known, msg=lambda m, name=name: f"{name}: {m}")
+    assert_gradients(model, eager)
     torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
     evaluated = built(model, in_float64(batch), training=False)
     torch.manual_seed(1)

@@ -21,7 +21,7 @@ from merak.plan.cost.gpu_kernels import attention_kernels
 from tests.tiers import one_in
 from tests.unit.graph import families
 from tests.unit.graph.odd_models import Layers
-from tests.unit.graph.stages import Pipeline, gradients_of, metas
+from tests.unit.graph.stages import assert_like_eager, metas
 
 Batch = dict[str, torch.Tensor]
 MASK = "attention_mask"
@@ -73,18 +73,6 @@ def masks(graph: ModelGraph) -> list[Any]:
     return found
 
 
-def assert_as_eager(model: nn.Module, batch: Batch, graph: ModelGraph) -> None:
-    pipeline = Pipeline(graph, model)
-    loss = pipeline.train(batch)
-    found = gradients_of(model)
-    model.zero_grad()
-    expected = model(**batch).loss
-    expected.backward()
-    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
-    for name, gradient in gradients_of(model).items():
-        assert gradient is None or torch.allclose(found[name], gradient, rtol=1e-5, atol=1e-7), name
-
-
 @one_in(3)
 @pytest.mark.parametrize("family", MODELS)
 def test_attention_has_no_mask(family: str) -> None:
@@ -95,7 +83,7 @@ def test_attention_has_no_mask(family: str) -> None:
     assert all(mask is not None for mask in masks(masked))
     assert [s.parameters for s in graph.segments] == [s.parameters for s in masked.segments]
     assert graph.columns[MASK].ones and not masked.columns[MASK].ones
-    assert_as_eager(model, batch, graph)
+    assert_like_eager(graph, model, batch, {"rtol": 1e-6, "atol": 0.0}, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +95,7 @@ def test_what_else_a_mask_says_stays(family: str, others: Batch) -> None:
     batch = batch_of(**others)
     graph = graph_of(model, batch)
     assert (masks(graph)[0] is None) is (family == "llama")  # whose positions a mask outdoes
-    assert_as_eager(model, batch, graph)
+    assert_like_eager(graph, model, batch, {"rtol": 1e-6, "atol": 0.0}, rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_of_ones_has_flash_attention_on_a_gpu() -> None:
@@ -151,7 +139,7 @@ def test_questions_of_a_models_own() -> None:
     batch = {"x": torch.randn(2, 4, 8), MASK: torch.ones(2, 4, dtype=torch.int64)}
     graph = graph_of(model, batch)
     assert graph.queried == {MASK} and not opaque_calls(graph)
-    assert_as_eager(model, batch, graph)
+    assert_like_eager(graph, model, batch, {"rtol": 1e-6, "atol": 0.0}, rtol=1e-5, atol=1e-7)
 
 
 def test_only_what_a_function_keeps_equal_is_followed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 from typing import Any
@@ -15,7 +14,7 @@ from merak.core.errors import TraceError, TrainingError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.segment.build import GraphSource, build_graph
 from tests.tiers import one_in
-from tests.unit.graph.trace.opaque.test_operator import step
+from tests.unit.graph.stages import Pipeline, assert_like_eager
 
 COLUMNS = {"x": TensorMeta((6, 8), torch.float32)}
 
@@ -97,17 +96,9 @@ class Overlaps(nn.Module):
 )
 def test_a_write_into_shared_memory_makes_the_module_around_it_whole(part: nn.Module) -> None:
     torch.manual_seed(0)
-    model = Model(part)
-    eager = copy.deepcopy(model)
-    source = GraphSource(model)
-    batch = {"x": torch.randn(6, 8)}
-    loss = step(model, build_graph(source, COLUMNS, training=True), batch)
+    source = GraphSource(model := Model(part))
+    assert_like_eager(build_graph(source, COLUMNS, training=True), model, {"x": torch.randn(6, 8)})
     assert list(source.opaque.modules) == ["part"]
-    expected = eager(**batch)["loss"]
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
-    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, msg=name)
 
 
 class WritesOutside(nn.Module):
@@ -235,9 +226,9 @@ def _writes(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_what_was_not_seen_in_the_trace_is_refused_when_it_runs(act: Any, said: str) -> None:
     model = Model(Turns(act))
     graph = build_graph(GraphSource(model), COLUMNS, training=True)
-    step(model, graph, {"x": torch.randn(6, 8)})
+    Pipeline(graph, model).train({"x": torch.randn(6, 8)})
     with pytest.raises(TrainingError, match=re.escape(said)):
-        step(model, graph, {"x": 1e6 * torch.ones(6, 8)})
+        Pipeline(graph, model).train({"x": 1e6 * torch.ones(6, 8)})
 
 
 class WritesFresh(nn.Module):
@@ -256,15 +247,9 @@ class WritesFresh(nn.Module):
 
 def test_a_result_may_be_written_into_unless_it_turns_out_to_share_memory() -> None:
     torch.manual_seed(0)
-    model = Model(WritesFresh())
-    eager = copy.deepcopy(model)
-    source = GraphSource(model)
+    source = GraphSource(model := Model(WritesFresh()))
     graph = build_graph(source, COLUMNS, training=True)
     assert list(source.opaque.modules) == ["part.turns"]
-    batch = {"x": torch.randn(6, 8)}
-    step(model, graph, batch)
-    eager(**batch)["loss"].backward()
-    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, msg=name)
+    assert_like_eager(graph, model, {"x": torch.randn(6, 8)})
     with pytest.raises(TrainingError, match="shares memory with something that is written into"):
-        step(model, graph, {"x": 1e6 * torch.ones(6, 8)})
+        Pipeline(graph, model).train({"x": 1e6 * torch.ones(6, 8)})

@@ -1,4 +1,7 @@
-"""Modules that loop over the experts that some token has chosen: operators on all rows at once."""
+"""Modules that loop over the experts that some token has chosen: operators on all rows at once.
+
+So are those that split rows by sizes which the host reads.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ from tests.unit.graph.routed_blocks import assert_like_eager
 
 EXPERTS, WIDTH, INNER, TOKENS = 4, 8, 6, 10
 Rows = Callable[["Experts", Tensor, int], Tensor]
+Loop = Callable[["Groups", Tensor, list[int]], Tensor]
 
 
 class Experts(nn.Module):
@@ -104,10 +109,13 @@ def batch(seed: int) -> dict[str, Tensor]:
     return {"x": x if seed < 2 else x[:1].expand_as(x).contiguous()}
 
 
-def traced(rows: Rows, idle: int = 0) -> tuple[Routed, ModelGraph]:
+def traced(model: nn.Module) -> ModelGraph:
+    """The graph of a model, with weights of one seed, as it is read from disk."""
     torch.manual_seed(0)
-    model = Routed(rows, idle).train()
-    return model, unpack_model(pack_model(cases.traced(model, batch(0))))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    return unpack_model(pack_model(cases.traced(model.train(), batch(0))))
 
 
 @one_in(3)
@@ -117,9 +125,9 @@ def test_rows_of_experts_without_weights_are_not_forgotten(idle: int) -> None:
     assert bool(opaque_nodes(graph)) == bool(idle)
 
 
-def products(graph: ModelGraph) -> int:
+def products(graph: ModelGraph) -> list[Any]:
     nodes = [n for s in graph.segments for n in s.graph.nodes if n.op == "call_function"]
-    return sum(family(n.target) in GROUPED_GEMMS for n in nodes)
+    return [n for n in nodes if family(n.target) in GROUPED_GEMMS]
 
 
 @one_in(3)
@@ -127,8 +135,8 @@ def products(graph: ModelGraph) -> int:
     ("rows", "idle"), [(gated, 0), (gated, 1), (gated, 2), (biased, 0), (biased, 2), (flat, 1)]
 )
 def test_gradients_are_those_of_eager_code(rows: Rows, idle: int) -> None:
-    model, graph = traced(rows, idle)
-    assert not opaque_nodes(graph) and products(graph) == 2
+    graph = traced(model := Routed(rows, idle))
+    assert not opaque_nodes(graph) and len(products(graph)) == 2
     assert_like_eager(model, graph, batch, zero_for_none=True)
 
 
@@ -170,7 +178,7 @@ OTHERS = (
 @one_in(4)
 @pytest.mark.parametrize("rows", OTHERS)
 def test_what_is_another_computation_stays_opaque(rows: Rows) -> None:
-    _, graph = traced(rows)
+    graph = traced(Routed(rows))
     assert not products(graph) and len(opaque_nodes(graph)) == 1
 
 
@@ -178,7 +186,7 @@ def test_what_is_another_computation_stays_opaque(rows: Rows) -> None:
 def test_its_weights_are_split(
     rows: Rows, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, graph = traced(rows, idle=2)
+    graph = traced(model := Routed(rows, idle=2))
     assert {f"experts.{n}" for n in names} <= auto_tensor_parallel(graph, 2).weights.keys()
     assert_parity(model, batch(0), None, 2, monkeypatch)
 
@@ -186,15 +194,100 @@ def test_its_weights_are_split(
 @one_in(3)
 @pytest.mark.parametrize(("rows", "idle"), [(gated, 0), (gated, 2), (biased, 1)])
 def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, graph = traced(rows, idle)
+    graph = traced(model := Routed(rows, idle))
     chosen = tensor_parallel(graph, None, 2, ep=2).weights
     assert "experts.down" in chosen
     assert_parity(model, batch(0), None, 2, monkeypatch, ep=2)
 
 
+class Groups(nn.Module):
+    """One weight for each group of rows."""
+
+    def __init__(self, inputs: int, outputs: int, loop: Loop) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, outputs, inputs) * 0.3)
+        self.loop = loop
+
+    def forward(self, x: Tensor, sizes: list[int]) -> Tensor:
+        return self.loop(self, x, sizes)
+
+
+class Split(nn.Module):
+    """Every token to the two groups of its highest scores."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__()
+        self.stem, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.up, self.down = Groups(WIDTH, 16, loop), Groups(16, WIDTH, loop)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.stem(x)
+        scores, chosen = self.router(x).topk(2, dim=1)
+        sizes = torch.zeros(len(x), EXPERTS).scatter(1, chosen, 1).long().sum(0).tolist()
+        order = chosen.flatten().sort(stable=True)[1]
+        rows = order.div(2, rounding_mode="trunc")
+        found = self.down(self.up(x[rows], sizes).tanh(), sizes)
+        found = found * scores.softmax(1).flatten()[order][:, None]
+        return {"loss": torch.zeros_like(x).index_add(0, rows, found).square().mean()}
+
+
+def by_sizes(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    parts = x.split(sizes)
+    return torch.cat([F.linear(part, self.weight[i]) for i, part in enumerate(parts)])
+
+
+def sliced(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    found, begin = [], 0
+    for size, weight in zip(sizes, self.weight.unbind(), strict=True):
+        found.append(x[begin : begin + size] @ weight.T)
+        begin += size
+    return torch.cat(found)
+
+
+def of_others(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    parts = x.split(sizes)
+    return torch.cat([F.linear(part, self.weight[i - 1]) for i, part in enumerate(parts)])
+
+
+def written_into(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    found = [F.linear(part, self.weight[i]) for i, part in enumerate(x.split(sizes))]
+    found[0].view(-1).mul_(2)
+    return torch.cat(found)
+
+
+def activated(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    return by_sizes(self, x, sizes).relu()
+
+
+def recorded(self: Groups, x: Tensor, sizes: list[int]) -> Tensor:
+    self.last = list(sizes)
+    return by_sizes(self, x, sizes)
+
+
+@pytest.mark.parametrize("loop", [by_sizes, sliced, activated])
+def test_rows_that_are_split_by_sizes(loop: Loop) -> None:
+    graph = traced(model := Split(loop))
+    up, down = products(graph)
+    assert not opaque_nodes(graph) and up.args[2] is down.args[2]
+    assert_like_eager(model, graph, batch)
+
+
+@one_in(3)
+@pytest.mark.parametrize("loop", [of_others, written_into, recorded])
+def test_what_else_is_computed_of_them_stays_opaque(loop: Loop) -> None:
+    graph = traced(Split(loop))
+    assert not products(graph) and len(opaque_nodes(graph)) == 2
+
+
+def test_weights_of_such_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(model := Split(by_sizes))
+    assert {"up.weight", "down.weight"} <= auto_tensor_parallel(graph, 2).weights.keys()
+    assert_parity(model, batch(0), None, 2, monkeypatch)
+
+
 @pytest.mark.slow
 def test_graphs_of_it_are_read_where_nothing_has_imported_the_operator() -> None:
-    _, graph = traced(gated)
+    graph = traced(Routed(gated))
     (nodes,) = (pack(s.graph) for s in graph.segments if "experts.up" in str(s.parameters))
     code = (
         "import pickle, sys; from merak.graph.ir.serialize import unpack; "

@@ -17,9 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from merak.core.errors import PlanError, TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.cache.value_file import ValueFile, write_values
-from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
-from merak.graph.program.program import compile_segment
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque import record
 from merak.graph.trace.opaque.operator import OpaqueCall, connect_modules, opaque_calls
@@ -27,7 +25,7 @@ from merak.graph.trace.opaque.pytree import fill, flatten
 from merak.graph.trace.opaque.report import opaque_cause, opaque_lines, report_opaque
 from merak.plan.layout import check_stages
 from tests.tiers import one_in
-from tests.unit.graph.stages import Pipeline, gradients_of
+from tests.unit.graph.stages import Pipeline, assert_like_eager
 
 COLUMNS = {
     "x": TensorMeta((6, 8), torch.float32),
@@ -144,27 +142,6 @@ class Model(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
 
 
-def step(model: nn.Module, graph: ModelGraph, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Run the segments, and the backward of the loss, on the model's own tensors."""
-    loss = run(model, graph, batch)[str(graph.loss)]
-    loss.backward()
-    return loss
-
-
-def run(
-    model: nn.Module, graph: ModelGraph, batch: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Run the segments; their outputs."""
-    states = dict(model.named_parameters()) | dict(model.named_buffers()) | graph.constants
-    values = dict(batch)
-    for segment in graph.segments:
-        names = (*segment.parameters, *segment.buffers, *segment.columns, *segment.inputs)
-        function = compile_segment(segment, graph.values).function
-        results = function(*((states | values)[name] for name in names))
-        values.update(zip(segment.outputs, results, strict=True))
-    return values
-
-
 @pytest.mark.parametrize("block", [Branch, Experts, Ranged, Noted, Written])
 @one_in(2)
 @pytest.mark.parametrize("scale", [0.01, 5.0])
@@ -173,21 +150,10 @@ def test_gradients_and_buffers_are_those_of_eager_code(
 ) -> None:
     torch.manual_seed(0)
     model = Model(block)
-    eager = copy.deepcopy(model)
     batch = {"x": scale * torch.randn(6, 8), "labels": torch.randint(0, 3, (6,))}
     graph = build_graph(GraphSource(model), COLUMNS, training=True)
-    loss = step(model, graph, batch)
-    expected = eager(**batch)["loss"]
-    expected.backward()
-    torch.testing.assert_close(loss, expected)
     assert len(opaque_calls(graph)) == 3
-    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        # An expert that nobody chose has no gradient in either.
-        assert (own.grad is None) == (other.grad is None), name
-        if own.grad is not None:
-            torch.testing.assert_close(own.grad, other.grad, msg=name)
-    for own, other in zip(model.buffers(), eager.buffers(), strict=True):
-        torch.testing.assert_close(own, other)
+    assert_like_eager(graph, model, batch)  # an expert that nobody chose has no gradient in either
 
 
 def test_only_the_innermost_module_is_opaque_and_the_line_is_named() -> None:
@@ -206,7 +172,7 @@ def test_a_graph_that_was_written_down_calls_the_modules_of_the_model_it_is_read
     read = unpack_model(ValueFile(written)["graph"])
     assert all(call.ref.module is None for call in opaque_calls(read))
     connect_modules(read, model)
-    torch.testing.assert_close(step(model, read, batch), model(**batch)["loss"])
+    assert_like_eager(read, model, batch)
 
 
 class Picks(nn.Module):
@@ -280,15 +246,11 @@ def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
     source = GraphSource(model)
     graph = build_graph(source, {"x": COLUMNS["x"]}, training=True)
     assert [call.grad for call in opaque_calls(graph)] == [True, False, True]
-    torch.testing.assert_close(step(model, graph, batch), eager(**batch)["loss"])
-    eager(**batch)["loss"].backward()
-    for (name, own), other in zip(model.named_parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad, msg=name)
+    assert_like_eager(graph, model, batch)
     evaluated = build_graph(source, {"x": COLUMNS["x"]}, training=False)
     with torch.no_grad():
-        found = run(model, evaluated, batch)
-        eager.eval()
-        torch.testing.assert_close(found[evaluated.outputs["y"]], eager(**batch)["y"])
+        found = Pipeline(evaluated, model).evaluate(batch)
+        torch.testing.assert_close(found["y"], eager.eval()(**batch)["y"])
     assert model.training and model.kinds.training
 
 
@@ -437,14 +399,7 @@ def test_a_kernel_that_fails_on_fake_tensors_is_opaque() -> None:
         "x": torch.randn(6, 8, generator=generator),
         "labels": torch.randint(8, (6,), generator=generator),
     }
-    loss = Pipeline(graph, source.model).train(batch)
-    found = gradients_of(source.model)
-    source.model.zero_grad()
-    expected = source.model(**batch)
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for name, gradient in gradients_of(source.model).items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+    assert_like_eager(graph, source.model, batch)
 
 
 class Wrong(nn.Module):
