@@ -190,6 +190,23 @@ def transformers_adafactor(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=True, beta1=0.9)
 
 
+def of_each(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """LAMB whose code reads its norms, so that they are exchanged one by one."""
+
+    class Reads(optimizers.Lamb):
+        def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+            direction, norm = optimizers.adam(g, state), p.norm()
+            return direction * (norm / direction.norm() if norm > 0 else 1.0)
+
+    return Reads(parameters)
+
+
+def one_bit_lamb(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    import merak
+
+    return merak.OneBitLamb(parameters, lr=1e-2, warmup_steps=2, weight_decay=0.1)
+
+
 def train_whole(
     make: Make, layouts: list[tuple[dict[str, int], int]], folder: str, bits: int = 64
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -252,11 +269,13 @@ def num_ranks(degrees: dict[str, int]) -> int:
         slow(optimizers.Shampoo, "zero3"),
         *(slow(muon, layout) for layout in ("zero3", "pp", "tp_zero1", "tp_pp")),
         *(slow(torch.optim.Adafactor, layout) for layout in ("tp", "zero2", "tp_zero3")),
+        (optimizers.Lamb, "tp_zero1"),
+        *(slow(one, "tp_zero3") for one in (of_each, one_bit_lamb)),
         *(slow(optimizers.Lars, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
         *(slow(optimizers.Lamb, layout) for layout in ("tp", "zero3", "tp_pp")),
         *(slow(torchs_muon, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
         *(slow(transformers_adafactor, layout) for layout in ("tp", "zero1", "zero3", "tp_pp")),
-        *(slow(one, "tp_zero1") for one in (optimizers.Lamb, optimizers.NovoGrad, optimizers.Came)),
+        *(slow(one, "tp_zero1") for one in (optimizers.NovoGrad, optimizers.Came)),
     ],
 )
 def test_whole_parameters_are_stepped_as_in_one_process(
@@ -266,6 +285,29 @@ def test_whole_parameters_are_stepped_as_in_one_process(
     path, folder = [(degrees, zero)], str(tmp_path / "saved")
     ranks = pool.run(train_whole, num_ranks(degrees), make, path, folder)
     assert_equal(ranks[0][0], run_alone(make))
+
+
+def train_asynchronous(degrees: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Parameters after steps whose schedule updates stages inside, by norms."""
+    import merak
+
+    merak.init(**degrees, device="cpu")
+    parallel = merak.parallelize(
+        make_model(),
+        batch_of(0),
+        optimizer=optimizers.Lamb,
+        num_microbatches=4,
+        schedule="pipedream",
+    )
+    for step in range(NUM_STEPS):
+        parallel.step(batch_of(step))
+    return parallel.gather_state_dict()
+
+
+@pytest.mark.slow
+def test_norms_are_exchanged_inside_of_asynchronous_steps(pool: RankPool) -> None:
+    whole, shards = (pool.run(train_asynchronous, 2 * tp, {"pp": 2, "tp": tp})[0] for tp in (1, 2))
+    assert_equal(shards, whole)
 
 
 def run_two(degrees: dict[str, int], zero: int) -> dict[str, torch.Tensor]:
@@ -300,16 +342,18 @@ def test_one_optimizer_of_two_gets_whole_parameters(pool: RankPool, layout: str)
 
 
 @pytest.mark.parametrize(
-    "layouts",
+    ("make", "layouts"),
     [
-        slow(["tp", "zero1"]),
-        slow(["zero1", "zero3", "pp", "tp"]),
+        slow(torch.optim.Adafactor, ["tp", "zero1"]),
+        *(
+            slow(make, ["zero1", "zero3", "pp", "tp"])
+            for make in (torch.optim.Adafactor, optimizers.Lamb, optimizers.NovoGrad)
+        ),
     ],
 )
 def test_states_of_whole_parameters_go_on_in_another_layout(
-    pool: RankPool, layouts: list[str], tmp_path: Any
+    pool: RankPool, make: Make, layouts: list[str], tmp_path: Any
 ) -> None:
-    make = torch.optim.Adafactor
     path = [LAYOUTS[layout] for layout in layouts]
     ranks = pool.run(train_whole, 2, make, path, str(tmp_path / "saved"))
     assert_equal(ranks[0][0], run_alone(make, num_steps=NUM_STEPS * len(layouts)))
@@ -373,7 +417,7 @@ def states_held(
     ("make", "layout", "bits"),
     [
         (torch.optim.Adafactor, "tp", 32),
-        *(slow(optimizers.Lamb, layout, 32) for layout in ("zero3", "ep")),
+        *(slow(optimizers.Lamb, layout, 32) for layout in ("tp", "zero3", "tp_zero1", "ep")),
         slow(optimizers.Shampoo, "ep_zero1", 32),
         slow(torch.optim.Adafactor, "tp_zero3", 16),
     ],

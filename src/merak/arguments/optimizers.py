@@ -1,10 +1,10 @@
 """Optimizers by name, and the layouts in which each of them is correct.
 
 A stage's optimizer sees the parameters of its own segments, and under tensor parallelism and ZeRO a
-shard of each. An elementwise update is correct on shards. One that takes norms or factors over a
-parameter gets whole parameters, which ranks gather for it. An optimizer that looks for modules or
-for the whole model is correct on neither. What a name stands for is judged by what it does, too:
-`merak.engine.optimizer`.
+shard of each. An elementwise update is correct on shards. One that takes norms over a parameter
+gets those; one that takes factors gets whole parameters, which ranks gather for it. An optimizer
+that looks for modules or for the whole model is correct on neither. What a name stands for is
+judged by what it does, too: `merak.engine.optimizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ _ELEMENTWISE = honoured("its update is elementwise, so it is correct on every sh
 _BNB = honoured("its update is elementwise; it needs bitsandbytes")
 _WHOLE = "tensor parallel ranks hold a shard of each parameter; use 'adamw_torch', or tp=1"
 _PER_PARAMETER = honoured(
-    "its update looks at whole parameters; where ranks have shards, each is gathered on one of them"
+    "its update looks at whole parameters; where ranks have shards, each is gathered on one of "
+    "them, or ranks reduce norms over shards where it needs no more"
 )
 _BLOCKWISE = refused(
     f"it quantises its state in blocks of a whole parameter, and {_WHOLE}",

@@ -80,11 +80,21 @@ _CLASSES = (
     "| it | with tp or `zero` | with pp alone |",
     "|---|---|---|",
     "| steps shards as it steps whole parameters (Adam, Lion, SGD) | allowed | allowed |",
-    "| steps whole parameters one by one (Muon, Adafactor, LAMB) | gets whole ones | allowed |",
+    "| steps shards, given norms of whole parameters (LAMB, LARS, NovoGrad) | gets those norms | "
+    "allowed |",
+    "| steps whole parameters one by one (Muon, Adafactor) | gets whole ones | allowed |",
     "| looks across all parameters (Prodigy, D-Adaptation) | refused | refused |",
     "| draws random numbers, differs between equal runs, or takes more than 10 s | refused | "
     "allowed, with a warning |",
     "| wants a closure (LBFGS, SAM) | refused | refused |",
+    "",
+    "For one that gets norms, each rank reduces its shards, and ranks reduce the results of all "
+    "parameters together, in one all-reduce of a few bytes a parameter. What an update does with "
+    "them waits until then, so that during a step each rank holds as much of it as an optimizer "
+    "that steps all parameters at once. Norms are 2-norms and all others, sums, means, largest and "
+    "smallest elements. An optimizer whose code reads them as numbers has an all-reduce for each "
+    "parameter. Parameters of which some rank has nothing, such as those with fewer rows than "
+    "replicas, are stepped whole.",
     "",
     "For an optimizer that gets whole parameters, every parameter that is cut has an owner among "
     "the ranks that hold it, as in Megatron's layer-wise optimizer. It gathers the shards of the "

@@ -91,7 +91,7 @@ def global_norm(
         piece
         for p in parameters
         if p.grad is not None
-        for piece in _pieces(_values(p.grad), sharded.get(id(p)), (rows or {}).get(id(p)), degree)
+        for piece in pieces_of(_values(p.grad), sharded.get(id(p)), (rows or {}).get(id(p)), degree)
     ]
     for copies in sorted({copies for _, copies in pieces}):
         gradients = [gradient for gradient, own in pieces if own == copies]
@@ -104,10 +104,17 @@ def global_norm(
     return total.sqrt() if is_exact else total.sqrt().float()
 
 
-def _pieces(
+def pieces_of(
     gradient: torch.Tensor, shard: ParameterShard | None, rows: RowShard | None, degree: int
 ) -> list[tuple[torch.Tensor, int]]:
-    """A gradient, or its fused parts where only some are split; and how many ranks have each."""
+    """A gradient, or its fused parts where only some are split; and how many ranks have each.
+
+    Args:
+        gradient: of a parameter, or another tensor of its shape.
+        shard: which shard that is; None for the whole.
+        rows: which rows of the shard; None for all.
+        degree: over how many ranks parameters are split, which have the same of what is not.
+    """
     if shard is None:
         return [(gradient, degree)]
     if not shard.whole:

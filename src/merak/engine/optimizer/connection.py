@@ -30,6 +30,7 @@ from merak.engine.optimizer.own_tensors import (
     tensors_by_id,
     use_optimizer_tensors,
 )
+from merak.engine.optimizer.reduced_steps import ReducedSteps
 from merak.engine.optimizer.states import hide_states, show_states
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
@@ -37,8 +38,14 @@ from merak.engine.step.optimizer_step import runs_behind
 from merak.engine.zero.host_tensors import StepInParts, steps_in_parts
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.weights.sharded import ShardWatch
+from merak.plan.optimizer.needs import Needs
 
 logger = logging.getLogger(__name__)
+
+_ANNOUNCED = {
+    Needs.WHOLE: "%s gets whole parameters: each is stepped by one rank",
+    Needs.REDUCTIONS: "%s gets norms of whole parameters: ranks reduce those of their shards",
+}
 
 
 class OptimizerConnections:
@@ -58,7 +65,7 @@ class OptimizerConnections:
         self._is_stepping = False
         self.can_mask = False
         """Whether every optimizer of this job's ranks can leave a step out on the device."""
-        self._wholes: list[WholeTensors] = []
+        self._wholes: list[tuple[WholeTensors, ReducedSteps]] = []
         own = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -105,24 +112,31 @@ class OptimizerConnections:
             was_able = self.can_mask or not self._connected
             self.can_mask = was_able and bool(known) and all(known)
             self.can_mask &= state.optimizer_params.host is None  # the host reads gradients
-        judgement, whole = judge(state, optimizer), None
+        judgement, whole, reduced = judge(state, optimizer), None, None
         if judgement is not None and (sentence := judgement.refusal()):
             raise ArgumentsError(sentence)
-        _refuse_momenta(state, optimizer, judgement is not None and judgement.needs_whole)
+        needs = Needs.SHARDS if judgement is None else judgement.needs
+        _refuse_momenta(state, optimizer, needs is Needs.WHOLE)
         if judgement is not None:
-            if judgement.needs_whole:
-                whole = WholeTensors(state, optimizer)
-                self._wholes.append(whole)
+            if needs is not Needs.SHARDS:
+                whole = WholeTensors(state, optimizer, by_reductions=needs is Needs.REDUCTIONS)
+                reduced = ReducedSteps(state, whole.reduced)
+                self._wholes.append((whole, reduced))
                 state.optimizer_params.whole_tensors |= whole.tensors
                 self._watch.add(whole.for_others())
-                announce("%s gets whole parameters: each is stepped by one rank", judgement.name)
+                announce(_ANNOUNCED[needs], judgement.name)
             if remark := judgement.remark():
                 warn_on_rank0(logger, "%s.", remark)
         if optimizer is not None:
             self._connected.add(optimizer)
-            self._attach(optimizer, whole)
+            self._attach(optimizer, whole, reduced)
 
-    def _attach(self, optimizer: torch.optim.Optimizer, whole: WholeTensors | None) -> None:
+    def _attach(
+        self,
+        optimizer: torch.optim.Optimizer,
+        whole: WholeTensors | None,
+        reduced: ReducedSteps | None,
+    ) -> None:
         """Register what is to happen before and after each step."""
 
         def stepped(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -140,6 +154,8 @@ class OptimizerConnections:
         if (compression := self._state.reducer.compression) is not None:
             items = self._state.optimizer_params.items.values()
             compression.momenta.follow(optimizer, {id(i.parameter): i.tensor for i in items})
+        if reduced is not None:  # before anything else looks at what it has stepped
+            optimizer.register_step_post_hook(lambda *_: reduced.end())
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
@@ -150,7 +166,10 @@ class OptimizerConnections:
         records = self._state.progress.records
         optimizer.register_step_pre_hook(lambda *_: records.begin_update())
         optimizer.register_step_post_hook(lambda *_: records.end_update())
-        connect_optimizer(optimizer, params.sync_model_params, self._state.local_steps)
+        leave = None if reduced is None else reduced.leave
+        connect_optimizer(optimizer, params.sync_model_params, self._state.local_steps, leave)
+        if reduced is not None:
+            optimizer.register_step_pre_hook(lambda own, *_: reduced.begin(own))
         optimizer.register_step_post_hook(lambda own, *_: show_states(own, stepped))
         optimizer.register_step_post_hook(lambda *_: self._note(False))
         optimizer.register_step_post_hook(_unmask)
@@ -173,8 +192,9 @@ class OptimizerConnections:
     def step_none(self) -> None:
         """Join the collectives of an optimizer step, on a rank without an optimizer of its own."""
         self._state.optimizer_params.take_written()
-        for whole in self._wholes:
+        for whole, reduced in self._wholes:
             whole.collect()
+            reduced.begin(None)
             whole.distribute()
         self._state.optimizer_params.sync_model_params()
 
@@ -246,6 +266,7 @@ def connect_optimizer(
     optimizer: torch.optim.Optimizer,
     sync_model_params: Callable[[], None],
     local_steps: LocalSteps | None = None,
+    leave: Callable[[], None] | None = None,
 ) -> None:
     """Connect an optimizer's step to the model, and explain when it runs out of memory.
 
@@ -253,13 +274,18 @@ def connect_optimizer(
         optimizer: of an engine's optimizer tensors.
         sync_model_params: copies them into the model's parameters.
         local_steps: the rounds of Local SGD that its steps make up; None for none.
+        leave: leaves what a step has begun that an error ends; None for nothing.
     """
     step: Callable[..., Any] = type(optimizer).step
 
     @wraps(step)
     def explained_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with explain_oom("the optimizer's step", OPTIMIZER_FIX):
-            return step(self, *args, **kwargs)
+        try:
+            with explain_oom("the optimizer's step", OPTIMIZER_FIX):
+                return step(self, *args, **kwargs)
+        finally:
+            if leave is not None:
+                leave()
 
     if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # which counts the steps in its wrapper
         # A method, as learning rate schedulers, which wrap it as well, expect it to be.

@@ -1,9 +1,9 @@
 """Which layouts an optimizer is right in, judged by what it does to small tensors.
 
 A stage's optimizer has the parameters of its own segments; under tensor parallelism and ZeRO it has
-shards of them. An update of each element by itself is right on both. One that takes norms, factors
-or blocks of a whole parameter is right on whole parameters alone, and one that looks across all
-parameters on no part of a model.
+shards of them. An update of each element by itself is right on both, and so is one that takes norms
+of a whole parameter, if ranks reduce them. One that takes factors or blocks of it is right on whole
+parameters alone, and one that looks across all parameters on no part of a model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from merak.core.health.status import phase
 from merak.engine.state import EngineState
 from merak.graph.weights.holders import full_shape
 from merak.plan.optimizer.findings import find
+from merak.plan.optimizer.needs import Findings, Needs, merged_findings
 from merak.plan.optimizer.small_tensors import JobTensor, job_tensor
-from merak.plan.optimizer.trial import Findings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Judgement:
     is_asynchronous: bool = False
 
     @property
-    def needs_whole(self) -> bool:
-        """Whether it is right where it gets whole parameters."""
-        return bool(self.findings.cut) and self.is_cut
+    def needs(self) -> Needs:
+        """What it needs of parameters to be right in this layout."""
+        return self.findings.needs if self.is_cut else Needs.SHARDS
 
     def refusal(self) -> str | None:
         """The sentence for an optimizer that would train something else; None for a right one."""
@@ -58,7 +58,7 @@ class Judgement:
                 f"beside others), and {where}; use one that steps every parameter by itself, such "
                 "as AdamW, or replicas alone (dp)."
             )
-        if self.needs_whole and self.is_asynchronous:
+        if self.needs is Needs.WHOLE and self.is_asynchronous:
             return (
                 f"{self.name} steps whole parameters, which ranks with shards of them "
                 f"({self.layout}) would have to exchange inside of a step of an asynchronous "
@@ -102,13 +102,7 @@ def judge(state: EngineState, optimizer: torch.optim.Optimizer | None) -> Judgem
         name = None if optimizer is None else type(optimizer).__name__
         everyone = state.gather((name, own), "the judgement of the optimizer by")
     found = [findings for _, findings in everyone if findings is not None]
-    worst = Findings(
-        any(one.across for one in found),
-        next((one.cut for one in found if one.cut), ""),
-        any(one.draws for one in found),
-        next((one.unknown for one in found if one.unknown), ""),
-        any(one.closure for one in found),
-    )
+    worst = merged_findings(found)
     degrees = (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep), ("zero", state.zero))
     layout = ", ".join(f"{n}={d}" for n, d in degrees if d > (n != "zero"))
     named = next((n for n, _ in everyone if n is not None), "no optimizer")

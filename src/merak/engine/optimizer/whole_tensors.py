@@ -44,13 +44,21 @@ class WholeTensors:
     Args:
         state: of this rank's engine.
         optimizer: of this rank's tensors, which gets whole ones in their place; None for none.
+        by_reductions: whether it steps shards itself where all ranks of the stage have some.
     """
 
-    def __init__(self, state: EngineState, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        optimizer: torch.optim.Optimizer | None,
+        by_reductions: bool = False,
+    ) -> None:
         self._state = state
         self._items = state.optimizer_params.items
         everyone = state.gather(_held(state, optimizer), "the tensors of the optimizer by")
-        self._names = _exchanged(state, everyone)
+        cut = _cut_names(state, everyone)
+        self.reduced = _on_all_ranks(state, cut, everyone) if by_reductions else []
+        self._names = [name for name in cut if name not in self.reduced]
         self._rows = _exchanges(state, self._names, everyone, None)
         owned = {name for one in self._rows for name in one.owned}
         shared_out = {name for one in self._rows for name in one.names}
@@ -110,7 +118,7 @@ class WholeTensors:
             tensor = self._items[name].tensor
             found = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             gradients[name] = found.to_dense() if found.is_sparse else found
-        has_gradient = self._have_gradients()
+        has_gradient = have_gradients(self._state, self._names)
         whole_gradients = self._joined(gradients)
         for name, parameter in self.tensors.items():
             gradient = whole_gradients[name].view_as(parameter)
@@ -134,16 +142,22 @@ class WholeTensors:
             found |= one.gather(found)
         return found
 
-    def _have_gradients(self) -> set[str]:
-        """The parameters of which any rank has a gradient."""
-        mesh = self._state.mesh
-        flags = [int(self._items[name].tensor.grad is not None) for name in self._names]
-        for axis in (REPLICAS, mesh.shard_axis) if self._names else ():
-            group = mesh.group(axis)
-            if group is not None and (axis != REPLICAS or self._state.optimizer_params.is_sharded):
-                with self._state.progress.waiting("which gradients there are on", others_of(group)):
-                    flags = largest(flags, group)
-        return {name for name, flag in zip(self._names, flags, strict=True) if flag}
+
+def have_gradients(state: EngineState, names: Sequence[str]) -> set[str]:
+    """The parameters of which any rank has a gradient; all ranks of a stage call it.
+
+    Args:
+        state: of this rank's engine.
+        names: of parameters that are cut, the same on all.
+    """
+    mesh, params = state.mesh, state.optimizer_params
+    flags = [int(params.items[name].tensor.grad is not None) for name in names]
+    for axis in (REPLICAS, mesh.shard_axis) if names else ():
+        group = mesh.group(axis)
+        if group is not None and (axis != REPLICAS or params.is_sharded):
+            with state.progress.waiting("which gradients there are on", others_of(group)):
+                flags = largest(flags, group)
+    return {name for name, flag in zip(names, flags, strict=True) if flag}
 
 
 def _held(state: EngineState, optimizer: torch.optim.Optimizer | None) -> dict[str, _Held]:
@@ -155,11 +169,25 @@ def _held(state: EngineState, optimizer: torch.optim.Optimizer | None) -> dict[s
     }
 
 
-def _exchanged(state: EngineState, everyone: Sequence[Mapping[str, _Held]]) -> list[str]:
-    """Names of the parameters that are cut, and stepped by any rank of this stage."""
-    mesh, items = state.mesh, state.optimizer_params.items
+def _of_stage(
+    state: EngineState, everyone: Sequence[Mapping[str, _Held]]
+) -> Sequence[Mapping[str, _Held]]:
+    mesh = state.mesh
     size = mesh.replicas * mesh.tp
-    stage = everyone[mesh.pp_rank * size : (mesh.pp_rank + 1) * size]
+    return everyone[mesh.pp_rank * size : (mesh.pp_rank + 1) * size]
+
+
+def _on_all_ranks(
+    state: EngineState, names: Sequence[str], everyone: Sequence[Mapping[str, _Held]]
+) -> list[str]:
+    """Names of the parameters of which all ranks of this stage step a piece."""
+    stage = _of_stage(state, everyone)
+    return [name for name in names if all(name in own and own[name].is_stepped for own in stage)]
+
+
+def _cut_names(state: EngineState, everyone: Sequence[Mapping[str, _Held]]) -> list[str]:
+    """Names of the parameters that are cut, and stepped by any rank of this stage."""
+    items, stage = state.optimizer_params.items, _of_stage(state, everyone)
     stepped = {name for held in stage for name, one in held.items() if one.is_stepped}
     cut = {n for n, shard in state.base.shards.items() if shard.owner is None}
     return [n for n, item in items.items() if n in stepped and (n in cut or item.rows is not None)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 from merak.core.rank0 import is_rank0
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
-from merak.plan.optimizer.findings import is_stepped_whole
+from merak.plan.optimizer.findings import find_before
+from merak.plan.optimizer.needs import Findings
 from merak.plan.optimizer.small_tensors import JobTensor
+from merak.plan.optimizer.whole_reductions import CutParameter, WholeReductions, shards_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,12 @@ _UNKNOWN_COPIES = 2
 
 _MOST_READS = 100_000
 """Numbers that a step may read."""
+
+_NUMBERS = 256
+"""Bytes of a parameter's numbers, such as norms, of which estimates by kind know nothing."""
+
+_How = tuple[str | None, bool]
+"""Arguments `kernels` and `by_reductions` of `measure_step`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ def optimizer_memory(
     parameters: Sequence[TensorMeta],
     device: torch.device,
     kernels: str | None = None,
+    by_reductions: bool = False,
 ) -> OptimizerMemory:
     """Memory of an optimizer for some parameters.
 
@@ -57,11 +67,12 @@ def optimizer_memory(
         parameters: those that are trained.
         device: where they are.
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
+        by_reductions: whether they are shards, stepped by reductions of the whole parameters.
     """
     if factory is None or not parameters:
         return OptimizerMemory((0,) * len(parameters), 0)
     try:
-        return measure_step(factory, parameters, device, kernels)
+        return measure_step(factory, parameters, device, kernels, by_reductions)
     except Exception as error:
         # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
@@ -86,71 +97,83 @@ class OptimizerMemories:
     def __init__(self, factory: OptimizerFactory | None, device: torch.device) -> None:
         self.factory = factory
         self.device = device
-        self._lists: dict[tuple[str | None, tuple[TensorMeta, ...]], OptimizerMemory] = {}
-        self._kinds: dict[tuple[str | None, frozenset[TensorMeta]], _Kinds | None] = {}
-        self._is_whole: dict[tuple[bool, bool], bool] = {}
+        self._lists: dict[tuple[_How, tuple[TensorMeta, ...]], OptimizerMemory] = {}
+        self._kinds: dict[tuple[_How, frozenset[TensorMeta]], _Kinds | None] = {}
+        self._findings: dict[tuple[bool, bool], Findings] = {}
 
-    def is_stepped_whole(self, tensors: Sequence[tuple[TensorMeta, JobTensor]]) -> bool:
-        """Whether the optimizer must have whole parameters, judged once for each kind of layout.
+    def findings(self, tensors: Sequence[tuple[TensorMeta, JobTensor]]) -> Findings:
+        """Findings of a trial of the optimizer, which runs once for each kind of layout.
 
         Args:
             tensors: what it steps on a rank, of the shapes that it has there, as it is cut.
         """
         if self.factory is None:
-            return False
+            return Findings()
         kind = (
             any(one.cut_dim is not None for _, one in tensors),
             any(one.row_degree > 1 for _, one in tensors),
         )
-        if kind not in self._is_whole:
-            self._is_whole[kind] = is_stepped_whole(self.factory, tensors, self.device)
-        return self._is_whole[kind]
+        if kind not in self._findings:
+            self._findings[kind] = find_before(self.factory, tensors, self.device)
+        return self._findings[kind]
 
     def __call__(
-        self, parameters: Sequence[TensorMeta], kernels: str | None = None
+        self,
+        parameters: Sequence[TensorMeta],
+        kernels: str | None = None,
+        by_reductions: bool = False,
     ) -> OptimizerMemory:
-        """Memory of the optimizer for some parameters; arguments as of `optimizer_memory`."""
+        """Memory of the optimizer for some parameters; arguments as of `measure_step`."""
         if self.factory is None or not parameters:
             return optimizer_memory(None, parameters, self.device)
-        key = (kernels, frozenset(parameters))
+        how = (kernels, by_reductions)
+        key = (how, frozenset(parameters))
         if key not in self._kinds:
             known = self._among_more(*key)
             metas = tuple(dict.fromkeys(parameters))
-            self._kinds[key] = known or self._measure_kinds(metas, kernels)
+            self._kinds[key] = known or self._measure_kinds(metas, how)
         kinds = self._kinds[key]
         if kinds is not None:
             return kinds.of(parameters)
-        every = (kernels, tuple(parameters))
+        every = (how, tuple(parameters))
         if every not in self._lists:
-            self._lists[every] = optimizer_memory(self.factory, parameters, self.device, kernels)
+            self._lists[every] = optimizer_memory(self.factory, parameters, self.device, *how)
         return self._lists[every]
 
-    def _among_more(self, kernels: str | None, metas: frozenset[TensorMeta]) -> _Kinds | None:
+    def _among_more(self, how: _How, metas: frozenset[TensorMeta]) -> _Kinds | None:
         """What is known of more kinds, each of which adds its own bytes."""
         for (of, others), kinds in self._kinds.items():
-            adds = kinds is not None and kinds.added_bytes is not None
-            if of == kernels and adds and metas <= others:
+            adds = kinds is not None and kinds.own is not None
+            if of == how and adds and metas <= others:
                 return kinds
         return None
 
-    def _measure_kinds(self, metas: tuple[TensorMeta, ...], kernels: str | None) -> _Kinds | None:
+    def _measure_kinds(self, metas: tuple[TensorMeta, ...], how: _How) -> _Kinds | None:
         """Memory by kind of parameter; None for an optimizer that is neither sort of `_Kinds`."""
         factory, device = self.factory, self.device
         assert factory is not None
         try:
-            once = measure_step(factory, metas, device, kernels)
-            twice = measure_step(factory, (*metas, *metas), device, kernels)
+            once = measure_step(factory, metas, device, *how)
+            twice = measure_step(factory, (*metas, *metas), device, *how)
             if twice.state_bytes != once.state_bytes * 2:
                 return None
             states = dict(zip(metas, once.state_bytes, strict=True))
             if twice.taken_bytes == once.taken_bytes:
                 return _Kinds(states, once.taken_bytes, None)
-            own = {m: measure_step(factory, (m,), device, kernels).taken_bytes for m in metas}
+            own = {}
+            for meta in metas:
+                one, two = (measure_step(factory, (meta,) * n, device, *how) for n in (1, 2))
+                own[meta] = (one.taken_bytes, two.taken_bytes - one.taken_bytes)
         except Exception:  # the measurement of the whole list warns of it
             return None
-        if not twice.taken_bytes == 2 * once.taken_bytes == 2 * sum(own.values()):
+        by_reductions = how[1]
+        if not by_reductions and any(most != holds for most, holds in own.values()):
             return None
-        return _Kinds(states, 0, own)
+        found, numbers = _Kinds(states, 0, own), _NUMBERS if by_reductions else 0
+        for made, real in ((found.of(metas), once), (found.of((*metas, *metas)), twice)):
+            if abs(made.taken_bytes - real.taken_bytes) > numbers * len(real.state_bytes):
+                return None
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +183,19 @@ class _Kinds:
     Args:
         state_bytes: by kind of parameter.
         taken_bytes: of the step, where equal parameters take no more than one of them.
-        added_bytes: of the step, by kind, where every parameter adds its own; else None.
+        own: else, by kind, the most that a parameter takes in the step, and of that what it holds
+            while those behind it are stepped.
     """
 
     state_bytes: Mapping[TensorMeta, int]
     taken_bytes: int
-    added_bytes: Mapping[TensorMeta, int] | None
+    own: Mapping[TensorMeta, tuple[int, int]] | None
 
     def of(self, parameters: Sequence[TensorMeta]) -> OptimizerMemory:
         """Memory for parameters of all these kinds."""
-        added = self.added_bytes
-        taken = self.taken_bytes if added is None else sum(added[meta] for meta in parameters)
+        taken, held = self.taken_bytes, 0
+        for most, holds in (self.own[meta] for meta in parameters) if self.own is not None else ():
+            taken, held = max(taken, held + most), held + holds
         return OptimizerMemory(tuple(self.state_bytes[meta] for meta in parameters), taken)
 
 
@@ -179,6 +204,7 @@ def measure_step(
     metas: Sequence[TensorMeta],
     device: torch.device,
     kernels: str | None = None,
+    by_reductions: bool = False,
 ) -> OptimizerMemory:
     """Memory of an optimizer's step on fake parameters; raises what the optimizer does.
 
@@ -187,6 +213,7 @@ def measure_step(
         metas: the parameters.
         device: where they are.
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
+        by_reductions: whether they are shards, stepped by reductions of the whole parameters.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
@@ -200,13 +227,24 @@ def measure_step(
     optimizer = factory(parameters)
     if (kernels, device.type) == ("cuda", "cpu"):
         _step_as_on_gpu(optimizer)
-    with _Numbers():
-        optimizer.step()
+
+    def step() -> None:
+        with _Numbers(), _whole_reductions(optimizer) if by_reductions else nullcontext():
+            optimizer.step()
+
+    step()
     state = [_state_bytes(optimizer, parameter) for parameter in parameters]
     held = [t for t in tree_leaves(dict(optimizer.state)) if isinstance(t, torch.Tensor)]
-    with Storages([*known, *held]) as storages, _Numbers():
-        optimizer.step()
+    with Storages([*known, *held]) as storages:
+        step()
     return OptimizerMemory(tuple(state), storages.peak_bytes)
+
+
+def _whole_reductions(optimizer: torch.optim.Optimizer) -> WholeReductions:
+    """The mode of a step over shards, each of which stands for all of its parameter."""
+    every = (own for group in optimizer.param_groups for own in group["params"])
+    cuts = {own: CutParameter("", own.numel(), tuple(own.shape)) for own in every}
+    return WholeReductions(shards_of(optimizer, cuts), lambda parts: [part.value for part in parts])
 
 
 class _Numbers(TorchDispatchMode):

@@ -24,9 +24,15 @@ from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.measured import Measured
 from merak.plan.memory.sub_pipelined import SplitSegments
 from merak.plan.memory.timeline import MemoryTimeline
-from merak.plan.memory.whole_tensors import exchanged, stepped_shape, stepped_whole
+from merak.plan.memory.whole_tensors import (
+    exchanged,
+    on_all_ranks,
+    stepped_shape,
+    stepped_whole,
+)
 from merak.plan.memory.zero import ZeroSharding, total_bytes
 from merak.plan.optimizer.home import is_away, shared_out
+from merak.plan.optimizer.needs import Findings, Needs, merged_findings
 from merak.plan.optimizer.small_tensors import job_tensor
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.memory import num_weight_versions
@@ -83,6 +89,21 @@ class RankMemory:
     host_bytes: int = 0
     host_blocks: Mapping[int, int] = field(default_factory=dict)
     disk_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateExchange:
+    """What the ranks that have pieces of parameters exchange in an optimizer's step.
+
+    Args:
+        findings: what the optimizer needs of the parameters.
+        num_parameters: of which a rank steps a piece.
+        num_bytes: of its pieces, in the type that is stepped.
+    """
+
+    findings: Findings
+    num_parameters: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +179,11 @@ class MemoryModel:
         # All ranks' kinds of parameters at first, of which each rank has some.
         kinds = [meta for p in job.programs for meta in dict.fromkeys(_stepped(job, p).values())]
         measured.optimizers(list(dict.fromkeys(kinds)), job.kernels)
-        is_whole = any(_is_stepped_whole(job, p, measured.optimizers) for p in job.programs)
-        self._optimizers = [_optimizer(job, p, measured.optimizers, is_whole) for p in job.programs]
+        found = [_findings(job, p, measured.optimizers) for p in job.programs]
+        self.findings = merged_findings(found)
+        """What the optimizer needs of parameters of which ranks have shards."""
+        needs = self.findings.needs
+        self._optimizers = [_optimizer(job, p, measured.optimizers, needs) for p in job.programs]
 
     def _in_turns(
         self, keeps: Mapping[int, frozenset[str]] = MappingProxyType({})
@@ -172,6 +196,18 @@ class MemoryModel:
                 for stage in program.stages.values():
                     found |= job.split.stage(stage, self._measured, self._whole, now, keeps)
         return found
+
+    def exchange(self, rank: int) -> UpdateExchange:
+        """What a pp rank's optimizer exchanges in its step.
+
+        Args:
+            rank: the pp rank.
+        """
+        job, program = self.job, self.job.programs[rank]
+        stepped = _stepped(job, program)
+        cut = exchanged(stepped, program.shards, job.zero)
+        sizes = [meta.num_bytes for name, meta in stepped.items() if name in cut]
+        return UpdateExchange(self.findings, len(sizes), sum(sizes))
 
     def find_selective_ops(self, profile: DeviceProfile) -> dict[int, SelectiveOps]:
         """By segment, the operators that are worth saving where it recomputes.
@@ -341,13 +377,13 @@ def _with_policy(program: Program, policy: ActivationPolicy) -> Program:
 
 
 def _optimizer(
-    job: Job, program: Program, measure: OptimizerMemories, is_whole: bool
+    job: Job, program: Program, measure: OptimizerMemories, needs: Needs
 ) -> tuple[dict[str, int], int]:
     """Optimizer state by parameter, with masters and outer state, and temporaries of its step."""
     metas, some = _trained(parameters_of(program)), _stepped(job, program)
     stepped = job.zero.optimizer_tensors(metas)
-    if is_whole:
-        state, taken_bytes = _of_whole(job, program, measure)
+    if needs is not Needs.SHARDS:
+        state, taken_bytes = _of_whole(job, program, measure, needs)
     else:
         found: OptimizerMemory = measure(list(some.values()), job.kernels)
         state, taken_bytes = dict(zip(some, found.state_bytes, strict=True)), found.taken_bytes
@@ -361,23 +397,35 @@ def _optimizer(
     return held, taken_bytes
 
 
-def _of_whole(job: Job, program: Program, measure: OptimizerMemories) -> tuple[dict[str, int], int]:
+def _of_whole(
+    job: Job, program: Program, measure: OptimizerMemories, needs: Needs
+) -> tuple[dict[str, int], int]:
     """Bytes by parameter on the rank with most, if each steps whole ones for others, and taken.
 
     Beside the states there are the whole parameters that it steps for others, and during the step
     their gradients. Pieces of all that is exchanged are sent; what it owns is received and joined.
+    Where reductions of whole parameters are enough, so is stepped only what some ranks have nothing
+    of.
     """
     metas = _in_stepped_type(job, _trained(parameters_of(program)))
+    names, stepped = exchanged(metas, program.shards, job.zero), _stepped(job, program)
+    reduced: dict[str, TensorMeta] = {}
+    if needs is Needs.REDUCTIONS:
+        some = names & on_all_ranks(metas, program.shards, job.zero, job.mesh)
+        reduced = {name: meta for name, meta in stepped.items() if name in some}
+    metas = {name: meta for name, meta in metas.items() if name not in reduced}
     ranks = stepped_whole(metas, program.shards, job.zero, job.mesh)
-    names = exchanged(metas, program.shards, job.zero)
-    sent = total_bytes(meta for name, meta in _stepped(job, program).items() if name in names)
+    sent = total_bytes(m for name, m in stepped.items() if name in names and name not in reduced)
+    of_shards = measure(list(reduced.values()), job.kernels, True)
+    shards = dict(zip(reduced, of_shards.state_bytes, strict=True))
     choices = []
     for own in ranks:
         found = measure(list(own.values()), job.kernels)
         copies = {name: meta.num_bytes if name in names else 0 for name, meta in own.items()}
         state = {n: b + copies[n] for n, b in zip(own, found.state_bytes, strict=True)}
         owned = sum(copies.values())
-        choices.append((state, max(owned + found.taken_bytes, sent + 2 * owned)))
+        taken = max(owned + found.taken_bytes + of_shards.taken_bytes, sent + 2 * owned)
+        choices.append((state | shards, taken))
     return max(choices, key=lambda choice: sum(choice[0].values()))
 
 
@@ -386,17 +434,17 @@ def _in_stepped_type(job: Job, metas: Mapping[str, TensorMeta]) -> dict[str, Ten
     return replace(job.zero, degree=1).optimizer_tensors(metas)
 
 
-def _is_stepped_whole(job: Job, program: Program, measure: OptimizerMemories) -> bool:
-    """Whether the job's optimizer must have whole parameters, of which ranks have pieces."""
+def _findings(job: Job, program: Program, measure: OptimizerMemories) -> Findings:
+    """What the job's optimizer does to the pieces of parameters that ranks have."""
     metas = _trained(parameters_of(program))
     if job.optimizer is None or not exchanged(metas, program.shards, job.zero):
-        return False
+        return Findings()
     tensors = []
     for name, meta in _stepped(job, program).items():
         shape = stepped_shape(name, metas[name].shape, program.shards)
         one = job_tensor(shape, program.shards.get(name), job.zero.degree_of(name))
         tensors.append((meta, one))
-    return measure.is_stepped_whole(tensors)
+    return measure.findings(tensors)
 
 
 def _stepped(job: Job, program: Program) -> dict[str, TensorMeta]:

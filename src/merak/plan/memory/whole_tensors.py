@@ -48,12 +48,7 @@ def stepped_whole(
         mesh: the degrees.
     """
     first = mesh.unconnected()
-    ranks = [replace(first, rank=rank) for rank in range(first.replicas * first.tp)]
-    pieces = [{n: _shape(n, metas[n], shards, rank) for n in metas} for rank in ranks]
-    steps = [
-        {n for n, shape in own.items() if math.prod(_rows(n, shape, zero, rank))}
-        for own, rank in zip(pieces, ranks, strict=True)
-    ]
+    ranks, pieces, steps = _pieces(metas, shards, zero, mesh)
     here = [set(metas) for _ in ranks]
 
     def share_out(names: set[str], group_of: Callable[[Mesh], int], *, joins: bool) -> None:
@@ -88,6 +83,40 @@ def stepped_whole(
         }
         for r, own in enumerate(here)
     ]
+
+
+def on_all_ranks(
+    metas: Mapping[str, TensorMeta],
+    shards: Mapping[str, ParameterShard],
+    zero: ZeroSharding,
+    mesh: Mesh,
+) -> set[str]:
+    """Names of the parameters of which every rank of a stage steps a piece.
+
+    Args:
+        metas: parameters as a rank has them.
+        shards: how they are sharded.
+        zero: over which replicas their rows are shared out.
+        mesh: the degrees.
+    """
+    return set(metas).intersection(*_pieces(metas, shards, zero, mesh)[2])
+
+
+def _pieces(
+    metas: Mapping[str, TensorMeta],
+    shards: Mapping[str, ParameterShard],
+    zero: ZeroSharding,
+    mesh: Mesh,
+) -> tuple[list[Mesh], list[dict[str, tuple[int, ...]]], list[set[str]]]:
+    """The ranks of a stage, shapes of the shards of each, and what it steps some elements of."""
+    first = mesh.unconnected()
+    ranks = [replace(first, rank=rank) for rank in range(first.replicas * first.tp)]
+    pieces = [{n: _shape(n, metas[n], shards, rank) for n in metas} for rank in ranks]
+    steps = [
+        {n for n, shape in own.items() if math.prod(_rows(n, shape, zero, rank))}
+        for own, rank in zip(pieces, ranks, strict=True)
+    ]
+    return ranks, pieces, steps
 
 
 def exchanged(

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.announce import announced
 from merak.core.tensor_meta import TensorMeta
+from merak.plan.optimizer.needs import Findings
 from merak.plan.optimizer.small_tensors import JobTensor, small_tensors
-from merak.plan.optimizer.trial import Findings, run_trial
+from merak.plan.optimizer.trial import run_trial
 
 _KNOWN: dict[object, Findings] = {}
 """Findings of this process, by class, options and kinds of tensors."""
@@ -40,12 +41,12 @@ def find(
     return _KNOWN[key]
 
 
-def is_stepped_whole(
+def find_before(
     factory: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     tensors: Sequence[tuple[TensorMeta, JobTensor]],
     device: torch.device,
-) -> bool:
-    """Whether an optimizer must have whole parameters where ranks hold shards.
+) -> Findings:
+    """Findings of a trial of an optimizer that a job has not made yet.
 
     Args:
         factory: makes the optimizer.
@@ -60,7 +61,7 @@ def is_stepped_whole(
     try:
         optimizer = factory(parameters)
     except Exception:  # the measurement of its memory warns of it
-        return False
+        return Findings()
     by_id = {id(p): one for p, (_, one) in zip(parameters, tensors, strict=True)}
     own = [
         replace(by_id[id(parameter)], group=number)
@@ -68,7 +69,7 @@ def is_stepped_whole(
         for parameter in group["params"]
         if id(parameter) in by_id
     ]
-    return bool(find(optimizer, own, device).cut)
+    return find(optimizer, own, device)
 
 
 def _text(options: Mapping[str, Any]) -> str:

@@ -147,9 +147,21 @@ def small_tensors(
     made = [_shrink(one, groups[one.group], SMALL) for one in kinds.values()]
     if kinds:
         most = max(kinds.values(), key=lambda one: (len(one.shape) == 2, math.prod(one.shape)))
-        half = replace(most, cut_degree=min(most.cut_degree, 2), row_degree=min(most.row_degree, 2))
-        made.append(_shrink(half, groups[half.group], LARGE))
+        made.append(_shrink(_over_two(most), groups[most.group], LARGE))
     return made
+
+
+def in_two(one: SmallTensor) -> SmallTensor:
+    """A stand-in that is cut into two shards where it is cut into more.
+
+    Args:
+        one: stand-in of any cut.
+    """
+    return replace(one, of=_over_two(one.of))
+
+
+def _over_two(one: JobTensor) -> JobTensor:
+    return replace(one, cut_degree=min(one.cut_degree, 2), row_degree=min(one.row_degree, 2))
 
 
 def _kind(one: JobTensor, group: Mapping[str, Any]) -> object:

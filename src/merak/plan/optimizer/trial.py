@@ -21,8 +21,17 @@ import torch
 from torch import nn
 
 from merak.core.random import own_random_state, random_state, seed_for, set_random_state
+from merak.plan.optimizer.needs import Findings, Reductions
 from merak.plan.optimizer.same_class import same_class_optimizer
-from merak.plan.optimizer.small_tensors import Cut, SmallTensor, cuts_of
+from merak.plan.optimizer.small_tensors import Cut, SmallTensor, cuts_of, in_two
+from merak.plan.optimizer.whole_reductions import (
+    Combine,
+    CutParameter,
+    Exchange,
+    Partial,
+    WholeReductions,
+    shards_of,
+)
 
 NUM_STEPS = 30
 LIMIT_S = 10.0
@@ -38,25 +47,6 @@ compute in float32; in float32 the tensors themselves are rounded in every step.
 
 _ATTEMPTS = ((torch.float64, False), (torch.float32, False), (torch.float64, True))
 """Types of the tensors, and whether their gradients are sparse, until an optimizer takes them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """Findings of a trial of an optimizer on small tensors.
-
-    Args:
-        across: whether a tensor is stepped otherwise without the others.
-        cut: a tensor whose shards are stepped otherwise, in words; "" for none.
-        draws: whether it draws random numbers.
-        unknown: why it cannot be judged; "" where it can.
-        closure: whether its step wants a closure that computes the loss.
-    """
-
-    across: bool = False
-    cut: str = ""
-    draws: bool = False
-    unknown: str = ""
-    closure: bool = False
 
 
 def run_trial(
@@ -75,7 +65,7 @@ def run_trial(
         for dtype, is_sparse in _ATTEMPTS:
             trial = _Trial(optimizer, tensors, device, dtype, is_sparse)
             try:
-                return trial.run()
+                return trial.with_reductions(trial.run())
             except _TakesLongError:
                 late = f"steps on small tensors take more than {LIMIT_S:.0f} s"
                 return replace(trial.findings, unknown=late)
@@ -109,6 +99,7 @@ class _Trial:
         is_sparse: bool,
     ) -> None:
         self._optimizer, self._device, self._is_sparse = optimizer, device, is_sparse
+        self._dtype, self._kinds = dtype, tensors
         self._tolerance, self._is_late = _TOLERANCES[dtype], _deadline()
         self.findings = Findings()
         # Two of each, so that in every group something is among others; of the large one only one.
@@ -149,6 +140,44 @@ class _Trial:
         if self.findings.draws:
             return replace(self.findings, unknown="it draws random numbers")
         return replace(self.findings, unknown="" if any(self._moved) else "it moves no tensor")
+
+    def with_reductions(self, found: Findings) -> Findings:
+        """Findings that say, too, whether shards and reductions of the whole are enough."""
+        if not found.cut or found.across or found.unknown:
+            return found
+        kinds = [in_two(one) for one in self._kinds]
+        other = _Trial(self._optimizer, kinds, self._device, self._dtype, self._is_sparse)
+        with suppress(Exception):  # of any kind: then it gets whole parameters
+            return replace(found, reductions=other.step_by_reductions())
+        return found
+
+    def step_by_reductions(self) -> Reductions | None:
+        """Step both shards of each cut by the reductions of the whole tensors.
+
+        Returns:
+            None where tensors or reductions differ, or states are neither shards nor numbers.
+        """
+        every = range(len(self._tensors))
+        whole, noting = self._stepper(every), self._stepper(every)
+        cuts = [cut for cut in cuts_of(self._tensors) if not cut.single]
+        shards = [self._stepper(every, cut) for cut in cuts]
+        found = Reductions(0, 0, False)
+        for step in range(NUM_STEPS):
+            gradients = [self._gradient(step, place) for place in every]
+            self._step_whole(whole, step, gradients)
+            noted = _Noted(self._tolerance)
+            num_reads = noting.step(gradients, noted.take)
+            parts = [_Replayed(noted) for _ in shards]
+            for one, own in zip(shards, parts, strict=True):
+                if self._is_late():
+                    raise _TakesLongError
+                one.step(gradients, own.take)
+            if not all(noted.confirms(*parts[i : i + 2]) for i in range(0, len(parts), 2)):
+                return None
+            if any(self._differing(whole, one) is not None for one in shards):
+                return None
+            found = _larger(found, noted, num_reads, len(every))
+        return found if all(one.has_states_of_shards() for one in shards) else None
 
     def wants_closure(self) -> bool:
         """Whether a step that is given a closure calls it."""
@@ -265,11 +294,101 @@ class _Stepper:
             own = self.trial.shard(gradients[place], place, self.cut)
             parameter.grad = self.trial.gradient_of(own)
 
-    def step(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Step by whole gradients."""
+    def step(self, gradients: Sequence[torch.Tensor], exchange: Exchange | None = None) -> int:
+        """Step by whole gradients; returns how often it has read what was exchanged.
+
+        Args:
+            gradients: of all places.
+            exchange: gives full reductions of whole tensors; None for those of what is here.
+        """
         self.set_gradients(gradients)
-        if self.parameters:
+        if not self.parameters:
+            return 0
+        if exchange is None:
             self.optimizer.step()
+            return 0
+        cuts: dict[torch.Tensor, CutParameter] = {}
+        for place, parameter in self.parameters.items():
+            whole = gradients[place]
+            if self.cut is None or parameter.shape != whole.shape:
+                shape = tuple(parameter.shape)
+                cuts[parameter] = CutParameter(str(place), whole.numel(), shape)
+        with WholeReductions(shards_of(self.optimizer, cuts), exchange) as mode:
+            self.optimizer.step()
+        num_reads: int = mode.num_reads
+        return num_reads
+
+    def has_states_of_shards(self) -> bool:
+        """Whether all states have the shape of what they are of, or one element."""
+        return all(
+            value.shape == parameter.shape or value.numel() <= 1
+            for parameter, states in self.optimizer.state.items()
+            for value in states.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+
+class _Noted:
+    """Full reductions of whole tensors in a step, by name, in their order.
+
+    Args:
+        tolerance: of reductions of shards, relative.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self.values: dict[str, list[Partial]] = {}
+        self.num_exchanges = 0
+
+    def take(self, parts: Sequence[Partial]) -> list[torch.Tensor]:
+        """Note the reductions of whole tensors, and give them back."""
+        self.num_exchanges += 1
+        for part in parts:
+            self.values.setdefault(part.cut.name, []).append(part)
+        return [part.value for part in parts]
+
+    def confirms(self, first: _Replayed, last: _Replayed) -> bool:
+        """Whether the reductions of two shards make up those of the whole."""
+        for name, own in first.values.items():
+            others = last.values.get(name, [])  # none where it has nothing of a tensor
+            if len(own) != len(self.values[name]) or len(others) not in (0, len(own)):
+                return False
+            for place, whole in enumerate(self.values[name]):
+                parts = [float(one[place].value) for one in (own, others) if one]
+                made = sum(parts) if whole.combine is Combine.SUM else max(parts)
+                size = max(abs(float(whole.value)), *map(abs, parts))
+                if not abs(made - float(whole.value)) <= self._tolerance * size:
+                    return False
+        return True
+
+
+class _Replayed:
+    """Full reductions of a shard, which gets those of the whole.
+
+    Args:
+        noted: of the whole.
+    """
+
+    def __init__(self, noted: _Noted) -> None:
+        self._noted = noted
+        self.values: dict[str, list[Partial]] = {}
+
+    def take(self, parts: Sequence[Partial]) -> list[torch.Tensor]:
+        """Note the reductions of a shard, and give those of the whole."""
+        found = []
+        for part in parts:
+            own = self.values.setdefault(part.cut.name, [])
+            found.append(self._noted.values[part.cut.name][len(own)].value)
+            own.append(part)
+        return found
+
+
+def _larger(found: Reductions, noted: _Noted, num_reads: int, num_tensors: int) -> Reductions:
+    """The reductions of the steps until now, and of one more."""
+    num = max((len(own) for own in noted.values.values()), default=0)
+    is_each = found.is_each or num_reads > 0
+    exchanges = -(-noted.num_exchanges // num_tensors) if num_reads else noted.num_exchanges
+    return Reductions(max(found.num, num), max(found.exchanges, exchanges), is_each)
 
 
 def _deadline() -> Callable[[], bool]:

@@ -50,7 +50,7 @@ from merak.plan.price.stages import (
     stage_links,
 )
 from merak.plan.price.uncertainty import MEMORY_UNCERTAINTY, Shares, uncertainty
-from merak.plan.price.update import home_of, norm_seconds, update_seconds
+from merak.plan.price.update import exchange_seconds, home_of, norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
 from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
 from merak.plan.stage_costs import plans_from_costs
@@ -483,8 +483,13 @@ def _updates_s(
 def _update_s(
     workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid, zero: ZeroSharding
 ) -> float:
-    """Seconds of the one update behind a step, and of its norm, on the slowest rank."""
-    slowest_s = max(_rank_updates_s(workload, cluster, candidate, laid, zero))
+    """Seconds of the one update behind a step, and of its exchanges, on the slowest rank."""
+    seconds = _rank_updates_s(workload, cluster, candidate, laid, zero)
+    exchanged = map(laid.forecast.memory.exchange, range(candidate.pp))
+    slowest_s = max(
+        own_s + exchange_seconds(cluster, candidate, own)
+        for own_s, own in zip(seconds, exchanged, strict=True)
+    )
     return slowest_s + norm_seconds(cluster, candidate)
 
 

@@ -10,9 +10,10 @@ from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.memory.model import StageMemory
+from merak.plan.memory.model import StageMemory, UpdateExchange
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.optimizer.home import PART_BYTES, folder_of
+from merak.plan.optimizer.needs import Needs
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
 
@@ -112,3 +113,30 @@ def norm_seconds(cluster: Cluster, candidate: Candidate) -> float:
     groups = [(candidate.tp, 1), (candidate.pp, candidate.stage_ranks)]
     groups += [(candidate.replicas, candidate.tp)] if candidate.zero else []
     return sum(collective_seconds("all_reduce", 8, group_of(cluster, *own)) for own in groups)
+
+
+def exchange_seconds(cluster: Cluster, candidate: Candidate, own: UpdateExchange) -> float:
+    """Seconds in which ranks with pieces of parameters exchange what an optimizer needs of them.
+
+    Args:
+        cluster: the devices.
+        candidate: the layout.
+        own: what a rank exchanges.
+    """
+    found, rows = own.findings, candidate.replicas if candidate.zero else 1
+    groups = [group_of(cluster, rows, candidate.tp), group_of(cluster, candidate.tp, 1)]
+    if found.needs is Needs.SHARDS or not own.num_parameters:
+        return 0.0
+    if found.reductions is not None:
+        times = found.reductions.exchanges * (own.num_parameters if found.reductions.is_each else 1)
+        numbers = found.reductions.num * own.num_parameters
+        return times * sum(
+            collective_seconds("all_reduce", 8 * numbers / times, group) for group in groups
+        )
+    # Parameters and gradients to the ranks that step them, and parameters back: rows make up
+    # shards, of which each replica then has as much as it had of rows.
+    sizes = (own.num_bytes * rows, own.num_bytes * candidate.tp)
+    return 3 * sum(
+        collective_seconds("all_to_all", size, group)
+        for size, group in zip(sizes, groups, strict=True)
+    )

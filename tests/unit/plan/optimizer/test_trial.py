@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from merak.engine.optimizer.one_bit import OneBitLamb
 from merak.plan.optimizer import trial
+from merak.plan.optimizer.needs import Findings, Needs, Reductions
 from merak.plan.optimizer.small_tensors import LARGE, SMALL, JobTensor, small_tensors
-from merak.plan.optimizer.trial import Findings, run_trial
+from merak.plan.optimizer.trial import run_trial
 from tests import optimizers
 from tests.tiers import one_in
 
@@ -71,6 +73,62 @@ def test_updates_of_whole_parameters_differ_on_shards_alone(
     assert "cut along dim" in found.cut
     assert not (found.across or found.draws or found.unknown)
     assert found_for(cls, PP) == Findings()
+
+
+class Reads(optimizers.Lamb):
+    """Reads the norms as numbers, as many do."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        direction = optimizers.adam(g, state)
+        norm, length = p.norm(), direction.norm()
+        return direction * (norm / length) if norm > 0 and length > 0 else direction
+
+
+class OfPlaces(optimizers.Each):
+    """Takes a norm of what depends on where elements are."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        return g / (torch.linspace(0.5, 1.0, g.numel()).to(g).view_as(g) * g).norm()
+
+
+class OfNumbers(optimizers.Each):
+    """Divides by how many elements there are, which only a whole tensor knows."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        return g / (g.norm() / g.numel())
+
+
+class OddState(optimizers.Lamb):
+    """Has a state that is neither a shard nor a number."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        state.setdefault("history", torch.zeros(4))[0] += 1
+        return super().update(p, g, state, group)
+
+
+@one_in(2)
+@pytest.mark.parametrize("tensors", [TP, ZERO])
+@pytest.mark.parametrize(
+    ("cls", "reductions"),
+    [
+        (optimizers.Lamb, Reductions(2, 1, False)),
+        (optimizers.Lars, Reductions(5, 1, False)),
+        (optimizers.NovoGrad, Reductions(1, 1, False)),
+        (Reads, Reductions(2, 1, True)),
+        (lambda p: OneBitLamb(p, warmup_steps=3), Reductions(3, 1, False)),
+        (OfPlaces, None),
+        (OfNumbers, None),
+        (OddState, None),
+        (optimizers.Came, None),
+        (torch.optim.Adafactor, None),
+    ],
+)
+def test_norms_of_whole_parameters_are_enough_for_some(
+    cls: Any, reductions: Reductions | None, tensors: Sequence[JobTensor]
+) -> None:
+    found = found_for(cls, tensors)
+    assert found.cut and found.reductions == reductions
+    assert found.needs is (Needs.REDUCTIONS if reductions else Needs.WHOLE)
 
 
 def test_matrices_alone() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,6 +18,7 @@ from merak.plan.price.step import price
 from merak.plan.price.workload import Workload
 from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
+from tests import optimizers
 from tests.unit.plan.launches import launched_in
 
 
@@ -75,3 +79,27 @@ def test_a_fused_optimizer_moves_fewer_bytes() -> None:
     fused, listed = (price(job(own), AT_ONCE, candidate) for own in (True, False))
     assert fused.optimizer_s < listed.optimizer_s
     assert fused.compute_s == listed.compute_s
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"dp": 2, "zero": 1}])
+def test_what_optimizers_exchange_of_shards_is_priced(degrees: dict[str, int]) -> None:
+    """Norms by messages of a few bytes, whole parameters by three exchanges of all bytes."""
+
+    def seconds(made: Any) -> float:
+        workload, candidate = job(), Candidate(num_microbatches=1, **degrees)
+        workload = replace(workload, optimizer=made)
+        return price(workload, AT_ONCE, candidate).optimizer_s
+
+    def exchanged_s(cls: Any) -> float:
+        class Elementwise(cls):  # type: ignore[misc]
+            def update(self, p: Any, g: Any, state: Any, group: Any) -> Any:
+                super().update(p, g, state, group)
+                return g
+
+        return seconds(cls) - seconds(Elementwise)
+
+    link = AT_ONCE.nodes[0].link
+    assert link is not None
+    one_s, bytes_s = link.latency_s, 4 * 80_000 / link.bytes_per_s
+    assert one_s < exchanged_s(optimizers.Lamb) < exchanged_s(optimizers.Came)
+    assert exchanged_s(optimizers.Came) > bytes_s
