@@ -218,6 +218,59 @@ def test_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert dry(capsys, *words, "job.yaml")["command"] == command + resumed
 
 
+def test_run_starts_the_ranks_of_the_degrees(tmp_path: Path) -> None:
+    """The script leaves the degrees out; with more ranks than tp needs, there are replicas."""
+    script = SCRIPT.replace("merak.init(2, 1, 1)", 'mesh = merak.init(device="cpu")')
+    script += (
+        "    file.write(f' {mesh.dp} {mesh.tp} {mesh.pp}')\nsys.exit('no' if rank == 3 else 0)\n"
+    )
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "-m", "merak.cli.main", "run", "--tp", "2"]
+    for more, place in (((), "1 2 1"), (("--nproc-per-node", "4"), "2 2 1")):
+        done = subprocess.run(
+            [*command, *more, "train.py", "--tp", "7"],
+            env=environment(tmp_path),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == bool(more), done.stderr
+        size = 2 * int(place[0])
+        total = sum(range(size + 1))
+        for rank in range(size):
+            found = (tmp_path / f"rank{rank}").read_text(encoding="utf-8")
+            assert found == f"{total:.1f} of {size}: --tp 7 {place}"
+    last = done.stderr.strip().splitlines()[-1]
+    said = "rank 3 of this machine ended with exit code 1; what it has printed is above."
+    assert last == f"merak: {said}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tp 0 train.py", "tp=0 is not a degree; use a whole number of 1 or more."),
+        ("--tp two train.py", "argument --tp: invalid int value: 'two'; see merak run --help."),
+        ("--tensor 2 train.py", "unrecognized arguments: --tensor; see merak run --help."),
+        ("other.py", "other.py does not exist; name a script that does."),
+        ("--nnodes 2 --pp 4 train.py", "--nnodes 2 needs --nproc-per-node, the ranks of each host"),
+        ("--plan auto train.py", "--plan auto needs --nproc-per-node, the ranks that the plan is"),
+        ("--plan no.json train.py", "the plan no.json cannot be read (No such file or directory)"),
+    ],
+)
+def test_what_cannot_be_run(
+    words: str,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert main(["run", *words.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_without_dry_run_the_file_is_written_and_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,13 @@ def test_the_layout_is_that_of_the_plan(path: str) -> None:
         assert dataclasses.replace(args, max_steps=3).partition == [4, 3]
 
 
+def test_a_plan_may_come_from_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERAK_PLAN", path)
+    with meshes.pretended(Mesh(2, 1, 2, 0, torch.device("cpu"), None)):
+        args = merak.MerakArguments(output_dir="out")
+    assert (args.plan, args.partition, args.zero) == (path, [4, 3], 1)
+
+
 def test_the_same_may_be_said_twice_and_nothing_else(path: str) -> None:
     assert arguments(path, zero=1, partition=[4, 3]).zero == 1
     with pytest.raises(ArgumentsError, match=r"zero=3 contradicts the plan .*, which has 1; leave"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from merak.arguments.fields import AUTO, AutoBatch, TrainingFields, given_arguments
-from merak.core.elastic import AUTO_PLAN, GivenDegrees
+from merak.core.elastic import AUTO_PLAN, GivenDegrees, plan_from_outside
 from merak.core.errors import ArgumentsError
 from merak.core.mesh import Mesh
 from merak.plan.price.candidate import Candidate, option_values
@@ -25,7 +25,8 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
     """Set arguments as their plan file says.
 
     Args:
-        arguments: whose `plan` names the file; nothing is set where it is None or "auto".
+        arguments: whose `plan` names the file, or where it is None, the environment; nothing is
+            set where there is none, or "auto".
         mesh: of the job.
 
     Raises:
@@ -34,6 +35,8 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
     """
     if arguments.per_device_train_batch_size == AUTO:
         arguments.per_device_train_batch_size = AutoBatch()
+    if arguments.plan is None:
+        arguments.plan = plan_from_outside()
     if mesh.given is not None:
         _check_auto(arguments)
     if arguments.plan == AUTO_PLAN or not isinstance(arguments.plan, str | os.PathLike):

@@ -13,6 +13,7 @@ from merak.cli.check import check
 from merak.cli.doctor.doctor import doctor
 from merak.cli.export import export
 from merak.cli.launch.launch import app as launch
+from merak.cli.launch.run import run
 from merak.cli.memory import memory
 from merak.cli.options import ModelCommand
 from merak.cli.plan.plan import plan
@@ -90,6 +91,12 @@ app.command(
 )(rehearse)
 app.command("doctor", epilog="Example: merak doctor --ranks 4")(doctor)
 app.command("export", epilog="Example: merak export runs/gpt2/checkpoint-100 exported")(export)
+app.command(
+    "run",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    add_help_option=False,
+    epilog="Example: merak run --tp 2 --pp 2 train.py",
+)(run)
 app.command(
     "train",
     epilog="Example: merak train examples/train_recipe.yaml arguments.max_steps=20 --device cpu",

@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import NamedTuple
 
-from merak.core.errors import MeshError
+from merak.core.errors import MeshError, PlanError
 
 AUTO_PLAN = "auto"
 """The plan that is searched when the model and its batches are known."""
+
+PLAN_VARIABLE = "MERAK_PLAN"
+"""Environment variable with the plan of a job whose script names none: a file, or "auto"."""
+
+
+def plan_from_outside() -> str | None:
+    """The plan that the environment names, as `merak run --plan` has it; None for none."""
+    return os.environ.get(PLAN_VARIABLE) or None
+
+
+def joined_plan(plan: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
+    """The plan of a script, or where it names none, the one from outside.
+
+    Raises:
+        PlanError: both name one, and they differ.
+    """
+    outside = plan_from_outside()
+    if plan is None or outside is None:
+        return outside if plan is None else plan
+    if os.path.abspath(plan) != os.path.abspath(outside):
+        raise PlanError(
+            f"the script has plan={os.fspath(plan)!r} and {PLAN_VARIABLE} is {outside!r}; leave "
+            "plan out of merak.init(…), or give both the same."
+        )
+    return plan
 
 
 class Degrees(NamedTuple):
@@ -37,6 +63,52 @@ class GivenDegrees(NamedTuple):
     pp: int | None = None
     cp: int | None = None
     ep: int | None = None
+
+    @staticmethod
+    def from_outside() -> GivenDegrees:
+        """The degrees that the environment names, as `merak run` has them: MERAK_TP and so on.
+
+        Raises:
+            MeshError: one is not a whole number of 1 or more.
+        """
+        texts = {axis: os.environ.get(variable_of(axis), "") for axis in GivenDegrees._fields}
+        for axis, text in texts.items():
+            if text and not (text.isdecimal() and int(text)):
+                raise MeshError(
+                    f"{variable_of(axis)}={text!r} is not a degree; set a whole number of 1 or "
+                    "more, or unset it."
+                )
+        return GivenDegrees(**{axis: int(text) for axis, text in texts.items() if text})
+
+    def joined(self, outside: GivenDegrees) -> GivenDegrees:
+        """The degrees of a script, and of those that it leaves out, the ones from outside.
+
+        Args:
+            outside: as of `from_outside`.
+
+        Raises:
+            MeshError: one is given by both, and differs.
+        """
+        for axis, own, other in zip(self._fields, self, outside, strict=True):
+            if None not in (own, other) and own != other:
+                raise MeshError(
+                    f"the script has {axis}={own} and {variable_of(axis)} is {other}; leave "
+                    f"{axis} out of merak.init(…), or give both the same."
+                )
+        pairs = zip(self, outside, strict=True)
+        return GivenDegrees(*(other if own is None else own for own, other in pairs))
+
+    def with_replicas(self, num_ranks: int) -> GivenDegrees:
+        """The same with a dp that takes all ranks, where it is left out and there is one.
+
+        Raises:
+            MeshError: a degree is not a whole number of 1 or more.
+        """
+        self.check()
+        beside = math.prod(self.filled())
+        if self.dp is not None or num_ranks % beside:
+            return self
+        return self._replace(dp=num_ranks // beside)
 
     @property
     def axes(self) -> tuple[int | None, ...]:
@@ -86,6 +158,11 @@ class GivenDegrees(NamedTuple):
                 f"ep={self.ep} does not divide the number of ranks ({num_ranks}), which have the "
                 "experts of a layer between them; use a divisor, or leave ep to the plan."
             )
+
+
+def variable_of(axis: str) -> str:
+    """The environment variable with a degree."""
+    return f"MERAK_{axis.upper()}"
 
 
 def check_expert_degree(ep: object, degrees: Degrees) -> int:

@@ -117,7 +117,7 @@ def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Resu
         TerminatedError: SIGTERM has ended the ranks.
     """
     check_room(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, _quiet_launcher():
+    with tempfile.TemporaryDirectory(prefix="merak-run-") as folder, quiet_launcher(is_alone=True):
         os.environ.setdefault(THREADS, num_threads(num_ranks))
         try:
             results = elastic_launch(_launch_config(num_ranks, max_restarts), _rank)(
@@ -125,10 +125,6 @@ def run_ranks(work: Work[Result], num_ranks: int, max_restarts: int = 0) -> Resu
             )
         except ChildFailedError as error:
             raise _first_cause(Path(folder), error) from None
-        except SignalException as error:
-            if error.sigval == signal.SIGTERM:
-                raise TerminatedError("SIGTERM has ended the job.") from None
-            raise KeyboardInterrupt from error
     result: Result = results[0]
     return result
 
@@ -271,8 +267,16 @@ def how_ended(ended: ProcessFailure) -> str:
 
 
 @contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Suppress the launcher's log of failures, which repeats that of every rank."""
+def quiet_launcher(is_alone: bool) -> Iterator[None]:
+    """Suppress the launcher's log of failures, which repeats that of every rank.
+
+    Args:
+        is_alone: whether all ranks are on this machine.
+
+    Raises:
+        TerminatedError: SIGTERM has ended the launcher.
+        KeyboardInterrupt: another signal has.
+    """
     parts = ("torch.distributed.elastic", f"torch.{TORCH_SPAWN}")
     known = [name for name in logging.root.manager.loggerDict if name.startswith(parts)]
     # Each of the launcher's has a level of its own.
@@ -282,11 +286,15 @@ def _quiet_launcher() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)
     try:
         # Ranks of one machine meet on its loopback interface, which no other machine can reach.
-        interface = os.environ.get(GLOO, loopback_interface())
+        interface = os.environ.get(GLOO, loopback_interface() if is_alone else None)
         with environment(
             PYTHONWARNINGS=quiet_tracker(), **({GLOO: interface} if interface else {})
         ):
             yield
+    except SignalException as error:
+        if error.sigval == signal.SIGTERM:
+            raise TerminatedError("SIGTERM has ended the job.") from None
+        raise KeyboardInterrupt from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Degrees for fewer ranks than a job is written for."""
+"""Degrees for fewer ranks than a job is written for, and degrees from outside of a script."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merak.core.elastic import Degrees, check_expert_degree, smaller_degrees
-from merak.core.errors import MeshError
+from merak.core.elastic import (
+    Degrees,
+    GivenDegrees,
+    check_expert_degree,
+    joined_plan,
+    smaller_degrees,
+)
+from merak.core.errors import MeshError, PlanError
 
 
 @pytest.mark.parametrize(
@@ -55,3 +61,37 @@ def test_degrees_that_nobody_has_take_no_time() -> None:
     assert smaller_degrees(Degrees(1, huge, huge), 2) == Degrees(1, 2, 1)
     with pytest.raises(MeshError, match=r"use ep=1, 2, 4, 5, 8, 10, .*, 1000000000000, or tp=3"):
         check_expert_degree(3, Degrees(huge, 1, 1))
+
+
+def test_degrees_from_outside_fill_what_a_script_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not any(GivenDegrees.from_outside())
+    monkeypatch.setenv("MERAK_TP", "2")
+    monkeypatch.setenv("MERAK_PP", "")
+    outside = GivenDegrees.from_outside()
+    assert outside == GivenDegrees(tp=2)
+    assert GivenDegrees(pp=4).joined(outside) == GivenDegrees(tp=2, pp=4)
+    assert GivenDegrees(tp=2).joined(outside) == outside
+    with pytest.raises(MeshError, match="the script has tp=1 and MERAK_TP is 2; leave tp out of"):
+        GivenDegrees(tp=1).joined(outside)
+    for text in ("0", "two", "-1", "2.0"):
+        monkeypatch.setenv("MERAK_CP", text)
+        with pytest.raises(MeshError, match=f"MERAK_CP='{text}' is not a degree; set a whole"):
+            GivenDegrees.from_outside()
+
+
+def test_replicas_are_as_many_as_the_ranks_make() -> None:
+    assert GivenDegrees(tp=2).with_replicas(8) == GivenDegrees(4, 2)
+    assert GivenDegrees(tp=2).with_replicas(7) == GivenDegrees(tp=2)  # which is refused later
+    assert GivenDegrees(1, 2).with_replicas(8) == GivenDegrees(1, 2)
+
+
+def test_a_plan_from_outside_counts_where_the_script_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert joined_plan(None) is None and joined_plan("plan.json") == "plan.json"
+    monkeypatch.setenv("MERAK_PLAN", "/plans/plan.json")
+    assert joined_plan(None) == joined_plan("/plans/plan.json") == "/plans/plan.json"
+    with pytest.raises(PlanError, match=r"the script has plan='auto' and MERAK_PLAN is '/plans/"):
+        joined_plan("auto")

@@ -18,6 +18,7 @@ from merak.core.elastic import (
     Degrees,
     GivenDegrees,
     check_expert_degree,
+    joined_plan,
     smaller_degrees,
 )
 from merak.core.errors import MeshError, PlanError, keyword_names, refuse_unknown
@@ -68,7 +69,7 @@ def init(
     """Lay the ranks out as dp × cp × tp × pp and connect them; call it before the trainer.
 
     Args:
-        dp: data parallel degree; 1 where neither it nor a plan is given.
+        dp: data parallel degree; 1 where neither it nor a plan is given, here or by `merak run`.
         tp: tensor parallel degree; as dp.
         pp: pipeline parallel degree; as dp.
         cp: context parallel degree, the number of ranks that share each sample's tokens; as dp.
@@ -99,24 +100,34 @@ def init(
     failure.install(limits.exhausted)
     _check_call(unknown, timeout_s)
     preemption.listen()
-    given = GivenDegrees(dp, tp, pp, cp, ep)
+    plan = joined_plan(plan)
+    given = _with_outside(GivenDegrees(dp, tp, pp, cp, ep), plan)
     wanted = _wanted_degrees(given, plan, elastic)
-    GivenDegrees(*wanted).check()
     chosen = pick_device(device)
     check_backend(backend, chosen)
     call = _call_text(given, wanted, chosen, backend, timeout_s, elastic, plan)
     if has_mesh():
         return _same_mesh(call)
     degrees = _check_degrees(wanted, elastic)
-    held = _expert_degree(ep, wanted, degrees, plan)
+    held = _expert_degree(given.ep, wanted, degrees, plan)
     mesh = replace(connect(degrees, held, chosen, backend, timeout_s), call=call)
     return _adopted(mesh, wanted, given if plan == AUTO_PLAN else None)
+
+
+def _with_outside(given: GivenDegrees, plan: str | os.PathLike[str] | None) -> GivenDegrees:
+    """Degrees of a script, and from outside those that it leaves out; then dp is what is left."""
+    outside = GivenDegrees.from_outside()
+    joined = given.joined(outside)
+    if plan is not None or not any(outside):
+        return joined
+    return joined.with_replicas(int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _wanted_degrees(
     given: GivenDegrees, plan: str | os.PathLike[str] | None, elastic: bool
 ) -> Degrees:
     """Degrees that a job is written for: of its plan, or those given where there is no plan."""
+    given.check()
     if plan is None:
         return given.filled()
     if plan == AUTO_PLAN:
@@ -129,6 +140,7 @@ def _wanted_degrees(
         given.check_ranks(num_ranks)
         return Degrees(num_ranks, 1, 1)
     planned = plan_degrees(plan).filled()
+    GivenDegrees(*planned).check()
     if any(own not in (None, other) for own, other in zip(given.axes, planned, strict=True)):
         raise PlanError(
             f"{given} contradicts the plan {plan}, which has {planned}; leave the degrees out, or "
