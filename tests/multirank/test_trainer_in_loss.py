@@ -1,7 +1,8 @@
-"""A loss that reads the trainer's schedule and steps is that of one process on several ranks."""
+"""A loss that reads the trainer, or values of tensors, is that of one process on several ranks."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from transformers import Trainer
 
 import merak
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import Layout, Setup, alone, make_merak, make_reference
+from tests.multirank.training import (
+    Layout,
+    Setup,
+    Texts,
+    alone,
+    make_merak,
+    make_reference,
+)
 from tests.tiers import slow
 
 SETUP = Setup(
@@ -44,21 +52,82 @@ class Their(Weighs, Trainer):
     """In one process."""
 
 
+class Reads(Weighs):
+    """Reads values of tensors, and does what it wants with them."""
+
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        found = model(input_ids=inputs["input_ids"])
+        logits, labels = found.logits[:, :-1], inputs["labels"][:, 1:]
+        each = nn.functional.cross_entropy(logits.mT, labels, reduction="none")
+        loss = each.mean() if num_items_in_batch is None else each.sum() / num_items_in_batch
+        seen = vars(self).setdefault("seen", defaultdict(list))[
+            "train" if model.training else "eval"
+        ]
+        right = (logits.argmax(-1) == labels) & (labels > 3)
+        count = (labels > 3).sum()
+        seen.append((right.sum() / count).item() if count > 0 else 0.0)
+        seen.append(self.accelerator.gather_for_metrics(logits.square().mean()).item())
+        seen.append(labels.sum(1).tolist())
+        if self.is_world_process_zero():  # which is not to change what other ranks compute
+            self.log({"own": loss.item()})
+        seen.append(loss.detach())
+        return (loss, found) if return_outputs else loss
+
+
+class OwnReads(Reads, merak.MerakTrainer):
+    """In a job."""
+
+
+class TheirReads(Reads, Trainer):
+    """In one process."""
+
+
+READS = Setup(
+    "gpt2",
+    num_microbatches=4,
+    num_samples=21,
+    padded=False,
+    arguments={
+        "max_steps": 3, "learning_rate": 0.1, "optim": "sgd", "eval_strategy": "steps",
+        "eval_steps": 2, "per_device_eval_batch_size": 2,
+    },
+)  # fmt: skip
+EVALUATED = {"eval_dataset": Texts(5, padded=False)}
+
+
+def reads(trainer: Any) -> dict[str, Any]:
+    """What a loss has read in every microbatch, in order, and has logged."""
+    trainer.train()
+    logs = [log["own"] for log in trainer.state.log_history if "own" in log]
+    return {mode: list(seen) for mode, seen in trainer.seen.items()} | {"logs": logs}
+
+
 def losses(trainer: Any) -> list[float]:
     trainer.train()
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def train(layout: Layout, cache: str) -> list[float]:
+def train(layout: Layout, cache: str) -> tuple[list[float], dict[str, Any]]:
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
-    return losses(make_merak(SETUP, dp, cache, trainer_class=Own))
+    own = reads(make_merak(READS, dp, cache, trainer_class=OwnReads, **EVALUATED))
+    return losses(make_merak(SETUP, dp, cache, trainer_class=Own)), own
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1))])
+@pytest.mark.parametrize("layout", [(1, 1, 2), slow((1, 2, 1)), slow((2, 1, 1))])
 def test_every_step_has_its_own(pool: RankPool, cache: str, layout: Layout) -> None:
     with alone():
         expected = losses(make_reference(SETUP, trainer_class=Their))
-    assert len(expected) == 3
-    for found in pool.run(train, 2, layout, cache):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        has_read = reads(make_reference(READS, trainer_class=TheirReads, **EVALUATED))
+    assert len(expected) == 3 and [len(has_read[mode]) for mode in ("train", "eval")] == [40, 24]
+    for rank, (found, own) in enumerate(pool.run(train, 2, layout, cache)):
+        if layout[0] == 1:  # replicas' own means are averaged
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        logs = has_read["logs"] if rank == 0 else []
+        torch.testing.assert_close(own, has_read | {"logs": logs}, rtol=1e-3, atol=1e-4)

@@ -31,6 +31,7 @@ from merak.engine.optimizer.connection import OptimizerConnections
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.step.evaluation import evaluate, pad_microbatches
+from merak.engine.step.host_reads import replay_losses
 from merak.engine.step.non_finite import NonFiniteFinder, describe, non_finite_gradients
 from merak.engine.step.optimizer_step import StepEnd, StepNumbers, gradient_norm, runs_behind
 from merak.engine.step.parameter_writes import apply_parameter_writes
@@ -77,6 +78,7 @@ class Engine:
         self._undo = StepUndo()
         self._is_retired = False
         self._update_norm = torch.zeros((), device=state.mesh.device)
+        self._reads: list[TensorDict] = []
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -313,6 +315,30 @@ class Engine:
             self._state.replica_buffers.synchronize(tuple(signatures))
             return losses
 
+    def replay_losses(self, signatures: Sequence[Signature], own: Sequence[int]) -> None:
+        """Run the loss again for what it does besides, after the last training step.
+
+        All ranks call it together, and each runs it for the microbatches of all replicas.
+
+        Args:
+            signatures: of these microbatches, in the order of one process.
+            own: which of them this replica has run.
+        """
+        reads, self._reads = dict(zip(own, self._reads, strict=True)), []
+        replay_losses(self._state, signatures, reads, self.all_reduce)
+
+    def replay_evaluated(self, signature: Signature, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Run the loss again for what it does besides, after a batch has been evaluated.
+
+        Args:
+            signature: of the batch.
+            outputs: on the host, also those that the loss reads.
+        """
+        program = self._state.program_for(signature, False)
+        if program.replay is not None:
+            model, device = self._state.model, self.mesh.device
+            program.replay(model, dict(signature), outputs, device)
+
     @property
     def reads_late(self) -> bool:
         """Whether a step that is not finite may be found one step late: the device leaves it out.
@@ -415,6 +441,7 @@ class Engine:
             else:
                 run.run_empty()
             self.all_reduce(run.losses, "pp", "losses")
+            self._reads = run.reads
             if self.updates_inside:
                 self._update_norm = run.update_norm
             if not self.updates_inside:

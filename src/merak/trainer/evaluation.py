@@ -22,6 +22,7 @@ from merak.data.digest import digest_columns, digests_of
 from merak.data.fetch import is_iterable
 from merak.engine import Engine
 from merak.engine.build import lay_out_evaluation
+from merak.graph.trace.calls.host_reads import READ
 from merak.graph.trace.calls.outputs import LOSS, nested
 from merak.trainer.batch_exchange import Batch, BatchExchange
 from merak.trainer.health.evaluated import FiniteLosses
@@ -232,7 +233,9 @@ class Evaluation:
                 "pipeline has run the batch by then; change it in _prepare_inputs, which an "
                 "evaluation calls before."
             )
-        outputs = nested(self._current["outputs"])
+        made = self._current["outputs"]
+        self._engine.replay_evaluated(self._current["signature"], made)
+        outputs = nested({n: value for n, value in made.items() if not n.startswith(READ)})
         labels = self._current["labels"]
         has_loss = labels is not None or self._options.returns_loss
         if has_loss:
@@ -321,7 +324,7 @@ class Evaluation:
     ) -> dict[str, Any]:
         """This rank's results of a batch: outputs, and the labels and inputs that it read."""
         options = self._options
-        names = [n for n in outputs if n == LOSS or not options.only_loss]
+        names = [n for n in outputs if n == LOSS or n.startswith(READ) or not options.only_loss]
         labels = () if options.only_loss else options.label_names
         kept = options.kept(name for name in batch if name != TOKENS)
         is_last = self._engine.holds_last_stage
@@ -342,7 +345,8 @@ class Evaluation:
         }
         merged["outputs"] = self._in_order(merged["outputs"], found)
         merged["labels"] = self._labels(merged["labels"], found)
-        return {**merged, "samples": num_samples(found)}
+        columns = self._counter.with_tokens(found).columns
+        return {**merged, "samples": num_samples(found), "signature": columns}
 
     def _labels(self, results: Mapping[str, Any], found: BatchSignature) -> tuple[Any, ...] | None:
         """The labels of a batch, none where only the loss is wanted; None if it has none."""

@@ -21,6 +21,8 @@ from merak.engine.health.figures import (
 )
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.recorder import RunRecorder
+from merak.graph.trace.calls.host_reads import is_replayed
+from merak.graph.trace.calls.loss_recorder import note_effect
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
 from merak.trainer.subclass.callbacks import AgreedCallbacks
 
@@ -94,7 +96,7 @@ class Logging(Trainer):
     _utilisation: float | None = None
     callback_handler: AgreedCallbacks
     _display: TrainerCallback
-    _is_traced: bool = False  # while a trace runs compute_loss
+    _is_traced: bool = False  # while a trace or a replay runs compute_loss
     is_as_in_first_step: bool = False  # whether stand-ins are in the place of what trains
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None = None
@@ -151,7 +153,9 @@ class Logging(Trainer):
         Raises:
             TraceError: a loss of a subclass's own logs, while it is traced.
         """
-        if self._is_traced:
+        if self._is_traced and not is_replayed():
+            if note_effect():
+                return
             raise TraceError(
                 f"compute_loss calls log with {', '.join(logs)}, but it is traced once, and has no "
                 "values then; log from a callback or an override of log."

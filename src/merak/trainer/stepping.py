@@ -271,7 +271,23 @@ class Stepping(Saving):
             everything = torch.zeros(len(step.microbatches), device=losses.device)
             everything[numbers] = losses
         engine.all_reduce(everything, "dp", "losses")
+        self._replay(step)
         return everything
+
+    def _replay(self, step: StepInputs) -> None:
+        """Run a loss of the script's own for what it does besides, for each microbatch in order."""
+        engine, counter = self.engine, self._counter
+        assert engine is not None and counter is not None
+        if not self._overrides_loss:
+            return
+        every = [
+            (number, replica, counter.with_tokens(found).columns)
+            for number, row in enumerate(step.exchanged.signatures)
+            for replica, found in enumerate(row)
+            if found.columns
+        ]
+        own = [n for n, (_, replica, _) in enumerate(every) if replica == self.mesh.dp_rank]
+        engine.replay_losses([signature for *_, signature in every], own)
 
     def _left_over_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients of microbatches before these that have not been stepped yet.

@@ -10,6 +10,7 @@ import torch
 from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.step.drain import DrainStep, num_tp_collectives
+from merak.engine.step.host_reads import reads_of
 from merak.engine.step.schedule_run import ScheduleRun
 from merak.engine.tensors_by_name import TensorDict
 from merak.engine.weight_versions import StashedWeights
@@ -37,6 +38,7 @@ class TrainingStep(ScheduleRun):
     ) -> None:
         super().__init__(state, plan, [microbatch.program for microbatch in microbatches])
         self.losses = torch.zeros(len(microbatches), device=state.mesh.device)
+        self.reads: list[TensorDict] = [{} for _ in microbatches]  # on the host, by the loss
         # Of the updates inside an asynchronous step: 0, or NaN once a gradient is not finite.
         self.update_norm = torch.zeros((), device=state.mesh.device)
         self._microbatches = microbatches
@@ -194,6 +196,8 @@ class TrainingStep(ScheduleRun):
         self.give(action, made)
         if (loss := _loss_made_by(action.stage, microbatch)) is not None:
             self.losses[number] = made[loss] * microbatch.scale
+        if microbatch.program.replay is not None:
+            self.reads[number] |= reads_of(microbatch.program, action.stage, made)
 
     def recompute(self, action: Action) -> None:
         """Recompute the activations of a stage and microbatch."""

@@ -14,7 +14,7 @@ user's model, the batch's column, or the name of a value from an earlier segment
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -138,6 +138,9 @@ class ModelGraph:
         reads: Python state that the trace took as constants.
         queried: columns whose values the model has asked for where ones would have decided, as of
             an attention mask: a batch of ones has a graph of its own.
+        replay: runs a loss of the script's own once more, for what it does besides, with the values
+            of those outputs that it reads on the host; None for nothing. See
+            `merak.graph.trace.calls.host_reads.Replay`.
     """
 
     segments: tuple[Segment, ...]
@@ -152,6 +155,7 @@ class ModelGraph:
     parameter_writes: tuple[ParameterWrites, ...] = ()
     reads: tuple[StateRead, ...] = ()
     queried: frozenset[str] = frozenset()
+    replay: Callable[..., None] | None = None
 
     def columns_read(self) -> frozenset[str]:
         """Columns of the batch that anything is computed of."""

@@ -204,6 +204,7 @@ class Program:
         columns: the columns this rank reads.
         values: what each value is.
         outputs: names of the model's outputs, in its order, on whatever rank they are made.
+        output_values: the name of each of these outputs' value.
         loss: the name of the loss value; None in evaluation without labels.
         shards: how the parameters of this rank's stages are split over tp.
         constants: tensors of the trace's own, by name; another shape's may have the same names.
@@ -214,6 +215,7 @@ class Program:
         remote_parameters: of evaluation, parameters that other ranks hold; see
             `merak.engine.comm.eval_parameters`.
         ranges: what its columns hold indices of.
+        replay: as of `ModelGraph`.
     """
 
     stages: dict[int, StageProgram]
@@ -222,6 +224,7 @@ class Program:
     columns: tuple[str, ...]
     values: dict[str, TensorMeta]
     outputs: tuple[str, ...]
+    output_values: tuple[str, ...]
     loss: str | None
     shards: dict[str, ParameterShard]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -230,6 +233,7 @@ class Program:
     synced_buffers: dict[str, int] = field(default_factory=dict)
     remote_parameters: tuple[RemoteParameter, ...] = ()
     ranges: tuple[IndexRange, ...] = ()
+    replay: Callable[..., None] | None = None
 
     @property
     def has_random_branches(self) -> bool:
@@ -293,9 +297,11 @@ def compile_program(
         columns=_columns(stages, varying, graph),
         values=graph.values,
         outputs=tuple(graph.outputs),
+        output_values=tuple(graph.outputs.values()),
         loss=graph.loss,
         shards=shards,
         parameter_writes=graph.parameter_writes,
+        replay=graph.replay,
     )
 
 

@@ -29,6 +29,7 @@ from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
 from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.calls.further_calls import reads_other_shape
+from merak.graph.trace.calls.host_reads import READ
 from merak.graph.trace.modes.quiet_export import Warned, warned_once
 from merak.graph.trace.opaque.operator import connect_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
@@ -230,13 +231,13 @@ def build_timed(
     """
     start = time.perf_counter()
     seconds = [0.0]
-    outputs = ("loss",) if training else None
 
     def make() -> Made:
         traced = trace_source(source, columns, copies_blocks)
         source.leaves |= traced.leaves
         traced_at = time.perf_counter()
-        graph = cut_into_segments(traced, outputs=outputs)
+        on_host = (name for name in traced.outputs if name.startswith(READ))
+        graph = cut_into_segments(traced, outputs=("loss", *on_host) if training else None)
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at

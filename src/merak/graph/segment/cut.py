@@ -85,6 +85,7 @@ def cut_into_segments(trace: Trace, *, outputs: Iterable[str] | None = None) -> 
         parameter_writes=trace.parameter_writes,
         reads=trace.reads,
         queried=trace.queried,
+        replay=trace.replay,
     )
 
 

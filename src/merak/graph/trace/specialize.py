@@ -40,6 +40,8 @@ def at_sizes(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
     Raises:
         NotResizable: its guards do not hold for these sizes, or depend on more than sizes.
     """
+    if exported.replay is not None:
+        raise NotResizable("its loss reads values on the host")
     environment = _environment(exported.graph)
     sizes = _bind(exported, columns)
     _check_guards(environment, sizes)

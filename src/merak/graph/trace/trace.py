@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.branches.host_random import (
     HostRandomError,
@@ -33,6 +34,7 @@ from merak.graph.trace.calls.further_calls import (
     refuse_left,
     warn_of_left,
 )
+from merak.graph.trace.calls.loss_recorder import ReadDecides
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks
@@ -106,21 +108,32 @@ def trace(
 
     opaque = OpaqueSelection() if opaque is None else opaque
     opaque.forget_loops()
+    decides: ReadDecides | None = None
     while True:
         try:
             return _traced(model, columns, call, device, opaque, copies_blocks, example or {})
         except TraceError as error:
-            function = error.function if isinstance(error, HostRandomError) else None
-            if function is not None and function not in call.host_random:
-                call = replace(call, host_random=(*call.host_random, function))
+            other = _other_call(call, error)
+            if other is not None:
+                call, decides = other, error if isinstance(error, ReadDecides) else decides
                 continue
-            if isinstance(error, InputReshaped) and not call.reshapes:
-                call = replace(call, reshapes=True)
-                continue
-            if type(error) is TraceError:
+            if type(error) is TraceError and decides is None:
                 raise
             # Subclasses steer the fallbacks alone: users catch, and read, one class.
-            raise TraceError(str(error)) from error.__cause__
+            raise TraceError(str(decides or error)) from error.__cause__
+
+
+def _other_call(call: Call, error: TraceError) -> Call | None:
+    """The call to trace in place of one that has failed; None for none."""
+    function = error.function if isinstance(error, HostRandomError) else None
+    if function is not None and function not in call.host_random:
+        return replace(call, host_random=(*call.host_random, function))
+    if isinstance(error, InputReshaped) and not call.reshapes:
+        return replace(call, reshapes=True)
+    if isinstance(error, ReadDecides):
+        # A loss may compute with the number as a symbol, or choose by the batch.
+        return replace(call, reads_on_host=False)
+    return None
 
 
 def _traced(
@@ -226,6 +239,9 @@ def _exported(program: torch.export.ExportedProgram, session: Session, runner: R
     reads, opaque, run = session.reads, session.opaque, runner.run
     # What Merak's own code sets, such as the trainer's around a loss, is no state of the model.
     left = [[one for one in found if not reads.is_mine(one)] for found in run.left]
+    has_effects = any(one.has_effects or one.has_reads for one in run.recorders)
+    is_left = any(one.place.root == LOSS for found in left for one in found)
+    replay = runner.run.replay(runner.call) if has_effects or is_left else None
     return Exported(
         program.graph_module.graph,
         program.graph_signature,
@@ -237,12 +253,13 @@ def _exported(program: torch.export.ExportedProgram, session: Session, runner: R
         len(session.conditions.made),
         opaque.sizes,
         reads.found(left[0], run.written, opaque.modules),
-        tuple(tuple(LeftState.of(one, reads) for one in call) for call in left),
+        tuple(tuple(LeftState.of(one, reads, replay is not None) for one in call) for call in left),
         {label: counter.values() for label, counter in run.counters.items()},
         tuple(sorted(run.remade)),
         frozenset(session.ones.queried),
         run.tensors,
         dict(session.model.named_buffers(remove_duplicate=False)),
+        replay,
     )
 
 
@@ -292,6 +309,7 @@ def normalized(exported: Exported, columns: Mapping[str, TensorMeta]) -> Trace:
         left=exported.left[0],
         remade=exported.remade,
         queried=exported.queried | rewriting.queried,
+        replay=exported.replay,
     )
 
 

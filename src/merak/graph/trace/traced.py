@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +35,7 @@ class Trace:
         remade: buffers that forward has replaced by tensors of another shape.
         is_warned_of: whether people have been warned of these.
         queried: as of `ModelGraph`.
+        replay: as of `ModelGraph`.
     """
 
     graph: fx.Graph
@@ -50,6 +52,7 @@ class Trace:
     remade: tuple[str, ...] = ()
     is_warned_of: bool = False
     queried: frozenset[str] = frozenset()
+    replay: Callable[..., None] | None = None
 
     @property
     def leaves(self) -> bool:

@@ -37,9 +37,8 @@ IN_JOBS = {
     ),
     "a `compute_loss` of a subclass": (
         "one that takes no notice of `num_items_in_batch` is averaged over replicas, as DDP does; "
-        "one that divides by it is that of one process. It is traced once, as forward is: what it "
-        "adds to `self`'s lists, dicts and counters is refused where it computes with it, else "
-        "warned of; `self.log` in it is refused"
+        "one that divides by it is that of one process. It may [read values, keep and log "
+        "them](#what-a-loss-reads), unless they decide the loss"
     ),
     "the model's forward": (
         "traced once for each shape. What a callback changes is followed (a number such as "
@@ -160,6 +159,43 @@ with Merak. The 10 that differ:
 | 1 | counts what is in the output folder, which also has the run's record; `run_record=False` |
 """
 
+READS = """
+## What a loss reads
+
+```python
+def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    outputs = model(**inputs)
+    loss = outputs.loss
+    right = (outputs.logits.argmax(-1) == inputs["labels"]).float().mean()
+    self.accuracies.append(self.accelerator.gather_for_metrics(right).mean().item())
+    self.log({"accuracy": self.accuracies[-1]})
+    return (loss, outputs) if return_outputs else loss
+```
+
+Forward and loss are traced, and run on the stages. Each tensor that `compute_loss` reads with
+`.item()`, `.tolist()`, `.numpy()`, `float()`, `int()` or `bool()`, or keeps on `self`, is computed
+there with the loss. After the step, one transfer gives the values to all ranks. Each rank then runs
+`compute_loss` again for every microbatch of the step, of all replicas in their order, on tensors
+without values: the model is not called, and each read gives its value. An evaluation does so for
+each batch.
+
+So every rank has on `self`, and logs, what one process has with dp times as many
+`gradient_accumulation_steps`: lists, dicts and counters of `self` as well. `gather` and
+`gather_for_metrics` of accelerate give the microbatch's own tensor, as in one process; they do not
+cut those of a loader's last step.
+
+- **What is read must not decide the loss.** `loss * 2 if loss.item() > 3 else loss` is refused with
+  the line: compute with the tensor, or choose with `torch.where`. While it is traced, the loss runs
+  with several made-up numbers, to find that and what each branch reads. A decision that shows later
+  ends the training before the optimizer's step.
+- What a trace does outside of Python's state (a file that `compute_loss` writes) it does with these
+  made-up numbers. `self.log` waits for the step.
+- The rank may decide what is read (`if self.is_world_process_zero(): self.log(…)`), not the loss.
+- A tensor that it keeps in one step and computes with in the next is refused, as of forward.
+- It takes no gradients (`torch.autograd.grad`) and reads values at once: that is refused.
+- A `compute_loss_func` may read nothing.
+"""
+
 METHODS = """\
 [Training arguments](arguments.md) has the decision on every argument, also on those that are
 refused. Fields of a class of your own, a subclass of `MerakArguments`, are left alone.
@@ -191,6 +227,7 @@ def _lines() -> Iterator[str]:
     yield "| what | in a job of several ranks |"
     yield "|---|---|"
     yield from (f"| {what} | {sentence} |" for what, sentence in IN_JOBS.items())
+    yield READS
     yield JUDGED
     yield METHODS
     for decision, title in _TITLES.items():

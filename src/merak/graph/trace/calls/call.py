@@ -58,6 +58,7 @@ class Call:
         host_random: names, "module:name", of the model's functions that draw on the host.
         numbers: places of Python numbers that are inputs, by their column.
         reshapes: whether the model changes the shape of its own inputs in place, and gets views.
+        reads_on_host: whether what a loss that calls the model reads of tensors becomes outputs.
     """
 
     columns: tuple[str, ...]
@@ -68,14 +69,22 @@ class Call:
     host_random: tuple[str, ...] = ()
     numbers: dict[str, Slot] = field(default_factory=dict)
     reshapes: bool = False
+    reads_on_host: bool = True
 
 
 class InputReshaped(TraceError):
     """The model changes the shape of its own inputs in place, and must get views of the batch."""
 
 
+Record = Callable[[Callable[[], Any], dict[str, torch.Tensor]], Any]
+"""Runs a loss on a batch, and records what it reads on the host."""
+
+
 def call_model(
-    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
+    model: nn.Module,
+    batch: dict[str, torch.Tensor],
+    call: Call,
+    record: Record = lambda run, batch: run(),
 ) -> dict[str, torch.Tensor]:
     """Call a model, and return its tensor outputs by name, a loss function's result first.
 
@@ -85,17 +94,18 @@ def call_model(
     if call.reshapes:
         batch = {name: tensor.view_as(tensor) for name, tensor in batch.items()}
     with numbers_as_inputs(batch, call.numbers) as own:
-        return _called(model, own, call)
+        return _called(model, own, call, record)
 
 
 def _called(
-    model: nn.Module, batch: dict[str, torch.Tensor], call: Call
+    model: nn.Module, batch: dict[str, torch.Tensor], call: Call, record: Record
 ) -> dict[str, torch.Tensor]:
     if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
         return dict(named_outputs(_run(model, batch, call)))
     if does_call_model(call.loss_fn):
+        compute: Any = call.loss_fn
         with _autocast_inside(model, call):
-            loss, result = call.loss_fn(model, {**batch, **call.fixed})
+            loss, result = record(lambda: compute(model, {**batch, **call.fixed}), batch)
         if loss is None:  # which nobody asks for: what the model returns is all there is
             return dict(named_outputs(result))
         return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}

@@ -14,6 +14,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import LITERAL, Kind
 from merak.graph.ir.state_read import StateRead
+from merak.graph.trace.calls.host_reads import Replay
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.state.left import LeftState
 
@@ -39,6 +40,7 @@ class Exported:
         queried: as of `ModelGraph`.
         tensors: places of plain tensors that the model holds, by identity.
         buffers: the model's, by all of their names.
+        replay: as of `Trace`.
     """
 
     graph: fx.Graph
@@ -57,6 +59,7 @@ class Exported:
     queried: frozenset[str] = frozenset()
     tensors: Mapping[int, str] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    replay: Replay | None = None
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

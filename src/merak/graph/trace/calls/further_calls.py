@@ -22,6 +22,7 @@ from merak.graph.ir.ir import Kind, returned_nodes
 from merak.graph.ir.mutation import find_mutations
 from merak.graph.ir.operators import draws
 from merak.graph.trace.calls.exported import Exported, lift
+from merak.graph.trace.calls.host_reads import READ
 from merak.graph.trace.calls.runner import BEGINS, ENDS, plain_name, split_call
 from merak.graph.trace.calls.value_keys import KnownValues, ValueKeys, tensor_key
 from merak.graph.trace.explain import UntraceableError
@@ -133,11 +134,29 @@ def compare_calls(exported: Exported) -> FurtherCalls:
     """
     rewriting, outputs = _comparable(exported)
     found = [_described(i, outputs, rewriting) for i in range(len(exported.left))]
-    differs = [one != found[0] for one in found]
+    differs = [not is_as(one, found[0]) for one in found]
     if any(differs):
-        carried = _carried(len(found), outputs, rewriting)
-        differs = [one and own != carried[0] for one, own in zip(differs, carried, strict=True)]
+        own = _carried(len(found), outputs, rewriting)
+        differs = [
+            one and not is_as(other, own[0]) for one, other in zip(differs, own, strict=True)
+        ]
     return FurtherCalls(exported.left, tuple(differs))
+
+
+def is_as(described: Mapping[str, str], first: Mapping[str, str]) -> bool:
+    """Whether a call computes what the first does, of which it may read less on the host.
+
+    Args:
+        described: keys of its results, by name.
+        first: those of the first.
+    """
+
+    def split(keys: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+        plain = {name: key for name, key in keys.items() if not name.startswith(READ)}
+        return plain, {key for name, key in keys.items() if name.startswith(READ)}
+
+    (own, reads), (known, all_reads) = split(described), split(first)
+    return own == known and reads <= all_reads
 
 
 def _carried(
@@ -225,7 +244,7 @@ def reads_other_shape(
 
     both, (first, behind, again) = calls(earlier, columns, earlier)
     _, (alone,) = calls(columns)
-    if (alone, first) == (behind, again):
+    if is_as(behind, alone) and is_as(again, first):
         return None
     if absent:
         raise TraceError(f"the buffer {min(absent)} has no values on this rank")
@@ -348,6 +367,7 @@ def warn_of_left(every: Sequence[LeftState]) -> bool:
     Returns:
         Whether anything is warned of.
     """
+    every = [one for one in every if not one.is_replayed]
     numbers = [one for one in every if one.is_number and not one.container[0]]
     for one in numbers:
         warn_on_rank0(

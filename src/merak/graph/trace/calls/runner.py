@@ -14,8 +14,11 @@ from torch import nn
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
-from merak.graph.trace.calls.call import Call, InputReshaped, call_model
+from merak.graph.trace.calls.call import Call, InputReshaped, call_model, does_call_model
+from merak.graph.trace.calls.host_reads import Replay
+from merak.graph.trace.calls.loss_recorder import HostReadsRecorder, LossState
 from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.slots import MISSING
@@ -59,6 +62,7 @@ class Run:
         written: attributes, as of `StateLeft`, whose tensors have been written into.
         counters: by label, counters that have been compared with numbers.
         tensors: places of plain tensors that the model holds, by identity.
+        recorders: per call, of what its loss reads on the host; none where nothing is recorded.
     """
 
     outputs: tuple[str, ...] = ()
@@ -67,6 +71,13 @@ class Run:
     written: set[tuple[int, str] | None] = field(default_factory=set)
     counters: dict[str, Counter] = field(default_factory=dict)
     tensors: dict[int, str] = field(default_factory=dict)
+    recorders: list[HostReadsRecorder] = field(default_factory=list)
+
+    def replay(self, call: Call) -> Replay | None:
+        """The loss of the first call, to be run again; None where it was not recorded."""
+        if not self.recorders or call.loss_fn is None:
+            return None
+        return self.recorders[0].replay(call.loss_fn, call.fixed)
 
 
 class Runner(nn.Module):
@@ -118,6 +129,7 @@ class Runner(nn.Module):
         width = len(self.call.columns)
         left: list[StateLeft] = []
         self.run.left.clear()
+        self.run.recorders.clear()
         for name, tensor in _tensors(self.model):
             for key, value in self.attributes.get(name, {}).items():
                 vars(tensor).setdefault(key, value)
@@ -134,7 +146,7 @@ class Runner(nn.Module):
                     if self.begin is not None:
                         self.begin(batch)
                     with _shapes_stay(batch):
-                        outputs = call_model(self.model, batch, self.call)
+                        outputs = self._called(batch, before)
                     before.write_in_place(self.goes_on)
                 left = before.changes()
                 self.run.left.append(left)
@@ -144,6 +156,33 @@ class Runner(nn.Module):
                     found |= _ended(number, _written(before, buffers), is_last)
         self.run.outputs = tuple(found)
         return (*found.values(), *self.conditions.made)
+
+    def _called(self, batch: dict[str, torch.Tensor], before: Snapshot) -> dict[str, torch.Tensor]:
+        """Outputs of a call, and those tensors that its loss reads on the host."""
+        if not (self.call.reads_on_host and does_call_model(self.call.loss_fn)):
+            return call_model(self.model, batch, self.call)
+
+        def restore() -> bool:
+            if before.written():
+                return False
+            for place in before.places:
+                if place.root == LOSS:
+                    place.restore()
+            return True
+
+        def changes() -> list[StateLeft]:
+            return [one for one in before.changes() if one.place.root == LOSS]
+
+        state = LossState(changes, restore)
+        numbers = [batch[column] for column in self.call.numbers if column in batch]
+        recorder = HostReadsRecorder(numbers)
+        self.run.recorders.append(recorder)
+
+        def record(run: Callable[[], Any], own: dict[str, torch.Tensor]) -> Any:
+            return recorder.record(run, own, state)
+
+        found = call_model(self.model, batch, self.call, record)
+        return found | recorder.outputs()
 
     def _taken(self, number: int) -> Snapshot:
         """Snapshot before a call, with counters set to what they are to be then."""

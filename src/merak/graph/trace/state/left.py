@@ -31,6 +31,7 @@ class LeftState:
             object, a tensor: a trace has no value of it.
         is_setting: whether it is a setting of torch.
         has_weights: whether it is a parameter, or a module with parameters, that forward has made.
+        is_replayed: whether every step leaves it, as the loss runs again after it.
     """
 
     label: str
@@ -41,14 +42,16 @@ class LeftState:
     is_lost: bool
     is_setting: bool
     has_weights: bool
+    is_replayed: bool = False
 
     @staticmethod
-    def of(left: StateLeft, reads: StateReads) -> LeftState:
+    def of(left: StateLeft, reads: StateReads, replays: bool = False) -> LeftState:
         """Text of the state that a forward leaves behind.
 
         Args:
             left: as of a snapshot.
             reads: of the trace.
+            replays: whether the loss runs again after every step.
         """
         kind = left.place.kind
         held = issubclass(kind, CONTAINER_KINDS)
@@ -62,6 +65,7 @@ class LeftState:
             or (left.place.root == LOSS and isinstance(left.new, torch.Tensor)),
             left.place.owner is SETTINGS,
             reads.makes_weights(left),
+            replays and left.place.root == LOSS,
         )
 
     @property

@@ -13,7 +13,7 @@ import gc
 import random
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ from merak.graph.trace.state.slots import MISSING, PLAIN, Slot, is_plain, slots_
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 _PARTS = ("_modules", "_parameters", "_buffers")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_MAX_DEPTH, _MAX_ITEMS, _MAX_ITEMS_ELSEWHERE = 8, 20_000, 1000
+_MAX_DEPTH, _MAX_ITEMS, _MAX_ITEMS_ELSEWHERE, _MAX_APPENDED = 8, 20_000, 1000, 100_000
 
 
 _NOT_INSIDE = (torch.Tensor, nn.Module, type, types.ModuleType, types.CodeType, types.FrameType)
@@ -143,6 +143,14 @@ class Snapshot:
             walk.place(Place("", outside, outside.now(), Outside, GLOBALS))
         for variable, value in CONTEXT.now().items():
             walk.value(value, CONTEXT.label(variable), GLOBALS, None)
+        return walk.found()
+
+    @staticmethod
+    def of_loss(loss_fn: Callable[..., Any]) -> Snapshot:
+        """Snapshot of what the objects of a loss function hold, without copies of tensors."""
+        walk = _Walk(False, ())
+        for holder in loss_holders(loss_fn):
+            walk.object(holder.value, str(StateRead(LOSS, "", holder.steps, "")), LOSS)
         return walk.found()
 
     @staticmethod
@@ -423,6 +431,9 @@ class _Walk:
                 if type(item) not in PLAIN:
                     inner = f"{label}[{key!r}]" if type(key) in PLAIN else f"{label}[…]"
                     self.value(item, inner, root, attribute, source, depth + 1)
+        elif root == LOSS and kind in (list, deque) and len(value) <= _MAX_APPENDED:
+            # What a loss appends to is restored, however long it is by then.
+            self.place(Place(label, value, held_items(value, kind), kind, root, attribute, source))
         for item in _inside(value) if kind is None else ():
             self.value(item, label, root, attribute, source, depth + 1)
         is_container = type(value).__module__ in ("collections", "weakref")
