@@ -281,7 +281,7 @@ def _whole_like(
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """A contiguous tensor of all that a shard is of, and what takes the shard of its like.
 
-    So draws are in logical order, as those of unsharded values are (`logical_draws`).
+    So draws are in logical order, as those of unsharded values are (`graph/program/codegen.py`).
     """
     sizes = list(x.shape)
     if layout is not None:

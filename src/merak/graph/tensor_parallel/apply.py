@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy  # type: ignore[import-untyped]
@@ -51,7 +51,13 @@ from merak.graph.tensor_parallel.search.auto_shard import (
     auto_shard,
     check_limits,
 )
-from merak.graph.tensor_parallel.search.expert_weights import expert_weights
+from merak.graph.tensor_parallel.search.experts import (
+    check_experts,
+    experts_of,
+    refuse_other_readers,
+)
+from merak.graph.tensor_parallel.search.no_experts import no_experts
+from merak.graph.tensor_parallel.search.search import Search
 from merak.graph.tensor_parallel.search.vocabularies import vocabularies
 from merak.graph.tensor_parallel.sequence.plan import SequencePlan, plan_sequence
 
@@ -196,6 +202,37 @@ def auto_tensor_parallel(
         return TensorParallel(auto_sharder, {}, sequence)
     weights = auto_shard(model, auto_sharder, experts, frozenset())
     return TensorParallel(auto_sharder, weights, sequence)
+
+
+def expert_weights(model: ModelGraph, ep: int, excluded: Collection[str]) -> dict[str, Shard]:
+    """Placements of a model's expert weights, each split over its experts.
+
+    Args:
+        model: the traced model.
+        ep: the expert parallel degree.
+        excluded: parameters whose placement is given.
+
+    Returns:
+        Placements by name.
+
+    Raises:
+        ShardError: there are no experts, the degree does not divide their number, or something else
+            reads their weights.
+    """
+    found: dict[str, Shard] = {}
+    refuse_other_readers(model, ep, only_separate=True)
+    for segment in model.segments:
+        experts = {n: w for n, w in experts_of(segment).items() if n not in excluded}
+        for name, weight in experts.items():
+            check_experts(name, weight.num_experts, ep)
+        if experts:
+            own = {name: weight.placed(name, ep) for name, weight in experts.items()}
+            search = Search(segment, model.parameters, ep, excluded, own)
+            closed = search.close(own)
+            found |= {n: p for n, p in closed.items() if isinstance(p, Shard)}
+    if not found:
+        raise no_experts(model, ep)
+    return found
 
 
 def attributes_for(model: ModelGraph, features: Features) -> dict[str, Attribute]:

@@ -26,13 +26,14 @@ from merak.graph.trace.opaque.loops import Loops
 from merak.graph.trace.repeats.block import (
     Block,
     NotRepeatable,
+    OuterState,
     State,
     blocks_of,
+    following_modes,
     is_constant,
     metadata,
     tensors_like,
 )
-from merak.graph.trace.repeats.outer_state import OuterState, following_modes
 from merak.graph.trace.repeats.region import (
     Region,
     follow,

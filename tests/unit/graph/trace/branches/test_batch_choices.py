@@ -11,7 +11,7 @@ from merak.core.errors import TraceError
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.trace.opaque.operator import opaque_calls
 from tests.tiers import one_in
-from tests.unit.graph.stages import Pipeline, built, gradients_of, metas
+from tests.unit.graph.stages import Pipeline, assert_like_eager, built, metas
 
 
 class Attention(nn.Module):
@@ -124,19 +124,8 @@ def test_either_way_is_that_of_eager_code(kind: type[nn.Module]) -> None:
     model = kind()
     graph = built(model, batch_of(0, 11))
     assert len(graph.segments) > 4 and not opaque_calls(graph)
-    pipeline = Pipeline(graph, model)
     for batch in (batch_of(0, 11), batch_of(1, 8)):  # the second one takes the other way
-        model.zero_grad()
-        loss = pipeline.train(batch)
-        found = gradients_of(model)
-        model.zero_grad()
-        expected = model(**batch)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        for name, gradient in gradients_of(model).items():
-            assert (found[name] is None) == (gradient is None), name
-            if gradient is not None:
-                torch.testing.assert_close(found[name], gradient, msg=name)
+        assert_like_eager(graph, model, batch)
 
 
 class Inside(nn.Module):

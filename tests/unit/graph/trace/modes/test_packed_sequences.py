@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from merak.core.errors import TraceError, TrainingError
-from tests.unit.graph.stages import Pipeline, built, gradients_of
+from tests.unit.graph.stages import Pipeline, assert_like_eager, built
 
 WORDS, WIDTH, LENGTH, SAMPLES = 20, 6, 7, 4
 Batch = dict[str, torch.Tensor]
@@ -90,18 +90,9 @@ def batch_of(seed: int, longest: int = LENGTH) -> Batch:
 def test_as_eager(kind: type[Tagger]) -> None:
     """One trace for batches with other lengths."""
     model = kind()
-    pipeline = Pipeline(built(model, batch_of(0)), model)
+    graph = built(model, batch_of(0))
     for seed in range(3):
-        batch = batch_of(seed)
-        model.zero_grad()
-        loss = pipeline.train(batch)
-        found = gradients_of(model)
-        model.zero_grad()
-        expected = model(**batch)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        for name, gradient in gradients_of(model).items():
-            torch.testing.assert_close(found[name], gradient, msg=name)
+        assert_like_eager(graph, model, batch_of(seed))
 
 
 def test_sequences_that_are_all_shorter() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from merak.core.errors import TraceError
-from tests.unit.graph.stages import Pipeline, built, gradients_of
+from tests.unit.graph.stages import assert_like_eager, built
 
 WIDTH, TOKENS, SAMPLES = 8, 6, 4
 
@@ -95,17 +95,8 @@ def test_as_eager(kind: type[Attention]) -> None:
     graph = built(model, batch_of(0))
     nodes = [node for segment in graph.segments for node in segment.graph.nodes]
     assert not any("opaque" in str(n.target) or "vmap" in str(n.target) for n in nodes)
-    pipeline = Pipeline(graph, model)
     for seed in range(2):
-        model.zero_grad()
-        loss = pipeline.train(batch_of(seed))
-        found = gradients_of(model)
-        model.zero_grad()
-        expected = model(**batch_of(seed))["loss"]
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        for name, gradient in gradients_of(model).items():
-            torch.testing.assert_close(found[name], gradient, msg=name)
+        assert_like_eager(graph, model, batch_of(seed))
 
 
 @pytest.mark.parametrize("kind", [Differentiated, Drawn])

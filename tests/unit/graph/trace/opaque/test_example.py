@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from merak.graph.segment.build import GraphSource, build_graph, example_at
 from merak.graph.trace.opaque.operator import opaque_calls
-from tests.unit.graph.stages import Pipeline, gradients_of, metas
+from tests.unit.graph.stages import assert_like_eager, metas
 
 
 class Text(nn.Module):
@@ -90,14 +90,7 @@ def test_the_smallest_module_is_opaque_that_takes_the_example(kind: type[nn.Modu
     assert len(graph.segments) > 4
     (call,) = opaque_calls(graph)
     assert (call.cost.flops > 0) == (kind is Crops)
-    loss = Pipeline(graph, source.model).train(batch())
-    found = gradients_of(source.model)
-    source.model.zero_grad()
-    expected = source.model(**batch())
-    expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    for name, gradient in gradients_of(source.model).items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+    assert_like_eager(graph, source.model, batch())
 
 
 def test_without_an_example_the_module_around_it_is() -> None:

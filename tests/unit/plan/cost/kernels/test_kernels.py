@@ -12,7 +12,7 @@ from torch import fx
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind
-from merak.graph.tensor_parallel.rules.channels import sharded_batch_norm
+from merak.graph.tensor_parallel.rules.norms import sharded_batch_norm
 from merak.ops.collectives import copy_to, gather_with_partial_grad, reduce_from, reduce_scatter_to
 from merak.ops.sharded_statistics import sharded_layer_norm, sharded_rms_norm
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy
