@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.serialize import pack_model, unpack_model
-from merak.graph.program.codegen import runnable
+from tests.unit.graph import stages
 from tests.unit.graph import tensor_parallel_cases as cases
 
 WIDTH, INNER, EXPERTS = 16, 24, 4
@@ -80,22 +80,14 @@ def assert_like_eager(
     zero_for_none: bool = False,
 ) -> None:
     """The loss and gradients; experts that nobody asks have none, or zeros where that is said."""
-    named = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    of_loss = {"rtol": 1e-6, "atol": 1e-8}
     for seed in range(3):
-        columns = (draw or batch)(seed)
-        others = {**cases.buffers(model, graph), **columns}
-        model.zero_grad()
-        loss = model(**columns)["loss"]
-        loss.backward()
-        found = cases.run_model(graph, named, others, lambda part, own: runnable(part)(*own))
-        found.backward()
-        assert torch.allclose(found, loss, rtol=1e-6)
-        for name, parameter in model.named_parameters():
-            own, wanted = named[name].grad, parameter.grad
-            if zero_for_none:
-                none = torch.zeros_like(parameter)
-                own, wanted = (none if g is None else g for g in (own, wanted))
-            assert (own is None) == (wanted is None), name
-            if own is not None and wanted is not None:
-                assert torch.allclose(own, wanted, rtol=1e-5, atol=1e-7), name
-            named[name].grad = None
+        stages.assert_like_eager(
+            graph,
+            model,
+            (draw or batch)(seed),
+            of_loss,
+            zero_for_none=zero_for_none,
+            rtol=1e-5,
+            atol=1e-7,
+        )

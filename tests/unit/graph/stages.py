@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -145,13 +146,27 @@ def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def assert_gradients(
-    model: torch.nn.Module, eager: torch.nn.Module, **tolerance: float | None
+    model: torch.nn.Module,
+    eager: torch.nn.Module,
+    zero_for_none: bool = False,
+    **tolerance: float | None,
 ) -> None:
-    """Gradients of one model are those of another; one has none where the other has none."""
+    """Gradients of one model are those of another.
+
+    Args:
+        model: has gradients.
+        eager: has those that are right; none where the other must have none.
+        zero_for_none: whether zeros may be there in place of none.
+        **tolerance: as of `torch.testing.assert_close`.
+    """
     found = gradients_of(model)
     for name, known in gradients_of(eager).items():
-        assert (found[name] is None) == (known is None), name
-        assert_close(found[name], known, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
+        own = found[name]
+        if zero_for_none:
+            zeros = torch.zeros_like(dict(model.named_parameters())[name])
+            own, known = (zeros if g is None else g for g in (own, known))
+        assert (own is None) == (known is None), name
+        assert_close(own, known, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def assert_like_eager(
@@ -159,6 +174,10 @@ def assert_like_eager(
     model: torch.nn.Module,
     batch: Mapping[str, torch.Tensor],
     loss: Mapping[str, float | None] | None = None,
+    *,
+    seed: int | None = None,
+    draws: AbstractContextManager[None] | None = None,
+    zero_for_none: bool = False,
     **tolerance: float | None,
 ) -> None:
     """The loss, the gradients and the buffers of a step are those of eager code.
@@ -168,16 +187,25 @@ def assert_like_eager(
         model: gets the gradients, and the buffers that the step writes.
         batch: of the step.
         loss: the loss's own tolerance, as of `torch.testing.assert_close`.
+        seed: of torch's generator, for both; None leaves it alone.
+        draws: in which eager code draws what the graph draws; None for nothing of its own.
+        zero_for_none: as of `assert_gradients`.
         **tolerance: that of gradients and buffers, and of the loss if it has none of its own.
     """
     eager = copy.deepcopy(model)
     model.zero_grad()
+    eager.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
     found = Pipeline(graph, model).train(batch)
-    made = eager(**batch)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with draws or nullcontext():
+        made = eager(**batch)
     expected = made if isinstance(made, torch.Tensor) else made["loss"]
     expected.backward()
     assert_close(found, expected.detach(), **tolerance if loss is None else loss)
-    assert_gradients(model, eager, **tolerance)
+    assert_gradients(model, eager, zero_for_none, **tolerance)
     assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), **tolerance)
 
 

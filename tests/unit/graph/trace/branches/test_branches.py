@@ -13,6 +13,7 @@ from merak.core.errors import TraceError
 from merak.graph.trace.branches.branches import covering_array
 from merak.graph.trace.branches.flags import is_condition
 from tests.tiers import one_in
+from tests.unit.graph import stages
 from tests.unit.graph.dropped_layers import (
     DEPTH,
     PLAIN,
@@ -28,24 +29,10 @@ from tests.unit.graph.stages import Pipeline, built, gradients_of
 
 def assert_like_eager(model: nn.Module, batch: Batch, seeds: range) -> set[frozenset[str]]:
     """Compare losses and gradients; returns which parameters had none, seed by seed."""
-    pipeline = Pipeline(built(model, batch), model)
-    without: set[frozenset[str]] = set()
+    graph, without = built(model, batch), set[frozenset[str]]()
     for seed in seeds:
-        model.zero_grad()
-        torch.manual_seed(seed)
-        loss = pipeline.train(batch)
-        found = gradients_of(model)
-        model.zero_grad()
-        torch.manual_seed(seed)
-        with same_draws():
-            expected = model(**batch)["loss"]
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach())
-        for name, gradient in gradients_of(model).items():
-            assert (found[name] is None) == (gradient is None), (seed, name)
-            if gradient is not None:
-                torch.testing.assert_close(found[name], gradient, msg=name)
-        without.add(frozenset(n for n, g in found.items() if g is None))
+        stages.assert_like_eager(graph, model, batch, seed=seed, draws=same_draws())
+        without.add(frozenset(n for n, g in gradients_of(model).items() if g is None))
     return without
 
 

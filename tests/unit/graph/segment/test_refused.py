@@ -1,8 +1,10 @@
-"""Batches whose types no kernel takes, and models in wrappers of other frameworks."""
+"""Losses that are no loss, types that no kernel takes, and models in wrappers of others."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +55,30 @@ def test_wrappers_that_share_out_work_are_refused() -> None:
     with pytest.raises(TraceError, match=r"the model is a DataParallel, .* \(its \.module\)"):
         GraphSource(nn.DataParallel(nn.Linear(4, 4)))
     GraphSource(nn.Sequential(nn.DataParallel(nn.Linear(4, 4))))  # one device: runs as it is
+
+
+BATCH = {"input": torch.zeros(2, 4), "target": torch.zeros(2, 4)}
+NO_TENSOR = "the loss function returns what is no tensor"
+
+
+def _mean(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(outputs, batch["target"])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (
+            lambda o, b: (_mean(o, b), {"accuracy": 1.0}),
+            NO_TENSOR,
+        ),
+        (lambda o, b: None, NO_TENSOR),
+        (lambda o, b: _mean(o, b).item(), NO_TENSOR),
+        (nn.MSELoss(), "the loss function fails, traced or not"),
+    ],
+)
+def test_what_is_no_loss_is_refused_by_name(loss_fn: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        build_graph(
+            GraphSource(nn.Linear(4, 4), loss_fn), dict(signature(BATCH).columns), training=True
+        )
