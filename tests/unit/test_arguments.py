@@ -41,8 +41,7 @@ from merak.core import mesh as meshes
 from merak.core.errors import ArgumentsError, MeshError, ShardError
 from merak.core.start import unused_mesh
 from merak.graph.ir.torch_compiler import Compilation
-from merak.graph.tensor_parallel.feature_file import parse_features
-from merak.graph.tensor_parallel.features import Column, Row
+from merak.graph.tensor_parallel.features import Column, Row, parse_features
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 

@@ -37,7 +37,7 @@ from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.engine.rank_arguments import refuse_differences
 from merak.graph.ir.torch_compiler import INDUCTOR, Compilation
-from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.graph.tensor_parallel.features import parse_features
 from merak.plan.options import BUCKET_BYTES
 
 CACHE_VARIABLE = "MERAK_CACHE"

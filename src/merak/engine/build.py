@@ -28,7 +28,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.joint.segment import joint_obstacle
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.tensor_parallel.apply import check_features
-from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.tensor_parallel.features import given_plan
 from merak.graph.weights.laid_out import mark_laid_out
 from merak.graph.weights.materialize import materialize, names_of_parameters
 from merak.graph.weights.rank_agreement import example_of_rank0

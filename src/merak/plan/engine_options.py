@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from merak.graph.ir.torch_compiler import Compilation
 from merak.graph.program.program import Rewrite
-from merak.graph.tensor_parallel.feature_file import parse_features
-from merak.graph.tensor_parallel.features import Features
+from merak.graph.tensor_parallel.features import Features, parse_features
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.optimizer_memory import OptimizerFactory
 from merak.plan.options import ParallelOptions

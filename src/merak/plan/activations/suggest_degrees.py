@@ -8,7 +8,7 @@ from dataclasses import replace
 from merak.core.errors import MerakError
 from merak.core.gradients import is_low_precision
 from merak.graph.tensor_parallel.apply import tensor_parallel
-from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.tensor_parallel.features import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
 from merak.plan.constraints import problem_of, reductions_of, refuse_optional_layers

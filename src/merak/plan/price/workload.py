@@ -20,8 +20,7 @@ from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.repeated import RepeatedGraphs
 from merak.graph.tensor_parallel.apply import TensorParallel, tensor_parallel
-from merak.graph.tensor_parallel.features import Features
-from merak.graph.tensor_parallel.hf_tp_plan import given_plan
+from merak.graph.tensor_parallel.features import Features, given_plan
 from merak.graph.trace.branches.flags import optional_parameters
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cost.device import DeviceProfile

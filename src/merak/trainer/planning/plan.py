@@ -35,7 +35,7 @@ from merak.engine.planning.choose import Job, choose_microbatch, choose_plan
 from merak.engine.planning.devices import devices_here
 from merak.engine.planning.replan import PlanWatch, Replanner
 from merak.engine.planning.shapes import samples_of, tokens_of
-from merak.graph.tensor_parallel.feature_file import parse_features
+from merak.graph.tensor_parallel.features import parse_features
 from merak.plan.options import common_options
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.workload import Workload

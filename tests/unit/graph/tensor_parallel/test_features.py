@@ -1,8 +1,26 @@
+"""Feature dicts: patterns, JSON, and transformers' own plans."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
 import pytest
 import transformers
 
 from merak.core.errors import ShardError
-from merak.graph.tensor_parallel.features import Column, Replicate, Row, resolve_features
+from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.features import (
+    Column,
+    Replicate,
+    Row,
+    features_from_plan,
+    given_plan,
+    parse_features,
+    resolve_features,
+)
+from tests.unit.graph import tensor_parallel_cases as cases
+from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.tensor_parallel_cases import BERT, GPT2
 
 GPT2_BLOCK = [
@@ -58,3 +76,94 @@ def test_a_pattern_that_matches_nothing_is_named() -> None:
         resolve_features({**GPT2, "attn.qkv": Column()}, GPT2_BLOCK)
     with pytest.raises(ShardError, match=r"'c_attn\.weights'"):
         resolve_features({"c_attn.weights": Column()}, GPT2_BLOCK)
+
+
+def test_written_in_json() -> None:
+    written = json.loads(
+        '{"*.attn.c_attn": {"column": [1, 1, 1]}, "*.c_proj": "row", "*.c_fc": "column",'
+        ' "*.gate": "replicate", "*.down": {"row": [2, 1]}}'
+    )
+    assert parse_features(written) == {
+        "*.attn.c_attn": Column(parts=(1, 1, 1)),
+        "*.c_proj": Row(),
+        "*.c_fc": Column(),
+        "*.gate": Replicate(),
+        "*.down": Row(parts=(2, 1)),
+    }
+
+
+def test_objects_stay_as_they_are_in_their_order() -> None:
+    given = {"b": Row(), "a": Column(parts=(3, 1))}
+    assert list(parse_features(given).items()) == list(given.items())
+    assert parse_features({}) == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "columns",
+        3,
+        None,
+        ["column"],
+        {},
+        {"column": [1], "row": [1]},
+        {"column": []},
+        {"column": [0, 1]},
+        {"column": [1.5]},
+        {"column": 3},
+        {"replicate": [1]},
+        {"diagonal": [1]},
+    ],
+)
+def test_attributes_that_are_none(value: Any) -> None:
+    with pytest.raises(ShardError) as caught:
+        parse_features({"*.c_fc": value})
+    assert f"the feature dict gives '*.c_fc' the attribute {value!r}; write 'column'" in str(
+        caught.value
+    )
+
+
+LLAMA = ARCHITECTURES["llama"]
+
+
+def test_styles_become_attributes() -> None:
+    plan = {"q": "colwise", "o": "rowwise", "up": "packed_colwise", "n": "replicate"}
+    plan["head"] = "colwise_gather_output"
+    assert features_from_plan(plan) == {
+        "q": Column(),
+        "o": Row(),
+        "up": Column(parts=(1, 1)),
+        "n": Replicate(),
+    }
+
+
+def test_a_style_that_nobody_knows() -> None:
+    with pytest.raises(ShardError, match=r"gives 'q' the style 'sideways', which Merak does not"):
+        features_from_plan({"q": "sideways"})
+
+
+def test_only_a_plan_that_was_given_counts() -> None:
+    assert given_plan(LLAMA.build()) is None
+    model = LLAMA.build(base_model_tp_plan={"layers.0.mlp.*": "replicate"})
+    features = given_plan(model)
+    assert features == {"layers.0.mlp.*": Replicate()}
+    weights = tensor_parallel(cases.traced(model, LLAMA.batch()), features, 2).weights
+    assert not any("layers.0.mlp" in name for name in weights)
+    assert any("layers.1.mlp" in name for name in weights)
+
+
+def test_a_plan_of_transformers_own_fits_the_graph() -> None:
+    model = LLAMA.build()
+    features = features_from_plan(type(model.config).base_model_tp_plan)
+    graph = cases.traced(model, LLAMA.batch())
+    derived = tensor_parallel(graph, None, 2).weights
+    assert tensor_parallel(graph, features, 2).weights == derived
+
+
+def test_a_wrong_plan_is_refused_with_the_operator_that_breaks_it() -> None:
+    phi3 = ARCHITECTURES["phi3"]
+    graph = cases.traced(phi3.build(), phi3.batch())
+    features = features_from_plan({"layers.*.self_attn.qkv_proj": "colwise"})
+    message = r"at slice\w* \(aten\.slice\.Tensor, in model\.layers\.0\.self_attn, .*takes 0 … 64"
+    with pytest.raises(ShardError, match=message):
+        tensor_parallel(graph, features, 2)
