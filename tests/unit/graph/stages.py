@@ -14,7 +14,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.program.codegen import Function, runnable
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.graph.trace.calls.call import LossFunction
+from merak.graph.trace.calls.call import Call, LossFunction, call_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -207,6 +207,47 @@ def assert_like_eager(
     assert_close(found, expected.detach(), **tolerance if loss is None else loss)
     assert_gradients(model, eager, zero_for_none, **tolerance)
     assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), **tolerance)
+
+
+def compare_two_steps(
+    model: torch.nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    loss_fn: LossFunction | None = None,
+    **tolerance: float | None,
+) -> ModelGraph:
+    """Two steps are those of eager code, of which one reads what the other has written.
+
+    So is every output in evaluation, in its order.
+
+    Args:
+        model: in any mode; gets gradients, and the buffers that steps write.
+        batch: of both steps.
+        loss_fn: as of `GraphSource`.
+        **tolerance: as of `torch.testing.assert_close`, of all that is compared.
+
+    Returns:
+        The segments in training.
+    """
+    eager, call = copy.deepcopy(model).train(), Call(tuple(batch), {}, loss_fn, ())
+    graph = built(model, batch, loss_fn=loss_fn)
+    for _ in range(2):
+        model.zero_grad()
+        eager.zero_grad()
+        torch.manual_seed(1)
+        expected = call_model(eager, {n: t.clone() for n, t in batch.items()}, call)["loss"]
+        expected.backward()
+        torch.manual_seed(1)
+        assert_close(Pipeline(graph, model).train(batch), expected.detach(), **tolerance)
+    assert_gradients(model, eager, **tolerance)
+    assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), **tolerance)
+    evaluated = built(model, batch, loss_fn=loss_fn, training=False)
+    torch.manual_seed(1)
+    outputs = call_model(eager.eval(), {n: t.clone() for n, t in batch.items()}, call)
+    torch.manual_seed(1)
+    made = Pipeline(evaluated, model).evaluate(batch)
+    assert list(made) == list(outputs)
+    assert_close(made, {n: t.detach() for n, t in outputs.items()}, **tolerance)
+    return graph
 
 
 def check_structure(graph: ModelGraph) -> None:

@@ -7,7 +7,6 @@ rules let run on shards; another gets gathered tokens, is computed by every rank
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -233,10 +232,8 @@ class _ContextRule:
             ShardError: it does, and what it writes into comes from another segment.
         """
         others = {n: REPLICATE for n in op.sharded() if n is not target}
-        whole: dict[fx.Node, ResultPlacement] = {**others}
-        trial = replace(op, placements=ChainMap(whole, dict(op.placements)))
         try:
-            decision = decide(trial)
+            decision = decide(op.placed_as(others))
         except ShardError:
             storage = target.meta.get("storage")
             members = (n for n in target.graph.nodes if n.meta.get("storage") == storage)
@@ -249,7 +246,7 @@ class _ContextRule:
 
     def _landed(self, op: Operator, landed: Mapping[fx.Node, ResultPlacement]) -> Decision | None:
         """Decision on slices of whole values; None where the operator must see them whole."""
-        trial = replace(op, placements=ChainMap(dict(landed), dict(op.placements)))
+        trial = op.placed_as(landed)
         own = RULES.get(family(op.node.target))
         try:
             decision = (own(trial) if own is not None else None) or decide(trial)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -194,6 +195,10 @@ class Operator:
     reduced: Collection[fx.Node] = frozenset()
     axis: str = AXIS
     copies: int = 1
+
+    def placed_as(self, placements: Mapping[fx.Node, ResultPlacement]) -> Operator:
+        """The operator with other placements of some operands."""
+        return replace(self, placements=ChainMap(dict(placements), dict(self.placements)))
 
     def placement(self, operand: Any) -> Placement:
         """Placement of an operand; a partial sum counts as replicated, as it is reduced first.

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from merak.core.errors import TraceError
 from merak.graph.ir.ir import Kind
-from merak.graph.trace.calls.call import Call, LossFunction, call_model
+from merak.graph.trace.calls.call import LossFunction
 from merak.graph.trace.trace import parameter_names, trace
 from tests.tiers import one_in
 from tests.unit.graph import odd_models
@@ -27,6 +27,7 @@ from tests.unit.graph.stages import (
     assert_gradients,
     built,
     check_structure,
+    compare_two_steps,
     metas,
 )
 
@@ -35,29 +36,7 @@ def compare(
     model: nn.Module, batch: Mapping[str, Tensor], loss_fn: LossFunction | None = None
 ) -> None:
     """Structure; loss, gradients and buffers bit for bit; then every output in evaluation."""
-    eager = copy.deepcopy(model).train()
-    call = Call(tuple(batch), {}, loss_fn, ())
-    graph = built(model, batch, loss_fn=loss_fn)
-    check_structure(graph)
-    for _ in range(2):  # buffers that the first step writes are read by the second
-        model.zero_grad()
-        eager.zero_grad()
-        torch.manual_seed(1)
-        expected = call_model(eager, {n: t.clone() for n, t in batch.items()}, call)["loss"]
-        expected.backward()
-        torch.manual_seed(1)
-        assert torch.equal(Pipeline(graph, model).train(batch), expected)
-    assert_gradients(model, eager, rtol=0.0, atol=0.0)
-    for (name, buffer), (_, known) in zip(
-        model.named_buffers(), eager.named_buffers(), strict=True
-    ):
-        assert torch.equal(buffer, known), name
-    evaluated = built(model, batch, loss_fn=loss_fn, training=False)
-    with torch.no_grad():
-        outputs = call_model(eager.eval(), {n: t.clone() for n, t in batch.items()}, call)
-    made = Pipeline(evaluated, model).evaluate(batch)
-    assert list(made) == list(outputs)
-    assert all(torch.equal(made[name], known) for name, known in outputs.items())
+    check_structure(compare_two_steps(model, batch, loss_fn, rtol=0.0, atol=0.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

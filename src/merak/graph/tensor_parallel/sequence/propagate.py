@@ -11,7 +11,6 @@ Source: Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -166,9 +165,8 @@ class _SequenceRule:
         operands = [n for n in op.node.all_input_nodes if n not in split]
         if any(isinstance(op.raw(n), (Shard, PartlySharded, ExpertRows)) for n in operands):
             return None  # work on split weights
-        trial = replace(op, placements=ChainMap(dict(landed), dict(op.placements)))
         try:
-            decision = decide(trial)
+            decision = decide(op.placed_as(landed))
         except ShardError:
             return None
         needs = {n: p for n, p in landed.items() if isinstance(p, Shard)} | dict(decision.needs)
@@ -194,8 +192,7 @@ class _SequenceRule:
         """Decision on gathered operands."""
         if any(written in own for written in mutated_arguments(op.node)):
             raise op.error("writes into a value that is sharded over the sequence")
-        whole: dict[fx.Node, ResultPlacement] = dict.fromkeys(own, REPLICATE)
-        decision = decide_or_gather(replace(op, placements=ChainMap(whole, dict(op.placements))))
+        decision = decide_or_gather(op.placed_as(dict.fromkeys(own, REPLICATE)))
         need = REPLICATE if decision.output == REPLICATE else REPLICATE_PARTIAL_GRAD
         needs: dict[fx.Node, Placement] = dict.fromkeys(own, need)
         return replace(decision, needs={**needs, **decision.needs})

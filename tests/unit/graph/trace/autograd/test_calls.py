@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,12 +14,11 @@ from merak.core.errors import TraceError
 from merak.engine.optimizer.second_step import _explain_errors
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.dynamic_shapes import GraphsByShape
-from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.trace.opaque.operator import opaque_calls
 from tests.tiers import one_in
 from tests.unit.graph import gradient_models as g
 from tests.unit.graph import gradient_parts as parts
-from tests.unit.graph.stages import Pipeline, assert_gradients, built, metas
+from tests.unit.graph.stages import Pipeline, built, compare_two_steps, metas
 
 
 def batch_for(*names: str) -> dict[str, Tensor]:
@@ -48,27 +46,8 @@ def compare(model: nn.Module, batch: Mapping[str, Tensor], kept: tuple[str, ...]
 
     In float64, where the order in which gradients are added up does not matter.
     """
-    model = model.double()
-    eager = copy.deepcopy(model).train()
-    call = Call(tuple(batch), {}, None, ())
-    graph = built(model, in_float64(batch))
+    graph = compare_two_steps(model.double(), in_float64(batch))
     assert tuple(call.ref.path for call in opaque_calls(graph)) == kept
-    for _ in range(2):
-        model.zero_grad()
-        eager.zero_grad()
-        torch.manual_seed(1)
-        expected = call_model(eager, in_float64(batch), call)["loss"]
-        expected.backward()
-        torch.manual_seed(1)
-        torch.testing.assert_close(Pipeline(graph, model).train(in_float64(batch)), expected)
-    assert_gradients(model, eager)
-    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
-    evaluated = built(model, in_float64(batch), training=False)
-    torch.manual_seed(1)
-    outputs = call_model(eager.eval(), in_float64(batch), call)
-    torch.manual_seed(1)
-    made = Pipeline(evaluated, model).evaluate(in_float64(batch))
-    torch.testing.assert_close(made, {n: t.detach() for n, t in outputs.items()})
 
 
 @one_in(3)

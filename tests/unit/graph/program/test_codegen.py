@@ -1,4 +1,8 @@
-"""Draws in logical order: one pattern for every memory format, and torch's own where contiguous."""
+"""Operators that run otherwise than the trace has them.
+
+Draws in logical order have one pattern for every memory format, torch's own where contiguous. Of
+how many elements a write where a mask is true is, the batch alone says.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.torch_compiler import Compilation, TorchCompiler
 from merak.graph.program.codegen import runnable
+from tests.unit.graph.joint_parity import assert_bits_of_autograd
+from tests.unit.graph.stages import built
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
@@ -75,3 +81,42 @@ def test_gradients_pass_the_mask() -> None:
     found.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad != 0, found != 0)
+
+
+class Masked(nn.Module):
+    """Frames that a mask selects become a learned one, and further ones zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.learned, self.wide = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h[mask] = self.learned
+        h[mask.roll(1, 1)] = self.wide.tanh()
+        h[:, :2][~mask[:, :2]] = 0.0
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return (h.sum(-1) - y).square().mean()
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    mask = torch.rand(3, 6, generator=draws) > 0.6
+    x, y = torch.randn(3, 6, 4, generator=draws), torch.randn(3, 6, generator=draws)
+    return {"x": x, "mask": mask, "y": y}
+
+
+def test_backwards_are_graphs_for_any_number_of_elements() -> None:
+    model = Masked()
+    graph = built(model, batch(0))
+    numbers = set()
+    for seed in range(3):
+        given = batch(seed)
+        numbers.add(int(given["mask"].sum()))
+        for segment in graph.segments:
+            assert_bits_of_autograd(graph, model, segment, given)
+    assert len(numbers) > 1
