@@ -57,6 +57,15 @@ def test_the_layout_is_that_of_the_plan(path: str) -> None:
         assert dataclasses.replace(args, max_steps=3).partition == [4, 3]
 
 
+def test_degrees_of_a_parser_are_those_of_the_mesh() -> None:
+    words = ["--output_dir", "out", "--tp", "2", "--dp=2"]
+    with meshes.pretended(Mesh(2, 2, 1, 0, torch.device("cpu"), None)):
+        (args,) = HfArgumentParser(merak.MerakArguments).parse_args_into_dataclasses(words)
+        assert (args.dp, args.tp, args.pp) == (2, 2, None)
+        with pytest.raises(ArgumentsError, match=r"pp=4 comes too late, since merak.init has laid"):
+            merak.MerakArguments(output_dir="out", pp=4)
+
+
 def test_a_plan_may_come_from_outside(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERAK_PLAN", path)
     with meshes.pretended(Mesh(2, 1, 2, 0, torch.device("cpu"), None)):

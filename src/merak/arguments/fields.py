@@ -174,6 +174,14 @@ def own(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def _degree(kind: str) -> Any:
+    return own(
+        None,
+        f"{kind} parallel degree, which `merak.init()` reads from the command line where the "
+        "script gives it no degrees. Else it must be that of merak.init.",
+    )
+
+
 def _declared_elsewhere(cls: type) -> Iterator[tuple[str, Any, Field[Any]]]:
     """Fields that a base declares, and that `dataclass` would take from another: name, type, it."""
     bases = cls.__mro__[1:]
@@ -241,6 +249,11 @@ class TrainingFields(TrainingArguments):
         "schedule_options",
     ]
 
+    dp: int | None = _degree("Data")
+    tp: int | None = _degree("Tensor")
+    pp: int | None = _degree("Pipeline")
+    cp: int | None = _degree("Context")
+    ep: int | None = _degree("Expert")
     plan: str | None = field(
         default=None,
         metadata={

@@ -30,11 +30,12 @@ def apply_plan(arguments: TrainingFields, mesh: Mesh) -> None:
         mesh: of the job.
 
     Raises:
-        ArgumentsError: the plan is for other degrees, or an argument contradicts it.
+        ArgumentsError: the plan is for other degrees, or an argument contradicts it or the mesh.
         PlanError: the plan cannot be read.
     """
     if arguments.per_device_train_batch_size == AUTO:
         arguments.per_device_train_batch_size = AutoBatch()
+    _check_given_degrees(arguments, mesh)
     if arguments.plan is None:
         arguments.plan = plan_from_outside()
     if mesh.given is not None:
@@ -95,6 +96,19 @@ def layout_arguments(candidate: Candidate) -> dict[str, Any]:
         "gradient_accumulation_steps": candidate.num_microbatches,
         **candidate.options(),
     }
+
+
+def _check_given_degrees(arguments: TrainingFields, mesh: Mesh) -> None:
+    laid = mesh.given or mesh.degrees._replace(dp=mesh.wanted_dp or mesh.dp)
+    for axis, degree in laid._asdict().items():
+        given = getattr(arguments, axis)
+        if isinstance(given, int) and given != degree:  # of another kind, it is refused later
+            has = f"{axis}={degree}" if degree is not None else f"no {axis}"
+            raise ArgumentsError(
+                f"{axis}={given!r} comes too late, since merak.init has laid the ranks out with "
+                f"{has}; give it to merak.init, or leave all degrees out there, so that it reads "
+                f"--{axis} from the command line."
+            )
 
 
 def _check_degrees(candidate: Candidate, mesh: Mesh, path: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+from itertools import pairwise
 from typing import NamedTuple
 
 from merak.core.errors import MeshError, PlanError
@@ -18,6 +20,20 @@ PLAN_VARIABLE = "MERAK_PLAN"
 def plan_from_outside() -> str | None:
     """The plan that the environment names, as `merak run --plan` has it; None for none."""
     return os.environ.get(PLAN_VARIABLE) or None
+
+
+def on_command_line(option: str) -> str | None:
+    """What the script's command line gives an option of exactly this name; None for nothing.
+
+    Args:
+        option: without its dashes.
+    """
+    words = [*sys.argv[1:], ""]
+    for word, following in pairwise(words):
+        name, equals, value = word.partition("=")
+        if name == f"--{option}":
+            return (value if equals else following) or None
+    return None
 
 
 def joined_plan(plan: str | os.PathLike[str] | None) -> str | os.PathLike[str] | None:
@@ -65,20 +81,26 @@ class GivenDegrees(NamedTuple):
     ep: int | None = None
 
     @staticmethod
-    def from_outside() -> GivenDegrees:
+    def from_outside(reads_command_line: bool = False) -> GivenDegrees:
         """The degrees that the environment names, as `merak run` has them: MERAK_TP and so on.
+
+        Args:
+            reads_command_line: whether `--tp` and so on count, of those that it does not name.
 
         Raises:
             MeshError: one is not a whole number of 1 or more.
         """
-        texts = {axis: os.environ.get(variable_of(axis), "") for axis in GivenDegrees._fields}
-        for axis, text in texts.items():
+        found = {}
+        for axis in GivenDegrees._fields:
+            place, text = variable_of(axis), os.environ.get(variable_of(axis))
+            if not text and reads_command_line:
+                place, text = f"--{axis}", on_command_line(axis)
             if text and not (text.isdecimal() and int(text)):
                 raise MeshError(
-                    f"{variable_of(axis)}={text!r} is not a degree; set a whole number of 1 or "
-                    "more, or unset it."
+                    f"{place}={text!r} is not a degree; give a whole number of 1 or more, or none."
                 )
-        return GivenDegrees(**{axis: int(text) for axis, text in texts.items() if text})
+            found[axis] = int(text) if text else None
+        return GivenDegrees(**found)
 
     def joined(self, outside: GivenDegrees) -> GivenDegrees:
         """The degrees of a script, and of those that it leaves out, the ones from outside.

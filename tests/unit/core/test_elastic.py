@@ -11,6 +11,7 @@ from merak.core.elastic import (
     GivenDegrees,
     check_expert_degree,
     joined_plan,
+    on_command_line,
     smaller_degrees,
 )
 from merak.core.errors import MeshError, PlanError
@@ -77,8 +78,21 @@ def test_degrees_from_outside_fill_what_a_script_leaves_out(
         GivenDegrees(tp=1).joined(outside)
     for text in ("0", "two", "-1", "2.0"):
         monkeypatch.setenv("MERAK_CP", text)
-        with pytest.raises(MeshError, match=f"MERAK_CP='{text}' is not a degree; set a whole"):
+        with pytest.raises(MeshError, match=f"MERAK_CP='{text}' is not a degree; give a whole"):
             GivenDegrees.from_outside()
+
+
+def test_the_command_line_counts_by_exact_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train.py", "--tp-size", "7", "--tp", "2", "--pp=4", "--d", "3", "--plan"]
+    monkeypatch.setattr("sys.argv", words)
+    assert not any(GivenDegrees.from_outside())
+    assert GivenDegrees.from_outside(reads_command_line=True) == GivenDegrees(tp=2, pp=4)
+    assert on_command_line("plan") is None  # nothing follows it
+    monkeypatch.setenv("MERAK_TP", "8")
+    assert GivenDegrees.from_outside(reads_command_line=True) == GivenDegrees(tp=8, pp=4)
+    monkeypatch.setattr("sys.argv", ["train.py", "--ep", "all"])
+    with pytest.raises(MeshError, match="--ep='all' is not a degree; give a whole number of 1 or"):
+        GivenDegrees.from_outside(reads_command_line=True)
 
 
 def test_replicas_are_as_many_as_the_ranks_make() -> None:

@@ -19,6 +19,7 @@ from merak.core.elastic import (
     GivenDegrees,
     check_expert_degree,
     joined_plan,
+    on_command_line,
     smaller_degrees,
 )
 from merak.core.errors import MeshError, PlanError, keyword_names, refuse_unknown
@@ -100,8 +101,7 @@ def init(
     failure.install(limits.exhausted)
     _check_call(unknown, timeout_s)
     preemption.listen()
-    plan = joined_plan(plan)
-    given = _with_outside(GivenDegrees(dp, tp, pp, cp, ep), plan)
+    given, plan = _with_outside(GivenDegrees(dp, tp, pp, cp, ep), plan)
     wanted = _wanted_degrees(given, plan, elastic)
     chosen = pick_device(device)
     check_backend(backend, chosen)
@@ -114,13 +114,21 @@ def init(
     return _adopted(mesh, wanted, given if plan == AUTO_PLAN else None)
 
 
-def _with_outside(given: GivenDegrees, plan: str | os.PathLike[str] | None) -> GivenDegrees:
-    """Degrees of a script, and from outside those that it leaves out; then dp is what is left."""
-    outside = GivenDegrees.from_outside()
+def _with_outside(
+    given: GivenDegrees, plan: str | os.PathLike[str] | None
+) -> tuple[GivenDegrees, str | os.PathLike[str] | None]:
+    """Degrees and plan of a script, and from outside those that it leaves out.
+
+    The script's own command line counts where it leaves out all of them. Where degrees come from
+    outside without dp, dp is what is left of the ranks.
+    """
+    is_open = plan is None and not any(given)
+    plan, outside = joined_plan(plan), GivenDegrees.from_outside(is_open)
+    plan = on_command_line("plan") if is_open and plan is None else plan
     joined = given.joined(outside)
     if plan is not None or not any(outside):
-        return joined
-    return joined.with_replicas(int(os.environ.get("WORLD_SIZE", "1")))
+        return joined, plan
+    return joined.with_replicas(int(os.environ.get("WORLD_SIZE", "1"))), None
 
 
 def _wanted_degrees(
