@@ -105,6 +105,7 @@ def everything(
     own["float"].append(float(batch["target"].sum()))  # of the batch alone
     many = (error.abs() > 0.5).sum()
     own["chosen"].append((error.detach().sum() / many).item() if many > 0 else 0.0)
+    own["selected"].append(error[batch["x"] > 0].sum().item())
     count = torch.tensor(len(batch["x"]), device=loss.device)
     own["count"] = [*own["count"], trainer.accelerator.gather_for_metrics(count).sum().item()]
     with torch.no_grad():

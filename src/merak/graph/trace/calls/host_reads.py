@@ -28,6 +28,7 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.types import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
@@ -133,7 +134,8 @@ class Replay:
             TrainingError: it reads what it did not read when it was traced, or what it has read
                 decides its loss.
         """
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        # Where values decide a size, as in x[mask], it has a symbol.
+        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
         with fake:
             batch = {
                 name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
