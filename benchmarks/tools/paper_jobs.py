@@ -114,6 +114,11 @@ def equal_layers(workload: Workload, num_stages: int) -> tuple[int, ...]:
 _CLOSE = 0.1
 
 
+def is_near(ours: float, paper: float) -> bool:
+    """Whether a figure is within a tenth of a paper's."""
+    return abs(ours / paper - 1) <= _CLOSE
+
+
 def compared(paper: float, ours: Mapping[str, float]) -> dict[str, Any]:
     """A line: the paper's figure, ours and their ratio, and the assumption that moves it most.
 
@@ -124,11 +129,11 @@ def compared(paper: float, ours: Mapping[str, float]) -> dict[str, Any]:
     usual = ours[""] / paper
     line = {"paper": paper, "Merak": round(ours[""], 2), "÷ paper": round(usual, 2)}
     others = {name: own / paper for name, own in ours.items() if name and own}
-    if abs(usual - 1) <= _CLOSE or not others:
+    if is_near(ours[""], paper) or not others:
         return {**line, "what moves it most": ""}
     name = min(others, key=lambda name: abs(others[name] - 1))
     moved = f"{name}: {ours[name]:.2f} ({others[name]:.2f} of the paper's)"
-    if abs(others[name] - 1) > _CLOSE:
+    if not is_near(ours[name], paper):
         moved = f"not explained; nearest, {moved}"
     return {**line, "what moves it most": moved}
 
