@@ -34,7 +34,7 @@ from merak.graph.trace.calls.further_calls import (
     refuse_left,
     warn_of_left,
 )
-from merak.graph.trace.calls.loss_recorder import ReadDecides
+from merak.graph.trace.calls.loss_recorder import ReadDecides, rehearse
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks
@@ -105,13 +105,15 @@ def trace(
     call = Call(
         tuple(columns), dict(fixed or {}), loss_fn, loss_columns, casts, numbers=dict(numbers or {})
     )
-
     opaque = OpaqueSelection() if opaque is None else opaque
     opaque.forget_loops()
     decides: ReadDecides | None = None
     while True:
         try:
-            return _traced(model, columns, call, device, opaque, copies_blocks, example or {})
+            made = _traced(model, columns, call, device, opaque, copies_blocks, example or {})
+            if decides is not None and any(one.is_lost for one in made.left):
+                raise decides  # which keeps what it reads as well
+            return made
         except TraceError as error:
             other = _other_call(call, error)
             if other is not None:
@@ -130,7 +132,7 @@ def _other_call(call: Call, error: TraceError) -> Call | None:
         return replace(call, host_random=(*call.host_random, function))
     if isinstance(error, InputReshaped) and not call.reshapes:
         return replace(call, reshapes=True)
-    if isinstance(error, ReadDecides):
+    if isinstance(error, ReadDecides) and call.reads_on_host:
         # A loss may compute with the number as a symbol, or choose by the batch.
         return replace(call, reads_on_host=False)
     return None
@@ -163,6 +165,9 @@ def _traced(
     with ranks.recorded():
         made = trace_with_fallbacks(model, export, opaque)
     refuse_left(made.left)
+    if made.replay is not None:
+        batch = {name: meta for name, meta in columns.items() if name not in call.numbers}
+        rehearse(made.replay, model, batch, device)
     calls = partial(run, opaque=opaque)
     is_warned_of = refuse_by_rank(ranks, lambda: described_call(calls()))
     seed_host_random(made.graph)

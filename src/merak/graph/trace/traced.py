@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -52,7 +52,7 @@ class Trace:
     remade: tuple[str, ...] = ()
     is_warned_of: bool = False
     queried: frozenset[str] = frozenset()
-    replay: Callable[..., None] | None = None
+    replay: Any = None  # a `Replay`
 
     @property
     def leaves(self) -> bool:

@@ -192,7 +192,8 @@ cut those of a loader's last step.
   made-up numbers. `self.log` waits for the step.
 - The rank may decide what is read (`if self.is_world_process_zero(): self.log(…)`), not the loss.
 - A tensor that it keeps in one step and computes with in the next is refused, as of forward.
-- It takes no gradients (`torch.autograd.grad`) and reads values at once: that is refused.
+- One that takes gradients through the model (`torch.autograd.grad` of its parameters or inputs) and
+  reads values as well is refused.
 - A `compute_loss_func` may read nothing.
 """
 

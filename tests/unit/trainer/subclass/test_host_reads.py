@@ -175,3 +175,15 @@ def test_a_read_in_a_branch_that_no_trace_took_is_refused_with_its_line(tmp_path
 
     with pytest.raises(TrainingError, match=r"reads a tensor that it has not read .*append\(error"):
         trained(using(merak.MerakTrainer, use), merak.MerakArguments, tmp_path)
+
+
+def test_a_loss_that_takes_gradients_and_reads_is_refused_with_its_line(tmp_path: Path) -> None:
+    def use(trainer: Any, mode: str, loss: Any, error: Any, batch: Any) -> Any:
+        weight = trainer.model.layers[2].weight
+        (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+        trainer.seen.append(error.mean().item())
+        return loss + slope.square().sum()
+
+    kind = using(merak.MerakTrainer, use)
+    with pytest.raises(TraceError, match=r"cannot run again .*test_host_reads.py:\d+: .*grad\("):
+        trained(kind, merak.MerakArguments, tmp_path)

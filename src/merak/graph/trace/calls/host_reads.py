@@ -131,6 +131,30 @@ class Replay:
             device: that fake tensors claim to be on.
 
         Raises:
+            TrainingError: as of `run_again`.
+        """
+        token = _REPLAYS.set(True)
+        try:
+            self.run_again(model, columns, lambda tensor, name: values[name], device)
+        finally:
+            _REPLAYS.reset(token)
+
+    def run_again(
+        self,
+        model: nn.Module,
+        columns: Mapping[str, TensorMeta],
+        value: Callable[[torch.Tensor, str], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """Run the loss on fake tensors.
+
+        Args:
+            model: as of `__call__`.
+            columns: as of `__call__`.
+            value: gives the values of a tensor, on the host, by the name of the graph's output.
+            device: as of `__call__`.
+
+        Raises:
             TrainingError: it reads what it did not read when it was traced, or what it has read
                 decides its loss.
         """
@@ -153,17 +177,13 @@ class Replay:
             name = self.reads.get(key)
             if name is None:
                 raise _otherwise("reads a tensor that it has not read")
-            return values[name]
+            return value(tensor, name)
 
         before = Snapshot.of_loss(self.run) if self.keeps else None
         reads = HostReads(call, answer, is_exact=self.loss is not None)
         reads.name_columns(batch)
-        token = _REPLAYS.set(True)
-        try:
-            with fake, reads.followed():
-                loss = loss_in(self.run(model, {**batch, **self.fixed}))
-        finally:
-            _REPLAYS.reset(token)
+        with fake, reads.followed():
+            loss = loss_in(self.run(model, {**batch, **self.fixed}))
         if self.loss is not None and reads.key(loss) != self.loss:
             where = f", such as at {with_text(reads.lines[-1])}" if reads.lines else ""
             raise TrainingError(
@@ -172,8 +192,8 @@ class Replay:
             )
         for left in () if before is None else before.changes():
             for tensor, put in kept_tensors(left.new, left.put):
-                value = answer(tensor, reads.key_of_kept(tensor)).to(device, copy=True)
-                put(_written(left.old, value) if tensor is left.new else value)
+                found = answer(tensor, reads.key_of_kept(tensor)).to(device, copy=True)
+                put(_written(left.old, found) if tensor is left.new else found)
 
 
 def kept_tensors(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from merak.core.errors import TraceError
 from merak.core.mesh import Mesh
-from merak.core.source_lines import with_text
+from merak.core.source_lines import is_library, with_text
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.host_reads import (
     READ,
     HostReads,
@@ -36,6 +38,7 @@ from merak.graph.trace.calls.host_reads import (
 )
 from merak.graph.trace.state.counters import Counter, watched
 from merak.graph.trace.state.places import StateLeft
+from merak.graph.trace.state.snapshot import restored_state
 from merak.graph.weights.rank_agreement import is_distributed
 
 _NUMBERS: tuple[tuple[float, int, bool], ...] = (
@@ -181,7 +184,7 @@ class HostReadsRecorder:
             The loss, as `run` returns it, of the first run.
 
         Raises:
-            ReadDecides: what is read decides it, or it cannot run behind the model's calls alone.
+            ReadDecides: what is read decides it.
         """
         given: list[Any] = []
 
@@ -213,14 +216,8 @@ class HostReadsRecorder:
                 return self._run(run, batch, lambda *_: next(returned), numbers, state)[1].loss
 
         self._explore(ran.lines, again, state, left)
-        try:
+        with suppress(Exception):  # which the rehearsal explains
             again(lambda line: _NUMBERS[0])
-        except Exception as error:
-            raise ReadDecides(
-                "compute_loss reads values of tensors, or leaves something in Python state, and "
-                f"cannot run again behind its calls of the model ({error}); take no gradients in "
-                "it, or do that in the model's forward."
-            ) from error
         return first
 
     def _explore(
@@ -306,6 +303,37 @@ class HostReadsRecorder:
                 output(tensor, reads.key_of_kept(tensor))
         loss = loss_in(found)
         return found, _Ran(reads.lines, reads.key(loss) if loss is not None else "")
+
+
+def rehearse(
+    replay: Replay, model: nn.Module, columns: Mapping[str, TensorMeta], device: torch.device
+) -> None:
+    """Run a recorded loss again as a step will, with made-up values.
+
+    Args:
+        replay: the loss.
+        model: as of `Replay`.
+        columns: as of `Replay`.
+        device: as of `Replay`.
+
+    Raises:
+        ReadDecides: it fails.
+    """
+    token = _RECORDING.set(HostReadsRecorder(()))
+    try:
+        with restored_state(model, replay.run), _quiet():
+            made_up = partial(_made_up, numbers=_NUMBERS[0])
+            replay.run_again(model, columns, lambda tensor, _: made_up(tensor), device)
+    except Exception as error:
+        lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
+                 if not is_library(f.filename)]  # fmt: skip
+        raise ReadDecides(
+            "compute_loss reads values of tensors, or leaves something in Python state, and cannot "
+            f"run again behind its calls of the model, at {with_text(lines[-1])} ({error}); take "
+            "gradients through the model in its forward."
+        ) from error
+    finally:
+        _RECORDING.reset(token)
 
 
 Numbers = Callable[[str], tuple[float, int, bool]]
