@@ -339,8 +339,8 @@ def _sum_shared(gradient: torch.Tensor, copies: int, axis: str) -> torch.Tensor:
     have to be made by all ranks of a job.
     """
     group = current_mesh().group(axis)
-    if group is None:  # a mesh that is only pretended
-        return gradient
+    if group is None:  # a mesh that is only pretended; yet it is another tensor, as of others
+        return _copy_to_sum(gradient)
     rank, size = axis_rank(axis), -(-gradient.numel() // copies)
     partners = [int(rank // copies == other // copies) for other in range(axis_degree(axis))]
     pieces = gradient.new_zeros(copies, size)

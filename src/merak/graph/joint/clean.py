@@ -13,7 +13,8 @@ from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import draws
-from merak.graph.joint.derive import JointGraph, Layout, number_at
+from merak.graph.joint.derive import JointError, JointGraph, Layout, number_at
+from merak.ops.linear import sent_by
 
 aten = torch.ops.aten
 
@@ -42,7 +43,11 @@ _FILLED: dict[Any, torch._ops.OpOverload] = {
 
 
 def clean(joint: JointGraph) -> None:
-    """Clean a joint graph, in place."""
+    """Clean a joint graph, in place.
+
+    Raises:
+        JointError: nothing reads what an operator has got from other ranks.
+    """
     seen: dict[Layout, fx.Node] = {}
     is_sized = all(node.target is not number_at for node in joint.graph.nodes)
     for node in joint.graph.nodes:
@@ -64,6 +69,9 @@ def clean(joint: JointGraph) -> None:
     for node in reversed(list(joint.graph.nodes)):
         if not node.users and node.op == "call_function" and not has_effect(node):
             joint.graph.erase_node(node)
+    for node in joint.graph.nodes:
+        if not node.users and node.op == "call_function" and sent_by(node.target).there:
+            raise JointError(f"nothing reads what {node.target.__name__} gives")
 
 
 def is_view(node: fx.Node) -> bool:

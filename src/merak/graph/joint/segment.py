@@ -181,9 +181,9 @@ class JointSegment:
     def _make(self, arguments: Sequence[Argument], given: Given | None) -> Functions | str:
         try:
             joint = derive(self.graph, arguments, given)
+            clean(joint)
         except Exception as error:  # of an operator on fake tensors; autograd runs the backward
             return str(error) or type(error).__name__
-        clean(joint)
         if self._yields:
             start_early(joint)
         fuses = self._compiler is not None

@@ -51,9 +51,9 @@ def joint_graph_of(segment: Segment, device: torch.device, kernels: str) -> Join
     try:
         with kernels_of(kernels, device), _disable_current_modes():
             joint = derive(graph, like, None)
+        clean(joint)
     except Exception as error:  # as where the engine derives it: autograd runs the backward
         return str(error) or type(error).__name__
-    clean(joint)
     return joint
 
 
