@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Never
 
@@ -67,8 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     for axis, sentence in _HELP.items():
         group.add_argument(f"--{axis}", type=int, metavar=axis[0].upper(), help=sentence)
     group.add_argument("--plan", metavar="FILE|auto", help="Plan of merak plan, or auto.")
-    vars(parser)["error"] = _refuse
+    vars(parser).update(error=_refuse, exit=_leave, format_help=partial(_help, parser.format_help))
     return parser
+
+
+def _help(page: Callable[[], str]) -> str:
+    return page().replace("usage:", "Usage:", 1)  # as of the other commands
+
+
+def _leave(status: int = 0) -> Never:
+    raise typer.Exit(status)  # behind the help
 
 
 def _refuse(message: str) -> Never:
