@@ -255,7 +255,7 @@ def test_run_starts_the_ranks_of_the_degrees(tmp_path: Path) -> None:
         ("other.py", "other.py does not exist; name a script that does."),
         ("--nnodes 2 --pp 4 train.py", "--nnodes 2 needs --nproc-per-node, the ranks of each host"),
         ("--plan auto train.py", "--plan auto needs --nproc-per-node, the ranks that the plan is"),
-        ("--plan no.json train.py", "the plan no.json cannot be read (No such file or directory)"),
+        ("--plan no.json train.py", "no.json cannot be read (No such file or directory)"),
     ],
 )
 def test_what_cannot_be_run(

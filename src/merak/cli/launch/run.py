@@ -12,11 +12,18 @@ from typing import Never
 
 import typer
 
-from merak.core.elastic import AUTO_PLAN, PLAN_VARIABLE, GivenDegrees, variable_of
+from merak.core.elastic import (
+    AUTO_PLAN,
+    PLAN_VARIABLE,
+    GivenDegrees,
+    plan_from_outside,
+    variable_of,
+)
 from merak.core.errors import CommandError, RunError
 from merak.core.health.interrupt import INTERRUPTED
 from merak.core.health.preemption import TERMINATED
 from merak.launch.clusters.job import RECIPES
+from merak.launch.forkserver import environment
 
 _ONE_HOST = ("1", "1:1")
 """What `--nnodes` says of a job of this machine alone."""
@@ -39,19 +46,22 @@ def run(context: typer.Context) -> None:
     given = GivenDegrees(*(getattr(options, axis) for axis in GivenDegrees._fields))
     given.check()
     _check_script(options)
-    if options.nproc_per_node is None:
-        options.nproc_per_node = _num_ranks(given, options)
-    for axis, degree in given._asdict().items():
-        if degree is not None:
-            os.environ[variable_of(axis)] = str(degree)
-    if options.plan is not None:
-        is_file = options.plan != AUTO_PLAN
-        os.environ[PLAN_VARIABLE] = os.path.abspath(options.plan) if is_file else AUTO_PLAN
     if Path(options.training_script).suffix in RECIPES:
         words = ["train", options.training_script, *options.training_script_args]
         options.module, options.training_script = True, "merak.cli.main"
         options.training_script_args = words
-    _start(options)
+    with environment(**_variables(given, options.plan)):
+        if options.nproc_per_node is None:
+            options.nproc_per_node = _num_ranks(options.nnodes)
+        _start(options)
+
+
+def _variables(given: GivenDegrees, plan: str | None) -> dict[str, str]:
+    """Environment variables by which `merak.init()` learns of degrees and a plan."""
+    found = {variable_of(axis): str(own) for axis, own in given._asdict().items() if own}
+    if plan is not None:
+        found[PLAN_VARIABLE] = plan if plan == AUTO_PLAN else os.path.abspath(plan)
+    return found
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -92,25 +102,25 @@ def _check_script(options: argparse.Namespace) -> None:
         raise CommandError(f"{options.training_script} does not exist; name a script that does.")
 
 
-def _num_ranks(given: GivenDegrees, options: argparse.Namespace) -> str:
-    """How many ranks the degrees need, all of them here.
+def _num_ranks(nnodes: str) -> str:
+    """How many ranks the degrees need that are given here or in the environment, all of them here.
 
     Raises:
         CommandError: other hosts have some of them, or a plan is to choose the degrees.
+        MeshError: the environment has no degrees where it says so.
         PlanError: the plan cannot be read.
     """
     from merak.core.files.plan_file import plan_degrees
 
-    if options.nnodes not in _ONE_HOST:
-        raise CommandError(
-            f"--nnodes {options.nnodes} needs --nproc-per-node, the ranks of each host."
-        )
-    if options.plan == AUTO_PLAN:
+    if nnodes not in _ONE_HOST:
+        raise CommandError(f"--nnodes {nnodes} needs --nproc-per-node, the ranks of each host.")
+    plan = plan_from_outside()
+    if plan == AUTO_PLAN:
         raise CommandError(
             "--plan auto needs --nproc-per-node, the ranks that the plan is for: gpu for one on "
             "every GPU of this machine."
         )
-    degrees = given if options.plan is None else plan_degrees(options.plan)
+    degrees = GivenDegrees.from_outside() if plan is None else plan_degrees(plan)
     return str(math.prod(degrees.filled()))
 
 
