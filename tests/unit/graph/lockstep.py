@@ -1,244 +1,81 @@
-"""Several tensor parallel ranks in one process: every node runs on all ranks before the next one.
+"""Loss and gradients of several tensor parallel ranks beside those of one, in one process.
 
-Collectives act on the list of all ranks' tensors, forward and backward, so autograd runs the ranks
-in lockstep too. No process group is needed. A loss over split classes and statistics over a split
-dim, which exchange numbers inside, are torch's own over all of them here; on real ranks they are
-tested for themselves.
+Segments run twice: by autograd, and by their joint graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import fx
-from torch.nn import functional
 
-from merak.core.mesh import Mesh
-from merak.core.shards import ParameterShard, join, take
+from merak.core.shards import join
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.joint.derive import Given
+from merak.graph.joint.generate import run as run_part
+from merak.graph.joint.segment import JointSegment, joint_segment
+from merak.graph.program.codegen import as_run
 from merak.graph.tensor_parallel.apply import (
     attributes_for,
     given_weights,
     tensor_parallel,
 )
 from merak.graph.tensor_parallel.features import Features
-from merak.graph.trace.opaque.operator import is_opaque
-from merak.graph.trace.opaque.run import opaque_function
-from merak.ops import collectives
-from merak.ops.sharded_statistics import (
-    sharded_layer_norm,
-    sharded_rms_norm,
-    sharded_std,
-    sharded_var,
-    sharded_weight_norm,
-)
+from merak.ops.linear import SENDS
+from tests.ranks_in_turns import RanksInTurns
 from tests.unit.graph import tensor_parallel_cases as cases
 
+Tensors = dict[str, torch.Tensor]
 
-class _Together(torch.autograd.Function):
-    """A function of all ranks' tensors, with another one for all ranks' gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> Any:
-        ctx.undo = backward
-        return tuple(forward(list(tensors)))
+class _Joint(torch.autograd.Function):
+    """A segment by its joint graph, as autograd sees it: one function of the segment's inputs."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return None, None, *ctx.undo(list(gradients))
+    def forward(ctx: Any, joint: JointSegment, num_outputs: int, *arguments: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.leaves = arguments
+        ctx.joint, ctx.arguments = joint, [argument.detach() for argument in arguments]
+        ctx.parts = joint.parts(ctx.arguments)
+        results = run_part(ctx.parts.forward, list(ctx.arguments))
+        outputs, ctx.saved = results[:num_outputs], results[num_outputs:]
+        carries = zip(outputs, ctx.parts.carries, strict=True)
+        ctx.mark_non_differentiable(*(own for own, carried in carries if not carried))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = Given(tuple(None if g is None else g.stride() for g in gradients))
+        parts, saved = ctx.joint.parts(ctx.arguments, given), ctx.saved
+        known = dict(zip(ctx.parts.saved, saved, strict=True))
+        read = [
+            *(ctx.arguments[number] for number in parts.reads),
+            *(gradient for gradient in gradients if gradient is not None),
+            *(known[name] for name in parts.saved),
+            *(ctx.leaves[number] for number in parts.parameters),
+        ]
+        made = dict(zip(parts.inputs, run_part(parts.backward, read), strict=True))
+        return None, None, *(made.get(number) for number in range(len(ctx.arguments)))
 
 
-def _keep(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [t.clone() for t in tensors]
+def _joint_runner(segments: Sequence[Segment], obstacles: dict[str, str]) -> cases.Runner:
+    """Runs graphs by their joint graphs, where they have one; else says what stands against it."""
+    by_graph = {segment.graph: segment for segment in segments}
 
+    def run(graph: fx.Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+        segment = by_graph.get(graph)
+        joint = None if segment is None else joint_segment(graph, as_run(graph))
+        if segment is None or joint is None:
+            return cases.run_graph(graph, inputs)
+        if joint.parts([tensor.detach() for tensor in inputs]) is None:
+            obstacles[segment.name] = joint.obstacle
+            return cases.run_graph(graph, inputs)
+        return _Joint.apply(joint, len(segment.outputs), *inputs)
 
-def _sum(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.stack(tensors).sum(0) for _ in tensors]
-
-
-def _sum_parts(
-    dim: int, sizes: Sequence[int], whole: Sequence[int]
-) -> Callable[[list[torch.Tensor]], Any]:
-    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        split = [list(g.split(sizes, dim)) for g in gradients]
-        for i in whole:
-            total = torch.stack([pieces[i] for pieces in split]).sum(0)
-            for pieces in split:
-                pieces[i] = total
-        return [torch.cat(pieces, dim) for pieces in split]
-
-    return backward
-
-
-def _sum_shared(copies: int) -> Callable[[list[torch.Tensor]], Any]:
-    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        groups = [gradients[i : i + copies] for i in range(0, len(gradients), copies)]
-        return [torch.stack(group).sum(0) for group in groups for _ in group]
-
-    return backward
-
-
-def _divide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [t / len(tensors) for t in tensors]
-
-
-def _gather(
-    dim: int, parts: tuple[int, ...], copies: int = 1
-) -> Callable[[list[torch.Tensor]], Any]:
-    return lambda ts: [join(ts, ParameterShard(dim, parts, len(ts), copies=copies)) for _ in ts]
-
-
-def _slice(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
-    return lambda ts: [take(t, ParameterShard(dim, parts, len(ts)), i) for i, t in enumerate(ts)]
-
-
-def _share_out(
-    dim: int, parts: tuple[int, ...], copies: int
-) -> Callable[[list[torch.Tensor]], Any]:
-    def backward(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        shard = ParameterShard(dim, parts, len(gradients), copies=copies)
-        return [take(g, shard, rank) / copies for rank, g in enumerate(gradients)]
-
-    return backward
-
-
-def _scatter(dim: int, parts: tuple[int, ...]) -> Callable[[list[torch.Tensor]], Any]:
-    return lambda ts: _slice(dim, parts)(_sum(ts))
-
-
-def _together(target: Any, tensors: Sequence[torch.Tensor], args: Sequence[Any]) -> Any:
-    name = target.__name__
-    if name == "copy_to":
-        return _Together.apply(_keep, _sum, *tensors)
-    if name == "copy_parts_to":
-        return _Together.apply(_keep, _sum_parts(*args[:3]), *tensors)
-    if name == "copy_shared_to":
-        return _Together.apply(_keep, _sum_shared(args[0]), *tensors)
-    if name == "leave_partial_grad":
-        return _Together.apply(_keep, _divide, *tensors)
-    if name == "replicate_to_partial":
-        return _Together.apply(_divide, _keep, *tensors)
-    if name == "reduce_from":
-        return _Together.apply(_sum, _keep, *tensors)
-    layout = (args[0], args[1])
-    if name == "gather_shared":
-        shared = _gather(*layout, args[2]), _share_out(*layout, args[2])
-        return _Together.apply(*shared, *tensors)
-    if name == "reduce_scatter_to":
-        return _Together.apply(_scatter(*layout), _gather(*layout), *tensors)
-    if name == "gather_with_partial_grad":
-        return _Together.apply(_gather(*layout), _scatter(*layout), *tensors)
-    pair = (_gather(*layout), _slice(*layout))
-    return _Together.apply(*(pair if name == "gather_from" else reversed(pair)), *tensors)
-
-
-_COLLECTIVES = (
-    "copy_to", "copy_shared_to",
-    "copy_parts_to", "leave_partial_grad", "replicate_to_partial", "reduce_from", "gather_from",
-    "gather_shared",
-    "slice_to",
-    "reduce_scatter_to", "gather_with_partial_grad"
-)  # fmt: skip
-
-
-_WHOLE: dict[Any, Callable[..., torch.Tensor]] = {
-    sharded_layer_norm: lambda x, weight, bias, eps, dims, axis: functional.layer_norm(
-        x, x.shape[-dims:], weight, bias, eps
-    ),
-    sharded_rms_norm: lambda x, weight, eps, dims, axis: functional.rms_norm(
-        x, x.shape[-dims:], weight, eps
-    ),
-    sharded_weight_norm: lambda weight, norms, dim, axis: torch._weight_norm(weight, norms, dim),
-    sharded_var: lambda x, dims, correction, keepdim, axis: x.var(
-        dims, correction=correction, keepdim=keepdim
-    ),
-    sharded_std: lambda x, dims, correction, keepdim, axis: x.std(
-        dims, correction=correction, keepdim=keepdim
-    ),
-}
-"""Statistics over a split dim, as torch takes them of the whole."""
-
-
-class Lockstep:
-    """Runs graphs on `degree` ranks; every value is the list of what the ranks hold."""
-
-    def __init__(self, degree: int, patch: pytest.MonkeyPatch) -> None:
-        self.degree = degree
-        self.patch = patch
-        self.num_calls: dict[str, int] = {}
-
-    def run(self, graph: fx.Graph, inputs: Sequence[list[Any]]) -> list[list[Any]]:
-        values = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in graph.nodes:
-            if node.op == "call_function":
-                values[node] = self.call(node, values)
-        (output,) = graph.find_nodes(op="output")
-        return [values[n] for n in output.args[0]]
-
-    def call(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
-        assert callable(node.target)
-        name = getattr(node.target, "__name__", "")
-        if name in _COLLECTIVES:
-            self.num_calls[name] = self.num_calls.get(name, 0) + 1
-            source = node.args[0]
-            assert isinstance(source, fx.Node)
-            return list(_together(node.target, values[source], node.args[1:]))
-        if name == "vocab_parallel_cross_entropy":
-            self.num_calls[name] = self.num_calls.get(name, 0) + 1
-            return self.cross_entropy(node, values)
-        if node.target in _WHOLE:
-            self.num_calls[name] = self.num_calls.get(name, 0) + 1
-            return self.statistics(node, values)
-        target = opaque_function(node.meta["opaque"]) if is_opaque(node) else node.target
-        state = torch.get_rng_state()
-        results, states = [], []
-        for rank in range(self.degree):
-            torch.set_rng_state(state)
-            with self.as_rank(rank):
-                args, kwargs = fx.map_arg(
-                    (node.args, dict(node.kwargs)), lambda n, r=rank: values[n][r]
-                )
-                results.append(target(*args, **kwargs))
-            states.append(torch.get_rng_state())
-        assert all(torch.equal(states[0], s) for s in states), f"{node} draws unevenly"
-        return results
-
-    def cross_entropy(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
-        logits, target, weight, *how, (dim, size, _) = node.args
-        assert isinstance(logits, fx.Node) and isinstance(target, fx.Node)
-        layout = (dim, (size,))
-        whole = _Together.apply(_gather(*layout), _slice(*layout), *values[logits])
-        weights = [None] * self.degree if weight is None else values[weight]
-        operands = zip(whole, values[target], weights, strict=True)
-        return [torch.ops.aten.cross_entropy_loss(*own, *how) for own in operands]
-
-    def statistics(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
-        """By torch's own operator, over the last dim: it is the split one of every test here."""
-        operands = [n for n in node.args if isinstance(n, fx.Node)]
-        wholes = {}
-        for operand in operands:
-            own = values[operand]
-            parts = (own[0].shape[-1] * self.degree,)
-            layout = (own[0].ndim - 1, parts)
-            wholes[operand] = _Together.apply(_gather(*layout), _slice(*layout), *own)
-        results = []
-        for rank in range(self.degree):
-            args = [wholes[n][rank] if isinstance(n, fx.Node) else n for n in node.args]
-            results.append(_WHOLE[node.target](*args))
-        if not results[0].ndim or results[0].shape[-1] == 1:
-            return list(_Together.apply(_keep, _keep, *results))
-        layout = (results[0].ndim - 1, (results[0].shape[-1],))
-        return list(_Together.apply(_slice(*layout), _gather(*layout), *results))
-
-    @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        mesh = Mesh(1, self.degree, 1, rank, torch.device("cpu"), None)
-        with self.patch.context() as patch:
-            patch.setattr(collectives, "current_mesh", lambda: mesh)
-            yield
+    return run
 
 
 def assert_parity(
@@ -246,45 +83,75 @@ def assert_parity(
     columns: Mapping[str, torch.Tensor],
     features: Features | None,
     degree: int,
-    patch: pytest.MonkeyPatch,
     *,
     sequence: bool = False,
     ep: int = 1,
-) -> Lockstep:
-    """Loss and gradients of `degree` ranks in lockstep equal those of one; collectives counted."""
+    on_autograd: str = "",
+) -> dict[str, int]:
+    """Loss and gradients of `degree` ranks equal those of one, by autograd and by joint graphs.
+
+    Args:
+        model: trained by all ranks.
+        columns: of the batch.
+        features: how it is split; None for what the search finds.
+        degree: the number of ranks.
+        sequence: whether values lie in shares of the sequence.
+        ep: expert parallel degree.
+        on_autograd: why segments have no joint graph; empty where all have.
+
+    Returns:
+        Number of collectives, by name.
+    """
     graph = cases.traced(model, columns)
     whole = cases.weights(model)
     others = {**cases.buffers(model, graph), **columns}
     alone = {name: t.clone().requires_grad_() for name, t in whole.items()}
     loss = cases.run_model(graph, alone, others)
     loss.backward()
+    expected = {name: t.grad for name, t in alone.items() if t.grad is not None}
 
     if features is None:
         chosen = tensor_parallel(graph, None, degree, ep=ep).weights
     else:
         chosen = given_weights(graph, attributes_for(graph, features), degree)
     split, shards = cases.shard_model(graph, chosen, degree, sequence=sequence)
-    shares = [cases.local(whole, shards, rank) for rank in range(degree)]
-    ranks = Lockstep(degree, patch)
-    losses = cases.run_model(
-        split,
-        {name: [share[name] for share in shares] for name in whole},
-        {name: [t] * degree for name, t in others.items()},
-        ranks.run,
-    )
-    torch.autograd.backward(losses, [torch.ones(())] * degree)
-    for own in losses:
-        torch.testing.assert_close(own, loss, rtol=1e-5, atol=0)
-    expected = {name: t.grad for name, t in alone.items() if t.grad is not None}
-    for rank in range(degree):
-        found = {
-            name: join([_gradient(s[name]) for s in shares], shards[name])
-            if name in shards
-            else shares[rank][name].grad
-            for name in expected
-        }
-        cases.assert_gradients_equal(found, expected)
-    return ranks
+    obstacles: dict[str, str] = {}
+    for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
+        shares = [cases.local(whole, shards, rank) for rank in range(degree)]
+        losses = RanksInTurns(degree).run(_trainer(split, shares, others, runner))
+        for own in losses:
+            torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=0)
+        for rank in range(degree):
+            found = {
+                name: join([_gradient(s[name]) for s in shares], shards[name])
+                if name in shards
+                else shares[rank][name].grad
+                for name in expected
+            }
+            cases.assert_gradients_equal(found, expected)
+    assert all(why == on_autograd for why in obstacles.values()), obstacles
+    return _num_calls(split)
+
+
+def _trainer(
+    split: ModelGraph,
+    shares: Sequence[Tensors],
+    others: Mapping[str, torch.Tensor],
+    runner: cases.Runner,
+) -> Callable[[int], torch.Tensor]:
+    """Of a rank: the loss, whose gradients are then in the `grad` of the rank's parameters."""
+
+    def train(rank: int) -> torch.Tensor:
+        loss = cases.run_model(split, shares[rank], dict(others), runner)
+        loss.backward()
+        return loss.detach()
+
+    return train
+
+
+def _num_calls(split: ModelGraph) -> dict[str, int]:
+    nodes = [node for segment in split.segments for node in segment.graph.nodes]
+    return Counter(node.target.__name__ for node in nodes if node.target in SENDS)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

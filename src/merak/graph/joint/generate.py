@@ -33,12 +33,15 @@ Accumulate = Callable[[torch.Tensor, torch.Tensor, bool], None]
 def run(part: Part, given: list[Any]) -> tuple[torch.Tensor, ...]:
     """Run a part beneath autograd, without history: what autograd would do is in it.
 
+    Gradients count as wanted, as where the graph was recorded: there are operators of torch's that
+    keep what their backward reads only then, such as an LSTM's on the CPU.
+
     Args:
         part: its functions, or some of them that come next.
         given: what the first one takes.
     """
     is_recording = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # of which `torch.no_grad` makes six calls
+    torch._C._set_grad_enabled(True)  # of which `torch.enable_grad` makes six calls
     try:
         with torch._C._AutoDispatchBelowAutograd():
             for piece in part:

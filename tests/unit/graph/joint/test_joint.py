@@ -71,6 +71,27 @@ def _in_place(weight: Tensor, x: Tensor) -> Tensor:
     return made.masked_fill(made > 1, 0.5)
 
 
+def _recurrent(name: str) -> Callable[..., Tensor]:
+    """A recurrent layer, both ways, whose kernel may keep nothing where no gradient is wanted."""
+    run = getattr(torch, name)
+
+    def function(*tensors: Tensor) -> Tensor:
+        *weights, x = tensors
+        states = (x.new_zeros(2, 2, 3),) * (1 + (name == "lstm"))
+        made = run(x, states if name == "lstm" else states[0], weights, *_HOW)
+        return made[0] * made[1].sum()
+
+    return function
+
+
+_HOW = (True, 1, 0.0, True, True, True)
+"""Has biases, one layer, no dropout, trains, both ways, samples first."""
+
+
+def _weights_of(gates: int) -> list[tuple[int, ...]]:
+    return [(3 * gates, 4), (3 * gates, 3), (3 * gates,), (3 * gates,)] * 2
+
+
 def _two_outputs(weight: Tensor, other: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     made = torch.tanh(x @ weight)
     return made, made * torch.sigmoid(x @ other), made.detach().sum()
@@ -114,6 +135,9 @@ CASES = {
         [(3, 2)],
         [(4, 3, 2)],
     ),
+    "LSTM": Case(_recurrent("lstm"), _weights_of(4), [(2, 5, 4)]),
+    "GRU": Case(_recurrent("gru"), _weights_of(3), [(2, 5, 4)]),
+    "RNN": Case(_recurrent("rnn_tanh"), _weights_of(1), [(2, 5, 4)]),
     "where": Case(lambda w, x: torch.where(x > 0, x * w, x.exp()).softmax(-1), [(6,)], [(4, 6)]),
 }
 

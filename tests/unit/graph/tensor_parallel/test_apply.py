@@ -25,29 +25,27 @@ def given(graph: ModelGraph, features: Features, degree: int) -> dict[str, Shard
 @pytest.mark.parametrize("attention,dropout,degree", [("sdpa", 0.2, 4), ("eager", 0.2, 2)])
 @one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "bert"])
-def test_ranks_equal_one_process(
-    family: str, attention: str, dropout: float, degree: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_equal_one_process(family: str, attention: str, dropout: float, degree: int) -> None:
     model = cases.build(family, attention, dropout)
-    ranks = assert_parity(model, cases.batch(), None, degree, monkeypatch)
+    calls = assert_parity(model, cases.batch(), None, degree)
     layers = model.config.num_hidden_layers
     norms = 2 * layers if family == "qwen3" else 0  # weights of the norms over a head
     lone = 1 if family == "bert" else 0  # the layer between the blocks and the head
-    ranks.num_calls.pop("replicate_to_partial", None)
-    assert ranks.num_calls.pop("gather_from", 0) == lone
+    calls.pop("replicate_to_partial", None)
+    assert calls.pop("gather_from", 0) == lone
     split = 1 if family == "llama" else 0  # its table and head are large beside its blocks
-    assert ranks.num_calls.pop("vocab_parallel_cross_entropy", 0) == split
+    assert calls.pop("vocab_parallel_cross_entropy", 0) == split
     copies, sums = 2 * layers + norms + lone + split, 2 * layers + split
-    assert ranks.num_calls == {"copy_to": copies, "reduce_from": sums}
+    assert calls == {"copy_to": copies, "reduce_from": sums}
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
-def test_causal_attention_without_a_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_causal_attention_without_a_mask(family: str) -> None:
     model = cases.build(family, "sdpa", dropout=0.2)
-    assert_parity(model, cases.batch(padded=False), None, 2, monkeypatch)
+    assert_parity(model, cases.batch(padded=False), None, 2)
 
 
-def test_a_frozen_model_needs_no_backward_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_model_needs_no_backward_collectives() -> None:
     model = cases.build("gpt2", "sdpa")
     model.transformer.wte.weight.requires_grad_(False)
     model.transformer.wpe.weight.requires_grad_(False)
@@ -96,24 +94,20 @@ def test_fused_layers_are_split_part_by_part() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("padded", [True, False])  # heads repeated in the graph, or by the kernel
-def test_fewer_kv_heads_than_ranks_can_be_replicated(
-    padded: bool, dropout: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fewer_kv_heads_than_ranks_can_be_replicated(padded: bool, dropout: float) -> None:
     features = {**LLAMA, "k_proj": Replicate(), "v_proj": Replicate()}
     model = cases.build("llama", "sdpa", dropout)
-    ranks = assert_parity(model, cases.batch(padded), features, 8, monkeypatch)
-    assert "gather_from" not in ranks.num_calls
+    calls = assert_parity(model, cases.batch(padded), features, 8)
+    assert "gather_from" not in calls
 
 
 @one_in(3)
 @pytest.mark.parametrize("whole", ["q_proj", "k_proj", "v_proj"])
 @pytest.mark.parametrize("padded", [True, False])
-def test_whole_heads_follow_split_ones(
-    whole: str, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_heads_follow_split_ones(whole: str, padded: bool) -> None:
     model = cases.build("llama", "sdpa", dropout=0.2)
     features = {**LLAMA, whole: Replicate()}
-    assert_parity(model, cases.batch(padded), features, 2, monkeypatch)
+    assert_parity(model, cases.batch(padded), features, 2)
 
 
 def test_degree_1_leaves_a_segment_as_it_is() -> None:
@@ -122,9 +116,9 @@ def test_degree_1_leaves_a_segment_as_it_is() -> None:
     assert alone(graph.segments[1]) == (graph.segments[1], {})
 
 
-def test_without_attributes_nothing_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = assert_parity(cases.build("gpt2", "sdpa"), cases.batch(), {}, 2, monkeypatch)
-    assert ranks.num_calls == {}
+def test_without_attributes_nothing_is_split() -> None:
+    calls = assert_parity(cases.build("gpt2", "sdpa"), cases.batch(), {}, 2)
+    assert calls == {}
 
 
 ODD = {
@@ -135,9 +129,9 @@ ODD = {
 }
 
 
-def test_any_assignment_is_right_if_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_assignment_is_right_if_not_fast() -> None:
     model = cases.build("gpt2", "eager", dropout=0.2)
-    assert_parity(model, cases.batch(), ODD, 2, monkeypatch)
+    assert_parity(model, cases.batch(), ODD, 2)
 
 
 def refuse(family: str, features: Features | None, degree: int, message: str) -> None:

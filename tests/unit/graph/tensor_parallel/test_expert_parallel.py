@@ -53,17 +53,13 @@ from tests.unit.graph.lockstep import assert_parity
         slow("sorted", 4, False),
     ],
 )
-def test_gradients_equal_those_of_one_process(
-    name: str, degree: int, sequence: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_equal_those_of_one_process(name: str, degree: int, sequence: bool) -> None:
     columns = cases.batch(padded=False)
-    assert_parity(build(name), columns, None, degree, monkeypatch, sequence=sequence, ep=degree)
+    assert_parity(build(name), columns, None, degree, sequence=sequence, ep=degree)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_whose_experts_get_no_token_has_zero_gradients() -> None:
     model, columns = build("gpt_oss"), cases.batch(padded=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -76,12 +72,10 @@ def test_a_rank_whose_experts_get_no_token_has_zero_gradients(
         assert p.grad is not None
         assert [bool(own.any()) for own in p.grad] == [True, True, False, False]
     model.zero_grad()
-    assert_parity(model, columns, None, 2, monkeypatch, ep=2)  # of other ranks' experts alone
+    assert_parity(model, columns, None, 2, ep=2)  # of other ranks' experts alone
 
 
-def test_experts_of_widths_that_no_degree_divides_are_whole_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_experts_of_widths_that_no_degree_divides_are_whole_each() -> None:
     """Without `ep`: what cannot be split inside is split by experts."""
     columns, model = cases.batch(padded=False), build("mixtral", intermediate_size=31)
     graph = cases.traced(model, columns)
@@ -90,7 +84,7 @@ def test_experts_of_widths_that_no_degree_divides_are_whole_each(
     assert all(isinstance(p, Shard) and p.dim == 0 and p.parts == (4,) for p in experts.values())
     split = tensor_parallel(cases.traced(build("mixtral"), columns), None, 2).weights
     assert not any(p.dim == 0 and p.parts == (4,) for n, p in split.items() if "experts" in n)
-    assert_parity(model, columns, None, 2, monkeypatch)
+    assert_parity(model, columns, None, 2)
 
 
 class Layered(nn.Module):
@@ -106,7 +100,7 @@ class Layered(nn.Module):
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_experts_of_einsums_are_split_whole(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_einsums_are_split_whole(degree: int) -> None:
     torch.manual_seed(0)
     model, columns = Layered(), {"x": torch.randn(12, 16)}
     found = tensor_parallel(cases.traced(model, columns), None, degree, ep=degree).weights
@@ -114,15 +108,15 @@ def test_experts_of_einsums_are_split_whole(degree: int, monkeypatch: pytest.Mon
     assert {name: dims.get(name) for name in ("up", "bias", "down")} == {
         "up": 0, "bias": 0, "down": 0,
     }  # fmt: skip
-    assert_parity(model, columns, None, degree, monkeypatch, ep=degree)
+    assert_parity(model, columns, None, degree, ep=degree)
 
 
 @pytest.mark.slow
-def test_experts_of_batched_products_are_split_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_batched_products_are_split_whole() -> None:
     columns = cases.batch(padded=False)
     found = tensor_parallel(cases.traced(build("llama4"), columns), None, 2, ep=2).weights
     assert all(p.dim == 0 for name, p in found.items() if "experts." in name)
-    assert_parity(build("llama4"), columns, None, 2, monkeypatch, ep=2)
+    assert_parity(build("llama4"), columns, None, 2, ep=2)
 
 
 def transfers(parallel: TensorParallel, graph: Any) -> Counter[bool]:

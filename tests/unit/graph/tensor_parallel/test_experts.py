@@ -51,12 +51,8 @@ def collectives(graph: Any, weights: Any, degree: int) -> list[Transfer]:
         *(slow(name, 4, False) for name in MODELS if name != "deepseek_v3"),
     ],
 )
-def test_gradients_equal_those_of_one_process(
-    name: str, degree: int, sequence: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_parity(
-        build(name), cases.batch(padded=False), None, degree, monkeypatch, sequence=sequence
-    )
+def test_gradients_equal_those_of_one_process(name: str, degree: int, sequence: bool) -> None:
+    assert_parity(build(name), cases.batch(padded=False), None, degree, sequence=sequence)
 
 
 # JetMoe's attention is routed, too: its queries are twice as large as an activation.
@@ -114,7 +110,7 @@ class Layered(nn.Module):
     ],
 )
 def test_sums_travel_through_what_is_linear_in_them_alone(
-    between: Callable[[torch.Tensor], torch.Tensor], times: int, monkeypatch: pytest.MonkeyPatch
+    between: Callable[[torch.Tensor], torch.Tensor], times: int
 ) -> None:
     torch.manual_seed(0)
     model, columns = Layered(between), {"x": torch.randn(8, 16)}
@@ -124,7 +120,7 @@ def test_sums_travel_through_what_is_linear_in_them_alone(
     found = collectives(graph, weights, 2)
     sums = [t.numel for t in found if t.kind is Collective.REDUCE]
     assert sums == [times * columns["x"].numel()]
-    assert_parity(model, columns, features, 2, monkeypatch)
+    assert_parity(model, columns, features, 2)
 
 
 class Alone(nn.Module):
@@ -165,9 +161,7 @@ class Opaque(Alone):
 
 
 @pytest.mark.parametrize("kind", [Alone, Opaque])
-def test_the_largest_collective_has_the_size_of_an_activation(
-    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_largest_collective_has_the_size_of_an_activation(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     model, columns = kind(), {"x": torch.randn(2, 8, 32)}
     with torch.no_grad():
@@ -190,7 +184,7 @@ def test_the_largest_collective_has_the_size_of_an_activation(
     rewritten = parallel(experts)[0].graph.nodes  # the block writes into the routing weights
     copies = [n.meta["tensor"].shape for n in rewritten if n.target is copy_to]
     assert sum(math.prod(shape) == columns["x"].numel() for shape in copies) == 1
-    assert_parity(model, columns, None, 2, monkeypatch)
+    assert_parity(model, columns, None, 2)
 
 
 def test_a_norm_over_all_heads_costs_one_number_a_position() -> None:

@@ -100,10 +100,10 @@ def traced(name: str) -> tuple[nn.Module, ModelGraph]:
 
 @one_in(5)
 @pytest.mark.parametrize("name", [pytest.param(one, marks=MARKS.get(one, ())) for one in CASES])
-def test_what_is_read_is_what_one_process_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_what_one_process_reads(name: str) -> None:
     model, graph = traced(name)
     for sequence in (False, True):
-        assert_parity(model, columns(), None, 2, monkeypatch, sequence=sequence)
+        assert_parity(model, columns(), None, 2, sequence=sequence)
     for degree in (3, 4, 5, 7):
         try:
             tensor_parallel(graph, None, degree)

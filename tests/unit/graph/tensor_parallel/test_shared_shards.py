@@ -51,7 +51,7 @@ def model(name: str, kv_heads: int, attention: str = "sdpa", **fields: Any) -> n
     ],
 )
 def test_gradients_equal_those_of_one_process(
-    name: str, kv_heads: int, attention: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, kv_heads: int, attention: str, sequence: bool
 ) -> None:
     built, columns, degree = model(name, kv_heads, attention), cases.batch(padded=False), 8
     if sequence:
@@ -64,7 +64,7 @@ def test_gradients_equal_those_of_one_process(
     assert not any(
         "_proj" in name for name in replication_reasons(graph, tensor_parallel(graph, None, degree))
     )
-    assert_parity(built, columns, None, degree, monkeypatch, sequence=sequence)
+    assert_parity(built, columns, None, degree, sequence=sequence)
 
 
 def bert(attention: str, dropout: float) -> nn.Module:
@@ -140,7 +140,6 @@ def test_groups_of_ranks_share_heads(
     attention: str,
     dropout: float,
     sequence: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As of 6 heads on 4 ranks: 3 on each of two groups, whose ranks share out what follows."""
     torch.manual_seed(0)
@@ -157,7 +156,7 @@ def test_groups_of_ranks_share_heads(
     assert len(matrices) in (1, 3, 9)  # fused; query, key and value; with an encoder and decoder
     behind = {name for name in weights if name not in shared and "bias" not in name}
     assert len(behind) >= len(matrices) // 3 + 2, "what follows attention is split over all ranks"
-    assert_parity(built, columns, None, degree, monkeypatch, sequence=sequence)
+    assert_parity(built, columns, None, degree, sequence=sequence)
 
 
 def test_a_number_that_shares_nothing_with_the_heads_leaves_them_whole() -> None:

@@ -80,10 +80,10 @@ def test_ranks_give_what_one_gives(
     names = {name for name, _ in model.named_parameters() if "mixer" in name}
     whole = {name.partition("mixer.")[2] for name in names - weights.keys()}
     assert whole <= {"maps.weight", "maps.bias", "out.bias"}
-    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, degree, monkeypatch)
+    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, degree)
 
 
-def test_groups_of_ranks_run_a_loop_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_ranks_run_a_loop_together() -> None:
     """4 heads of keys and 8 of values on 6 ranks: two groups have half of both."""
     torch.manual_seed(0)
     model = models.Blocks(models.DeltaRule, num_blocks=1).train()
@@ -91,7 +91,7 @@ def test_groups_of_ranks_run_a_loop_together(monkeypatch: pytest.MonkeyPatch) ->
     (node,) = opaque_nodes_of_a_rank(cases.traced(model, batch), 6)
     heads = [operand.meta["tensor"].shape[2] for operand in operands(node)]
     assert heads == [2, 2, 4, 4]
-    assert_parity(model, batch, None, 6, monkeypatch)
+    assert_parity(model, batch, None, 6)
 
 
 @pytest.mark.parametrize("block", SHARDED)
@@ -120,7 +120,7 @@ def test_a_loop_that_needs_the_whole_has_it(
     (whole,) = opaque_calls(graph)
     found = [node.meta["opaque"].cost.outputs for node in opaque_nodes_of_a_rank(graph, 2)]
     assert found == [whole.cost.outputs]
-    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, 2, monkeypatch)
+    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, 2)
 
 
 def test_channels_as_many_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +129,4 @@ def test_channels_as_many_as_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "WIDTH", TOKENS)
     model, graph = built(models.Selective)
     assert "blocks.0.mixer.out.weight" in auto_tensor_parallel(graph, 2).weights
-    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, 2, monkeypatch)
+    assert_parity(model, models.batch_of(TOKENS, 0, 2), None, 2)

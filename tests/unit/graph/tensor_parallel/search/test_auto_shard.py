@@ -84,9 +84,9 @@ def check_split(name: str, graph: ModelGraph, degree: int) -> None:
 
 @one_in(4)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradients_equal_those_of_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_equal_those_of_one_process(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    assert_parity(architecture.build(), architecture.batch(), None, 2, monkeypatch)
+    assert_parity(architecture.build(), architecture.batch(), None, 2)
 
 
 def test_identical_segments_are_searched_once() -> None:
@@ -102,9 +102,7 @@ def test_identical_segments_are_searched_once() -> None:
     assert len(answers[1]) == 3 * len(answers[0])
 
 
-def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_split(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_split() -> None:
     architecture = ARCHITECTURES["llama"]
     changes = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     model = architecture.build(**changes)
@@ -112,13 +110,13 @@ def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_split(
     weights = tensor_parallel(graph, None, 2).weights
     split = {name.split(".")[3] for name in weights}
     assert split == {"mlp"}
-    assert_parity(model, architecture.batch(), None, 2, monkeypatch)
+    assert_parity(model, architecture.batch(), None, 2)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
-    kv_heads: int, attention: str, monkeypatch: pytest.MonkeyPatch
+    kv_heads: int, attention: str
 ) -> None:
     architecture = ARCHITECTURES["llama"]
     model = architecture.build(num_key_value_heads=kv_heads, attn_implementation=attention)
@@ -130,7 +128,7 @@ def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
     assert any("q_proj" in name for name in weights)
     kinds = Counter(transfer.kind for transfer in collectives(graph, weights, 4))
     assert kinds == {Collective.COPY: 4, Collective.REDUCE: 4}
-    assert_parity(model, architecture.batch(), None, 4, monkeypatch)
+    assert_parity(model, architecture.batch(), None, 4)
 
 
 def test_a_feature_dict_is_followed_and_the_rest_sharded_automatically() -> None:
@@ -185,14 +183,14 @@ class Tower(nn.Module):
         return nn.functional.cross_entropy(self.head(x), y)
 
 
-def test_a_model_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_ones_own() -> None:
     torch.manual_seed(0)
     model, batch = Tower(), {"x": torch.randn(6, 8), "y": torch.randint(3, (6,))}
     weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
     assert weights["fused.weight"].parts == (24, 24)
     assert weights["scale"].parts == (24,)
     assert {n.partition(".")[0] for n in weights} >= {"fused", "scale", "down", "lone"}
-    assert_parity(model, batch, None, 2, monkeypatch)
+    assert_parity(model, batch, None, 2)
 
 
 class Attention(nn.Module):
@@ -215,17 +213,17 @@ class Attention(nn.Module):
         return (h + self.after(torch.einsum("bind,hnd->bih", mixed, self.o))).square().mean()
 
 
-def test_weights_of_einsums_and_norms_of_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_einsums_and_norms_of_all_heads() -> None:
     torch.manual_seed(0)
     model, batch = Attention(), {"x": torch.randn(2, 64, 16)}
     weights = tensor_parallel(cases.traced(model, batch), None, 2).weights
     split = {name: placed.dim for name, placed in weights.items()}
     assert split.items() >= dict.fromkeys(("q", "k", "v", "o"), 1).items()
     assert {f"of_{norm}.weight" for norm in "qk"} | {"of_q.bias"} <= split.keys()
-    assert_parity(model, batch, None, 2, monkeypatch)
+    assert_parity(model, batch, None, 2)
 
 
-def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_written_part_by_part() -> None:
     # Latent attention writes its keys into memory of their own, from values that every rank makes
     # whole for its own heads.
     torch.manual_seed(0)
@@ -236,10 +234,10 @@ def test_keys_written_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     model = transformers.DeepseekV3ForCausalLM(config)
     ids = torch.randint(64, (2, 8))
-    assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2, monkeypatch)
+    assert_parity(model, {"input_ids": ids, "labels": ids}, None, 2)
 
 
-def test_channels_of_heads_that_share_one_group_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_channels_of_heads_that_share_one_group_of_states() -> None:
     """A Mamba-2 mixer: every rank has the states' parts whole, through a convolution in groups."""
     config = transformers.Mamba2Config(
         hidden_size=32, num_heads=4, head_dim=16, state_size=8, n_groups=1, num_hidden_layers=1,
@@ -258,7 +256,7 @@ def test_channels_of_heads_that_share_one_group_of_states(monkeypatch: pytest.Mo
         f"{mixer}.conv1d.bias": {1, 2},
     }
     assert weights[f"{mixer}.out_proj.weight"].dim == 1
-    assert_parity(model, batch, None, 2, monkeypatch)
+    assert_parity(model, batch, None, 2)
 
 
 class Softened(nn.Module):
@@ -279,9 +277,7 @@ class Softened(nn.Module):
 @pytest.mark.parametrize(
     "vocabulary,split", [(9, "nothing of"), (95, "nothing but the vocabulary of")]
 )
-def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
-    vocabulary: int, split: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(vocabulary: int, split: str) -> None:
     torch.manual_seed(0)
     model = Softened(vocabulary)
     x, y = torch.randint(vocabulary, (2, 2, 8))
@@ -289,7 +285,7 @@ def test_a_degree_that_fits_but_saves_nothing_trains_the_whole(
     parallel = tensor_parallel(graph, None, 2)
     assert not {"up.weight", "down.weight"} & parallel.weights.keys()
     assert f"tp=2 splits {split} this model" in str(replication_warning(graph, parallel))
-    assert_parity(model, {"x": x, "y": y}, None, 2, monkeypatch)
+    assert_parity(model, {"x": x, "y": y}, None, 2)
 
 
 def test_a_degree_that_splits_nothing_says_what_limits_it() -> None:

@@ -39,48 +39,39 @@ def all_reduces(graph: ModelGraph) -> int:
 
 @one_in(3)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_no_all_reduce_is_left_between_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_all_reduce_is_left_between_blocks(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, columns = architecture.build(), architecture.batch()
     shared, whole = split(model, columns, 2)
     assert all_reduces(whole) >= 2 * BLOCKS[name]
     assert all_reduces(shared) == 0
-    calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
+    calls = assert_parity(model, columns, None, 2, sequence=True)
     assert calls["reduce_scatter_to"] == BLOCKS[name]
     assert calls["gather_with_partial_grad"] >= BLOCKS[name]
 
 
 @one_in(3)
 @pytest.mark.parametrize("name", ["mixtral", "swin", "deberta_v2"])
-def test_what_must_see_whole_sequences_gets_them(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_see_whole_sequences_gets_them(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    ranks = assert_parity(
-        architecture.build(), architecture.batch(), None, 2, monkeypatch, sequence=True
-    )
-    calls = ranks.num_calls
+    calls = assert_parity(architecture.build(), architecture.batch(), None, 2, sequence=True)
     assert calls["gather_from"] + calls.get("gather_with_partial_grad", 0) > 1
 
 
 @pytest.mark.parametrize("family,attention", [("gpt2", "eager"), ("bert", "sdpa")])
-def test_dropout_has_the_pattern_of_one_process(
-    family: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_has_the_pattern_of_one_process(family: str, attention: str) -> None:
     model = cases.build(family, attention, dropout=0.2)
-    assert_parity(model, cases.batch(), None, 4, monkeypatch, sequence=True)
+    assert_parity(model, cases.batch(), None, 4, sequence=True)
 
 
 @one_in(3)
 @pytest.mark.parametrize("samples,length,shares", [(1, 8, True), (2, 7, True), (1, 7, False)])
-def test_lengths_that_do_not_divide(
-    samples: int, length: int, shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lengths_that_do_not_divide(samples: int, length: int, shares: bool) -> None:
     # Where tokens do not divide, samples may; where neither do, all is whole.
     ids = torch.randint(cases.VOCABULARY, (samples, length))
     columns = {"input_ids": ids, "labels": ids}
     model = cases.build("gpt2", "sdpa", dropout=0.2)
-    calls = assert_parity(model, columns, None, 2, monkeypatch, sequence=True).num_calls
+    calls = assert_parity(model, columns, None, 2, sequence=True)
     assert calls.get("reduce_scatter_to", 0) == (4 if shares else 0)
     assert calls.get("reduce_from", 0) == (0 if shares else 4)
 

@@ -183,21 +183,19 @@ def test_what_is_another_computation_stays_opaque(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize(("rows", "names"), [(gated, ("up", "down")), (flat, ("flat", "back"))])
-def test_its_weights_are_split(
-    rows: Rows, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_weights_are_split(rows: Rows, names: tuple[str, ...]) -> None:
     graph = traced(model := Routed(rows, idle=2))
     assert {f"experts.{n}" for n in names} <= auto_tensor_parallel(graph, 2).weights.keys()
-    assert_parity(model, batch(0), None, 2, monkeypatch)
+    assert_parity(model, batch(0), None, 2)
 
 
 @one_in(3)
 @pytest.mark.parametrize(("rows", "idle"), [(gated, 0), (gated, 2), (biased, 1)])
-def test_its_experts_are_split(rows: Rows, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_experts_are_split(rows: Rows, idle: int) -> None:
     graph = traced(model := Routed(rows, idle))
     chosen = tensor_parallel(graph, None, 2, ep=2).weights
     assert "experts.down" in chosen
-    assert_parity(model, batch(0), None, 2, monkeypatch, ep=2)
+    assert_parity(model, batch(0), None, 2, ep=2)
 
 
 class Groups(nn.Module):
@@ -279,10 +277,10 @@ def test_what_else_is_computed_of_them_stays_opaque(loop: Loop) -> None:
     assert not products(graph) and len(opaque_nodes(graph)) == 2
 
 
-def test_weights_of_such_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_such_rows_are_split() -> None:
     graph = traced(model := Split(by_sizes))
     assert {"up.weight", "down.weight"} <= auto_tensor_parallel(graph, 2).weights.keys()
-    assert_parity(model, batch(0), None, 2, monkeypatch)
+    assert_parity(model, batch(0), None, 2)
 
 
 @pytest.mark.slow

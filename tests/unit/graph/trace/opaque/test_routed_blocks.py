@@ -213,15 +213,13 @@ def in_an_order(self: Block, x: Tensor) -> Tensor:
         ),
     ],
 )
-def test_a_block_is_operators_whose_weights_are_split(
-    way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_operators_whose_weights_are_split(way: Way) -> None:
     model, graph = traced(way)
     assert not opaque_nodes(graph)
     assert_like_eager(model, graph)
     weights = tensor_parallel(graph, None, 2).weights
     assert {n for n in graph.parameters if ".experts." in n and "w2.bias" not in n} <= set(weights)
-    assert_parity(model, batch(1), None, 2, monkeypatch)
+    assert_parity(model, batch(1), None, 2)
 
 
 def test_experts_that_nobody_asks_may_have_no_gradient() -> None:
@@ -278,7 +276,7 @@ def test_modules_without_tokens_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("degree", [2, slow(4)])
-def test_a_mask_may_leave_tokens_to_nobody(degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_may_leave_tokens_to_nobody(degree: int) -> None:
     """Switch Transformers: tokens beyond an expert's capacity are left out."""
     model, columns = build("switch"), cases.batch(padded=False)
     for module in model.modules():
@@ -288,4 +286,4 @@ def test_a_mask_may_leave_tokens_to_nobody(degree: int, monkeypatch: pytest.Monk
     assert not opaque_nodes(graph)
     weights = tensor_parallel(graph, None, degree).weights
     assert {name for name in graph.parameters if ".expert_" in name} <= set(weights)
-    assert_parity(model, columns, None, degree, monkeypatch)
+    assert_parity(model, columns, None, degree)

@@ -223,15 +223,13 @@ FOLLOWED = (
 
 
 @pytest.mark.parametrize("way", FOLLOWED)
-def test_a_block_is_operators_whose_weights_are_split(
-    way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_operators_whose_weights_are_split(way: Way) -> None:
     model, graph = traced(way)
     assert not opaque_nodes(graph)
     assert_like_eager(model, graph)
     weights = tensor_parallel(graph, None, 2).weights
     assert {n for n in graph.parameters if ".experts." in n and "w2.bias" not in n} <= set(weights)
-    assert_parity(model, batch(1), None, 2, monkeypatch)
+    assert_parity(model, batch(1), None, 2)
 
 
 @pytest.mark.parametrize(("way", "skips_idle"), [(joined, True), (into_ranges, False)])
@@ -428,9 +426,7 @@ class Counted(nn.Module):
 @pytest.mark.parametrize(
     ("block", "ep"), [(Stacks, 1), (Stacks, 2), (Counted, 2), slow(Counted, 1)]
 )
-def test_stacks_of_weights_are_split(
-    block: type[nn.Module], ep: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_of_weights_are_split(block: type[nn.Module], ep: int) -> None:
     torch.manual_seed(0)
     model = Model(block).train()
     graph = cases.traced(model, batch(1))
@@ -439,4 +435,4 @@ def test_stacks_of_weights_are_split(
     names = {n for n in graph.parameters if n.rpartition(".")[2] in ("w1", "w2")}
     assert len(names) == 4 and names <= set(weights)
     assert_like_eager(model, graph)
-    assert_parity(model, batch(1), None, 2, monkeypatch, ep=ep)
+    assert_parity(model, batch(1), None, 2, ep=ep)
