@@ -12,9 +12,9 @@ import torch
 import merak
 from merak.data import signature
 from merak.engine import forecast_of
-from merak.engine.zero import host_tensors
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
+from merak.plan.optimizer import home
 from tests.multirank.memory_jobs import MODELS, MemoryJob, batch_of, measure
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_memory import assert_close
@@ -83,7 +83,7 @@ def parameters(parallel: Any) -> list[torch.Tensor]:
 
 def same(layout: Layout, settings: list[Setting], folder: Path) -> list[list[bool]]:
     """Per setting, whether a job trains the same with its optimizer in host memory, and files."""
-    host_tensors.PART_BYTES = 2**12  # so that there are several
+    home.PART_BYTES = 2**12  # so that there are several
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     found = []
@@ -176,7 +176,7 @@ def host_bytes(settings: list[Setting]) -> list[tuple[int, int]]:
         tensors = list(engine.optimizer_params.named.values())
         states = [v for own in parallel.optimizer.state.values() for v in own.values()]
         held = [*tensors, *(t.grad for t in tensors), *states]
-        found.append((rank.host_bytes, sum(one.nbytes for one in held)))
+        found.append((rank.host.total, sum(one.nbytes for one in held)))
     return found
 
 

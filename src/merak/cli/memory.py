@@ -81,6 +81,7 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     import torch
 
     from merak.engine import forecast_of
+    from merak.plan.cluster.parse import parse_cluster
 
     job = recipe_job(request)
     draft = None if job is None else job.draft(torch.device("cpu"), _profiles(request))
@@ -97,7 +98,8 @@ def memory_report(request: MemoryRequest) -> MemoryReport:
     write_line(f"merak: {precision_of(workload, request, job)}.")
     columns = workload.columns(request.batch)
     forecast = forecast_of(workload.source, columns, mesh, engine_options)
-    return report_on(source.name, forecast, workload.source.cache_dir, usable)
+    cluster = None if request.cluster is None else parse_cluster(request.cluster)
+    return report_on(source.name, forecast, workload.source.cache_dir, usable, cluster)
 
 
 def _profiles(request: MemoryRequest) -> list[DeviceProfile]:

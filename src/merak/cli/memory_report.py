@@ -12,8 +12,11 @@ from merak.plan.memory.non_tensor import NonTensorMemory
 from merak.plan.memory.on_autograd import OnAutograd
 
 if TYPE_CHECKING:
+    from merak.core.mesh import Mesh
     from merak.plan.activations.forecast import Forecast
     from merak.plan.activations.offload_time import Estimate
+    from merak.plan.cluster.cluster import Cluster
+    from merak.plan.cluster.fit import HostUse
     from merak.plan.cost.device import DeviceProfile
     from merak.plan.memory.model import RankMemory
     from merak.schedule.ir import Schedule
@@ -58,7 +61,8 @@ class RankReport:
         at: the action that runs then; "update" for the optimizer's step.
         at_seconds: when it begins in the simulated iteration.
         parts: bytes at that moment, by what they are for.
-        host: the most bytes in host memory, of activations and the optimizer.
+        host: bytes in host memory.
+        host_parts: of it, by what they are for.
         disk: bytes of the optimizer in files.
     """
 
@@ -68,6 +72,7 @@ class RankReport:
     at_seconds: float
     parts: dict[str, int]
     host: int
+    host_parts: dict[str, int]
     disk: int = 0
 
 
@@ -88,7 +93,11 @@ class MemoryReport:
         assumed: what is not of this machine but assumed, for people to read; None for nothing.
         device_bytes: memory of the device by its data sheet; None where it has none.
         usable_bytes: of each pp rank's device, what is left for tensors; None where unknown.
-        fits: whether every pp rank's peak is at most that; None where it is unknown.
+        host_ranks: ranks of the host that has the least memory left; of all where no cluster says.
+        host_bytes: that they have in its memory.
+        usable_host_bytes: of its memory, beside their processes; None where it is not known.
+        fits: whether every pp rank's peak, and what a host holds, are at most that; None where the
+            device's memory is unknown.
         non_tensor_bytes: of the device, that hold no tensor, by what they are for; None where its
             memory is not known.
         on_autograd: segments whose backward autograd runs, by reason.
@@ -106,6 +115,9 @@ class MemoryReport:
     assumed: str | None = None
     device_bytes: int | None = None
     usable_bytes: list[int] | None = None
+    host_ranks: int = 0
+    host_bytes: int = 0
+    usable_host_bytes: int | None = None
     fits: bool | None = None
     non_tensor_bytes: dict[str, int] | None = None
     on_autograd: tuple[OnAutograd, ...] = ()
@@ -116,6 +128,7 @@ def report_on(
     forecast: Forecast,
     cache: Path | None,
     usable: tuple[float, ...] | None = None,
+    cluster: Cluster | None = None,
 ) -> MemoryReport:
     """Report a forecast.
 
@@ -124,6 +137,7 @@ def report_on(
         forecast: of the job.
         cache: where measured speeds of this machine are cached.
         usable: bytes that each pp rank's tensors may fill; None where they are not known.
+        cluster: the devices, whose hosts hold what is offloaded; None for one host of all ranks.
     """
     from merak.plan.activations.fit import simulated
     from merak.plan.cluster.fit import non_tensor_on
@@ -144,6 +158,7 @@ def report_on(
     ranks = forecast.ranks(schedule)
     if usable is not None and math.inf in usable:
         usable = None
+    host = _host(forecast.mesh, ranks, cluster)
     return MemoryReport(
         model=name,
         schedule=layout.schedule.name,
@@ -157,12 +172,26 @@ def report_on(
         assumed=None if sheet is None else _assumed(sheet, forecast.mesh.device.type),
         device_bytes=None if sheet is None else sheet.memory_bytes,
         usable_bytes=None if usable is None else [int(most) for most in usable],
+        host_ranks=host.num_ranks,
+        host_bytes=host.needed_bytes,
+        usable_host_bytes=host.usable_bytes,
         fits=None
         if usable is None
-        else all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
+        else host.fits
+        and all(rank.peak.total_bytes <= most for rank, most in zip(ranks, usable, strict=True)),
         non_tensor_bytes=None if others is None else asdict(others),
         on_autograd=forecast.on_autograd,
     )
+
+
+def _host(mesh: Mesh, ranks: tuple[RankMemory, ...], cluster: Cluster | None) -> HostUse:
+    """The host with least memory left; all ranks are on one where no cluster says it."""
+    from merak.plan.cluster.fit import HostUse, fullest_host
+
+    held = [rank.host.total for rank in ranks]
+    if cluster is not None:
+        return fullest_host(cluster, mesh, held)
+    return HostUse(mesh.world_size, sum(held) * mesh.replicas * mesh.tp) if any(held) else HostUse()
 
 
 def _assumed(sheet: DeviceProfile, traced_for: str) -> str:
@@ -212,7 +241,8 @@ def _rank(rank: RankMemory, schedule: Schedule, found: Estimate) -> RankReport:
         rank.peak.at,
         at_seconds,
         parts,
-        rank.host_bytes,
+        rank.host.total,
+        {part: held for part, held in asdict(rank.host).items() if held},
         rank.disk_bytes,
     )
 
@@ -243,6 +273,16 @@ def page(report: MemoryReport) -> str:
             + (f", and {size(rank.host)} in host memory" if rank.host else "")
             + (f", {size(rank.disk)} in files" if rank.disk else "")
         )
+    if report.host_bytes:
+        parts = ", ".join(
+            f"{part} {size(max(rank.host_parts.get(part, 0) for rank in report.ranks))}"
+            for part in dict.fromkeys(part for rank in report.ranks for part in rank.host_parts)
+        )
+        of = "" if report.usable_host_bytes is None else f" of {size(report.usable_host_bytes)}"
+        lines.append(
+            f"  a host of {counted(report.host_ranks, 'rank')}: {size(report.host_bytes)}{of} in "
+            f"host memory; of a rank at most: {parts}"
+        )
     return "\n".join(lines + _fit(report))
 
 
@@ -262,5 +302,7 @@ def _fit(report: MemoryReport) -> list[str]:
     short = [
         str(rank.rank) for rank, most in zip(report.ranks, usable, strict=True) if rank.peak > most
     ]
-    ranks = f"pp rank{'s' * (len(short) > 1)} {', '.join(short)}"
-    return ["", f"{has} the job does not fit ({ranks})", *others]
+    where = [f"pp rank{'s' * (len(short) > 1)} {', '.join(short)}"] if short else []
+    if report.usable_host_bytes is not None and report.host_bytes > report.usable_host_bytes:
+        where.append("the memory of a host")
+    return ["", f"{has} the job does not fit ({', '.join(where)})", *others]

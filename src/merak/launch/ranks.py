@@ -139,8 +139,7 @@ def check_room(num_ranks: int, system: System | None = None) -> None:
     Raises:
         CommandError: there are more.
     """
-    memory = read_memory(system or System())
-    whole = memory.host_bytes if memory.limit_bytes is None else memory.limit_bytes
+    whole = read_memory(system or System()).whole_bytes
     if whole and num_ranks * RANK_BYTES > whole:
         raise CommandError(
             f"{num_ranks:,} ranks do not find room on this machine, whose {size(whole)} of memory "

@@ -124,7 +124,28 @@ def test_host_memory_takes_what_the_device_does_not(capsys):
     assert main([*MODEL, *words, "--offload", "full"]) == 0
     page = capsys.readouterr().out
     assert "recomputed: 0 segments, offloaded: 8 segments" in page
-    assert " in host memory\n" in page
+    assert " in host memory\n" in page and "  a host of 2 ranks: " in page
+
+
+def test_a_host_holds_what_its_ranks_do(capsys, tmp_path):
+    """States, masters, gradients and pinned buffers of all of its ranks, if it has the memory."""
+    words = (*MODEL[:-2], "--pp", "2", "--dp", "2", "--offload-optimizer", "cpu")
+    for gigabytes in (100.0, 2.0):  # less than four processes of torch take
+        cluster = tmp_path / f"{gigabytes}.yaml"
+        nodes = {"device": "h100", "devices_per_node": 4, "host_memory_gigabytes": gigabytes}
+        cluster.write_text(json.dumps({"nodes": [nodes]}))
+        assert main([*words, "--cluster", str(cluster), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        (first, last) = report["ranks"]
+        assert set(first["host_parts"]) == {"optimizer", "gradients", "pinned"}
+        assert sum(first["host_parts"].values()) == first["host"]
+        needed = 2 * (first["host"] + last["host"])
+        assert (report["host_ranks"], report["host_bytes"]) == (4, needed)
+        assert report["fits"] is (gigabytes > 2.0)
+    assert main([*words, "--cluster", str(cluster)]) == 0
+    page = capsys.readouterr().out
+    assert "the job does not fit (the memory of a host)" in page
+    assert "a host of 4 ranks: " in page and " of 0 B in host memory; of a rank" in page
 
 
 def test_the_page_shows_stages_and_moments(capsys):

@@ -42,9 +42,11 @@ class PlanRow(Candidate):
         peak_memory_bytes: of every pp rank.
         memory_uncertainty: of it, as a fraction.
         device_memory_bytes: of every pp rank's device; None where it is not known.
+        host_memory_bytes: in the memory of the host that has the least of it left.
+        usable_host_memory_bytes: that this host has for it; None where it is not known.
         non_tensor_bytes: of the smallest device, that hold no tensor, by what they are for; None
             where its memory is not known.
-        fits: whether every pp rank holds its peak.
+        fits: whether every pp rank holds its peak, and every host what is in its memory.
         dollars_per_step: where a price is known.
         dollars_per_billion_tokens: where a price is known.
     """
@@ -60,6 +62,8 @@ class PlanRow(Candidate):
     peak_memory_bytes: list[int]
     memory_uncertainty: float
     device_memory_bytes: list[float] | None
+    host_memory_bytes: int
+    usable_host_memory_bytes: int | None
     non_tensor_bytes: dict[str, int] | None
     fits: bool
     dollars_per_step: float | None
@@ -179,6 +183,8 @@ def row_of(
         peak_memory_bytes=list(price.peak_memory_bytes),
         memory_uncertainty=price.memory_uncertainty,
         device_memory_bytes=known if len(known) == len(price.device_bytes) else None,
+        host_memory_bytes=price.host.needed_bytes,
+        usable_host_memory_bytes=price.host.usable_bytes,
         non_tensor_bytes=_non_tensor_bytes(own, cluster),
         fits=price.fits,
         dollars_per_step=dollars,
@@ -349,6 +355,10 @@ def _best(report: PlanReport) -> list[str]:
     )
     if limit is not None and best.non_tensor_bytes is not None:
         lines += _wrapped(f"  not for tensors: {NonTensorMemory(**best.non_tensor_bytes)}")
+    if best.host_memory_bytes:
+        usable = best.usable_host_memory_bytes
+        of = ", whose size is not known" if usable is None else f" of {size(usable)}"
+        lines += _wrapped(f"  in the memory of a host: {size(best.host_memory_bytes)}{of}")
     if best.dollars_per_step is not None and best.dollars_per_billion_tokens is not None:
         lines.append(
             f"  ${best.dollars_per_step:.4g} a step, "

@@ -37,6 +37,13 @@ class Memory:
     limit_free_bytes: int | None = None
     num_local_ranks: int = 1
 
+    @property
+    def whole_bytes(self) -> int:
+        """The container's limit, or the host's memory where that is less; 0 if unknown."""
+        if self.limit_bytes is None:
+            return self.host_bytes
+        return min(self.limit_bytes, self.host_bytes or self.limit_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Overcommit:

@@ -20,6 +20,7 @@ from merak.plan.price.workload import Workload
 from merak.plan.search.explain import describe
 from merak.plan.search.pinned import Pinned
 from merak.plan.search.plan_file import candidate_from
+from merak.plan.search.prune import memory_rejection
 from merak.plan.search.ranking import Refusal
 from merak.plan.search.search import search
 from merak.plan.search.smallest import fits_nowhere
@@ -148,11 +149,11 @@ def fastest_microbatch(
 
 
 def _too_large(price: Price) -> str:
-    peaks = zip(price.peak_memory_bytes, price.device_bytes, strict=True)
-    rank, (peak, most) = max(enumerate(peaks), key=lambda own: own[1][0] / own[1][1])
+    rejection = memory_rejection(price)
+    assert rejection is not None
     return (
-        f"one of {price.candidate.microbatch} takes {size(peak)} on pp rank {rank} of "
-        f"{size(int(most))}; use recompute='full', a higher zero, more ranks, or plan='auto'"
+        f"one of {price.candidate.microbatch} takes {rejection.why}; "
+        "use recompute='full', a higher zero, more ranks, or plan='auto'"
     )
 
 

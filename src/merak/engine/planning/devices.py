@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from merak.core.announce import announce
+from merak.core.doctor.finding import System
+from merak.core.doctor.memory import read_memory
 from merak.core.errors import PlanError
 from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
@@ -40,11 +42,13 @@ class _Device:
         host: of the rank.
         name: as its driver or the operating system calls it.
         memory_bytes: of a GPU; None of the CPU.
+        host_memory_bytes: that its host, or the container there, has for all ranks; 0 if unknown.
     """
 
     host: str
     name: str
     memory_bytes: int | None
+    host_memory_bytes: int = 0
 
 
 def devices_here(
@@ -81,7 +85,8 @@ def devices_here(
                 save_for_jobs(cache, profile)
     if mesh.rank:
         return None
-    return known[0] if memory_budget is None else _limited(known[0], memory_budget)
+    found = _with_hosts(known[0], ranks)
+    return found if memory_budget is None else _limited(found, memory_budget)
 
 
 def _gathered(mesh: Mesh) -> list[_Device]:
@@ -90,7 +95,8 @@ def _gathered(mesh: Mesh) -> list[_Device]:
     if mesh.device.type == "cuda":
         memory = torch.cuda.get_device_properties(mesh.device).total_memory
     host = mesh.hosts[mesh.rank] if mesh.hosts else socket.gethostname()
-    found = [_Device(host, device_name(mesh.device), memory)] * mesh.world_size
+    whole = read_memory(System()).whole_bytes
+    found = [_Device(host, device_name(mesh.device), memory, whole)] * mesh.world_size
     if mesh.device_mesh is not None:
         own = found[0]
         with waiting_for_all("the devices of"):
@@ -133,6 +139,15 @@ def _known(ranks: Sequence[_Device], cache: Path | None) -> Cluster | None:
         ", ".join(dict.fromkeys(map(str, sheets.values()))),
     )
     return Cluster(tuple(merged))
+
+
+def _with_hosts(cluster: Cluster, ranks: Sequence[_Device]) -> Cluster:
+    """A cluster whose hosts have the memory of the smallest that is here, unless it says theirs."""
+    least = min(own.host_memory_bytes for own in ranks) or None
+    nodes = [
+        replace(own, host_memory_bytes=own.host_memory_bytes or least) for own in cluster.nodes
+    ]
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def _limited(cluster: Cluster, memory_budget: int) -> Cluster:

@@ -12,7 +12,7 @@ Source: arXiv 2101.06840 (ZeRO-Offload), section 4.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,7 @@ from torch import nn
 
 from merak.engine.segments.copy_streams import CopyQueue, Pair, StreamCopies, SyncCopies
 from merak.engine.zero.state_files import FileStates, FileTensor, StateFile
-from merak.plan.optimizer.home import PART_BYTES
-
-_MOST_OPEN = 2
-"""Parts that may be on their way to the device."""
+from merak.plan.optimizer.home import MOST_SENT, in_parts
 
 
 class HostTensors:
@@ -104,7 +101,7 @@ class HostTensors:
         """
         pairs = [(target, self._staged(source.detach(), target.dtype)) for target, source in found]
         self._open.append(self._to_device.copy(pairs))
-        while len(self._open) > _MOST_OPEN:
+        while len(self._open) > MOST_SENT:
             self._to_device.finish(self._open.popleft())
 
     def arrive(self) -> None:
@@ -160,7 +157,7 @@ class StepInParts:
         self._gradients = {t: t.grad for t in own if t.grad is not None}
         for tensor in self._gradients:
             tensor.grad = None
-        parts = _parts(self._gradients) or [[]]
+        parts = _parts(list(self._gradients)) or [[]]
         if self._files is not None:
             self._files.prefetch(optimizer, parts[0])
         for part, following in zip(parts, [*parts[1:], None], strict=True):
@@ -194,14 +191,6 @@ class StepInParts:
             self._files.finish()
 
 
-def _parts(tensors: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Tensors that are stepped at a time, in order, of `PART_BYTES` or more."""
-    parts: list[list[nn.Parameter]] = []
-    size = PART_BYTES
-    for tensor in tensors:
-        if size >= PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += tensor.nbytes
-    return parts
+def _parts(tensors: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Tensors that are stepped at a time, in order."""
+    return [[tensors[n] for n in part] for part in in_parts([own.nbytes for own in tensors])]

@@ -304,7 +304,7 @@ def _offload_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int
     if not saved or saved == policy.offloaded or forecast.options.sub_pipelining == "on":
         return []
     ranks = forecast.ranks(forecast.layout.schedule, replace(policy, offloaded=saved))
-    needed, host = _largest(ranks).peak.total_bytes, max(rank.host_bytes for rank in ranks)
+    needed, host = _largest(ranks).peak.total_bytes, max(rank.host.total for rank in ranks)
     if needed > budget:
         return []
     beside = f"{size(needed, 2)} with {size(host, 2)} of host memory"

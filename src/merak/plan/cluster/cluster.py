@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from merak.core.doctor.memory import FEWEST_BYTES
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.profile.profile import CollectiveTimes
 
@@ -48,6 +49,7 @@ class Nodes:
         network: from a device of a node to those of other nodes.
         adapters: network adapters of a node, which its devices share evenly.
         dollars_per_hour: price of one device for one hour; None where it is not known.
+        host_memory_bytes: of a node, for all of its ranks; None where it is not known.
     """
 
     device: DeviceProfile
@@ -57,6 +59,14 @@ class Nodes:
     network: Link
     adapters: int | None = None
     dollars_per_hour: float | None = None
+    host_memory_bytes: int | None = None
+
+    @property
+    def usable_host_bytes(self) -> int | None:
+        """Host memory of a node beside the processes of its ranks; None where it is not known."""
+        if self.host_memory_bytes is None:
+            return None
+        return max(0, self.host_memory_bytes - self.devices_per_node * FEWEST_BYTES)
 
     @property
     def num_devices(self) -> int:

@@ -1,8 +1,10 @@
-"""Memory that a cluster has for every pp rank of a job."""
+"""Memory that a cluster has for every pp rank of a job, and for the ranks of every node."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
@@ -34,6 +36,54 @@ def usable_by_pp_rank(cluster: Cluster, mesh: Mesh) -> tuple[float, ...]:
         )
         for rank in range(mesh.pp)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Host memory that the ranks of a node take.
+
+    Args:
+        num_ranks: of the node.
+        needed_bytes: that they take, beside their processes.
+        usable_bytes: that the node has for that; None where it is not known.
+    """
+
+    num_ranks: int = 0
+    needed_bytes: int = 0
+    usable_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the node has so much."""
+        return self.usable_bytes is None or self.needed_bytes <= self.usable_bytes
+
+
+def fullest_host(cluster: Cluster, mesh: Mesh, host_bytes: Sequence[int]) -> HostUse:
+    """The node that has the least host memory left, or takes the most where that is not known.
+
+    Args:
+        cluster: the devices.
+        mesh: of the job.
+        host_bytes: of a rank in host memory, by pp rank.
+    """
+    size, first = mesh.replicas * mesh.tp, 0
+    found = list[HostUse]()
+    for nodes in cluster.nodes if any(host_bytes) else ():
+        for _ in range(nodes.count):
+            ranks = range(first, min(first + nodes.devices_per_node, mesh.world_size))
+            first += nodes.devices_per_node
+            needed = sum(
+                host_bytes[pp]
+                * len(range(max(ranks.start, pp * size), min(ranks.stop, pp * size + size)))
+                for pp in range(ranks.start // size, -(-ranks.stop // size))
+            )
+            found.append(HostUse(len(ranks), needed, nodes.usable_host_bytes))
+    return max(found, key=_excess, default=HostUse())
+
+
+def _excess(own: HostUse) -> tuple[float, int]:
+    most = math.inf if own.usable_bytes is None else own.usable_bytes
+    return own.needed_bytes - most, own.needed_bytes
 
 
 def _nodes_of(cluster: Cluster, start: int, end: int) -> list[Nodes]:

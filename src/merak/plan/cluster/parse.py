@@ -163,7 +163,10 @@ def _from_file(path: Path, device: str | None) -> Cluster:
 
 
 _OF_NODES = frozenset(
-    ("device", "devices_per_node", "count", "link", "network", "adapters", "dollars_per_hour")
+    (
+        *("device", "devices_per_node", "count", "link", "network", "adapters"),
+        *("dollars_per_hour", "host_memory_gigabytes"),
+    )
 )
 
 
@@ -178,7 +181,7 @@ def _nodes(field: Field, folder: Path) -> Nodes:
         if sheet is None and name not in fields:
             raise field.error(f"has no {name!r}, which the device's figures do not name; add it")
     network = _link(fields.get("network"), sheet.network if sheet else "")
-    price = fields.get("dollars_per_hour")
+    price, memory = fields.get("dollars_per_hour"), fields.get("host_memory_gigabytes")
     return Nodes(
         device=device,
         devices_per_node=size,
@@ -187,6 +190,7 @@ def _nodes(field: Field, folder: Path) -> Nodes:
         network=_shared(network, adapters, size),
         adapters=adapters,
         dollars_per_hour=None if price is None else price.number(least=0.0),
+        host_memory_bytes=None if memory is None else int(memory.number(above=0.0) * 1e9),
     )
 
 

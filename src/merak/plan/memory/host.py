@@ -1,4 +1,4 @@
-"""Offloaded activations in the memory timeline, as `merak.engine.segments` moves them.
+"""Host memory of a rank: what is there, and offloaded activations in the memory timeline.
 
 A segment's activations stay on the device until the segment that runs beside their copy has ended,
 are on the device again once the copy back begins, and are released with the segment's backward.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from merak.graph.program.program import SegmentProgram
 from merak.plan.cost.segments.memory import SegmentMemory
 from merak.plan.memory.ledger import Ledger
+from merak.plan.optimizer.home import MOST_SENT, folder_of, in_parts, shared_out
 
 Keys = Mapping[str, Hashable]
 """Storage of each value by name; None for one that costs nothing."""
@@ -21,6 +22,83 @@ Keys = Mapping[str, Hashable]
 def block_bytes(size: int) -> int:
     """Bytes of pinned memory that torch's allocator takes for a storage: the next power of two."""
     return 1 << max(size - 1, 0).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class HostBytes:
+    """Bytes of a rank in host memory, beside its process.
+
+    Args:
+        activations: offloaded ones, at their peak.
+        optimizer: its states, masters, and copies of what it steps; of those in files what is read
+            ahead, stepped and written, with gradients.
+        gradients: that step it, in memory.
+        pinned: of pinned buffers beyond these: rounding, and tensors on their way to the device.
+    """
+
+    activations: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    pinned: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.optimizer + self.gradients + self.pinned
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedTensor:
+    """A tensor that an optimizer steps in host memory or files.
+
+    Args:
+        state: bytes of its states, its master included, or of its copy.
+        gradient: bytes of its gradient, which has the shape and type of what is stepped.
+        sent: bytes that go back to the device once it is stepped.
+    """
+
+    state: int
+    gradient: int
+    sent: int
+
+    @property
+    def total(self) -> int:
+        """Bytes that are not on the device."""
+        return self.state + self.gradient
+
+
+def host_bytes(
+    home: str | None, tensors: Sequence[OffloadedTensor], activations: HostMemory, is_pinned: bool
+) -> tuple[HostBytes, int]:
+    """What a rank has in host memory, and bytes in files.
+
+    Args:
+        home: the option `offload_optimizer`.
+        tensors: that its optimizer steps there.
+        activations: its offloaded activations.
+        is_pinned: whether a device copies to and from pinned memory, as a GPU does.
+    """
+    in_memory, in_files = shared_out(home, [own.total for own in tensors])
+    gradients = 0 if folder_of(home) else sum(own.gradient for own in tensors)
+    pinned = 0
+    if is_pinned:
+        pinned = sum(size * count for size, count in activations.blocks.items())
+        pinned -= activations.peak_bytes
+        if gradients:
+            pinned += sum(block_bytes(own.gradient) for own in tensors) - gradients
+        pinned += _staged_bytes(tensors)
+    found = HostBytes(activations.peak_bytes, in_memory - gradients, gradients, pinned)
+    return found, in_files
+
+
+def _staged_bytes(tensors: Sequence[OffloadedTensor]) -> int:
+    """Bytes of the pinned buffers through which stepped tensors go to the device."""
+    parts = in_parts([own.gradient for own in tensors])
+    blocks = Counter[int]()
+    for last in range(len(parts)):
+        there = parts[max(0, last - MOST_SENT) : last + 1]
+        blocks |= Counter(block_bytes(tensors[n].sent) for part in there for n in part)
+    return sum(size * count for size, count in blocks.items())
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Source: arXiv 2206.04959 (Merak), section 5.2, for the activations of microbatch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.gradient_compression import feedback_bytes
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS, level_bytes
 from merak.plan.memory.context import MemoryContext, TiedParameter, parameters_of
+from merak.plan.memory.host import HostBytes, OffloadedTensor, host_bytes
 from merak.plan.memory.ledger import Category, Ledger, Peak
 from merak.plan.memory.measured import Measured
 from merak.plan.memory.sub_pipelined import SplitSegments
@@ -31,7 +33,7 @@ from merak.plan.memory.whole_tensors import (
     stepped_whole,
 )
 from merak.plan.memory.zero import ZeroSharding, total_bytes
-from merak.plan.optimizer.home import is_away, shared_out
+from merak.plan.optimizer.home import is_away
 from merak.plan.optimizer.needs import Findings, Needs, merged_findings
 from merak.plan.optimizer.small_tensors import job_tensor
 from merak.schedule.ir import Schedule
@@ -78,15 +80,15 @@ class RankMemory:
         rank: the pp rank.
         stages: its stages.
         peak: the moment at which it holds the most.
-        host_bytes: in host memory: peak of its offloaded activations, and its optimizer.
-        host_blocks: number of blocks of pinned memory for these activations, by their bytes.
+        host: what it has in host memory.
+        host_blocks: number of blocks of pinned memory for offloaded activations, by their bytes.
         disk_bytes: of its optimizer in files.
     """
 
     rank: int
     stages: tuple[StageMemory, ...]
     peak: Peak
-    host_bytes: int = 0
+    host: HostBytes = field(default_factory=HostBytes)
     host_blocks: Mapping[int, int] = field(default_factory=dict)
     disk_bytes: int = 0
 
@@ -296,10 +298,10 @@ class MemoryModel:
             _stage(stage, program, state, away, job.zero, ledger.stage_peaks[stage])
             for stage in program.stages
         )
-        host = timeline.host
-        in_memory, in_files = shared_out(job.home, away.values())
-        host_bytes = host.peak_bytes + in_memory
-        return RankMemory(rank, stages, ledger.peak, host_bytes, host.blocks, in_files)
+        is_pinned = (job.kernels or job.mesh.device.type) == "cuda"
+        offloaded = timeline.host
+        host, in_files = host_bytes(job.home, [*away.values()], offloaded, is_pinned)
+        return RankMemory(rank, stages, ledger.peak, host, offloaded.blocks, in_files)
 
 
 def _hold_update(ctx: MemoryContext, ledger: Ledger, job: Job, taken_bytes: int) -> None:
@@ -316,14 +318,18 @@ def _hold_update(ctx: MemoryContext, ledger: Ledger, job: Job, taken_bytes: int)
     ledger.record_peak("gather", _gathered_bytes(job, _trained(whole)))
 
 
-def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, int]:
-    """Bytes in host memory by parameter: the state, masters included, copies, and gradients."""
+def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, OffloadedTensor]:
+    """What is in host memory of each parameter."""
     if not job.is_away:
         return {}
     metas = _trained(parameters_of(program))
     stepped = job.zero.optimizer_tensors(metas)
-    copies = {n: 0 if job.zero.master_bytes(metas[n], t) else 1 for n, t in stepped.items()}
-    return {n: state[n] + (copies[n] + 1) * t.num_bytes for n, t in stepped.items()}
+    found = {}
+    for name, tensor in stepped.items():
+        own = 0 if job.zero.master_bytes(metas[name], tensor) else tensor.num_bytes
+        sent = math.prod(tensor.shape) * metas[name].dtype.itemsize
+        found[name] = OffloadedTensor(state[name] + own, tensor.num_bytes, sent)
+    return found
 
 
 def _hold_parameters(ctx: MemoryContext, ledger: Ledger, is_away: bool) -> None:
@@ -487,7 +493,7 @@ def _stage(
     stage: int,
     program: Program,
     state: Mapping[str, int],
-    away: Mapping[str, int],
+    away: Mapping[str, OffloadedTensor],
     zero: ZeroSharding,
     activations: int,
 ) -> StageMemory:
@@ -503,7 +509,7 @@ def _stage(
         gradients=sum(sizes(trained).values()),
         optimizer=sum(state.get(name, 0) for name in trained),
         activations=activations,
-        host=sum(away.get(name, 0) for name in trained),
+        host=sum(away[name].total for name in trained if name in away),
     )
 
 

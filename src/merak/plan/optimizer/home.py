@@ -9,7 +9,8 @@ Sources: arXiv 2101.06840 (ZeRO-Offload), section 4; arXiv 2104.07857 (ZeRO-Infi
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 from merak.core.errors import ArgumentsError
 
@@ -18,6 +19,9 @@ HOST = "cpu"
 
 PART_BYTES = 64 * 2**20
 """Bytes of optimizer tensors that are stepped at a time, and then sent while the next are."""
+
+MOST_SENT = 2
+"""Parts that may be on their way to the device, beside the one that is stepped."""
 
 _PARTS_IN_MEMORY = 4
 """Parts of the states in files that are in memory: read ahead, stepped, and two being written."""
@@ -64,6 +68,21 @@ def folder_of(home: str | None) -> str | None:
         home: as of `read_home`.
     """
     return home if is_away(home) and home != HOST else None
+
+
+def in_parts(sizes: Sequence[int]) -> list[range]:
+    """Numbers of the tensors that are stepped at a time, in order, of `PART_BYTES` or more.
+
+    Args:
+        sizes: bytes of each tensor that is stepped.
+    """
+    starts, held = list[int](), PART_BYTES
+    for number, num_bytes in enumerate(sizes):
+        if held >= PART_BYTES:
+            starts.append(number)
+            held = 0
+        held += num_bytes
+    return [range(*own) for own in pairwise([*starts, len(sizes)])]
 
 
 def shared_out(home: str | None, sizes: Collection[int]) -> tuple[int, int]:

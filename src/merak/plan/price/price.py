@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from merak.plan.cluster.fit import HostUse
 from merak.plan.price.candidate import Candidate
 
 
@@ -27,6 +28,7 @@ class Price:
         peak_memory_bytes: of each pp rank.
         memory_uncertainty: of the peaks, as a fraction.
         device_bytes: memory of each pp rank's device that a job may use.
+        host: the host memory of the node that has the least of it left.
     """
 
     candidate: Candidate
@@ -43,11 +45,12 @@ class Price:
     memory_uncertainty: float
     device_bytes: tuple[float, ...]
     tied_s: float = 0.0
+    host: HostUse = field(default_factory=HostUse)
 
     @property
     def fits(self) -> bool:
-        """Whether every pp rank holds its peak."""
-        return all(
+        """Whether every pp rank holds its peak, and every node what is in host memory."""
+        return self.host.fits and all(
             peak <= most
             for peak, most in zip(self.peak_memory_bytes, self.device_bytes, strict=True)
         )
@@ -60,16 +63,16 @@ class Price:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """A candidate of which one pp rank's memory is too small, which makes a price idle.
+    """A candidate for which a device's or a host's memory is too small, which makes a price idle.
 
     Args:
         candidate: what does not fit.
-        rank: the pp rank.
+        rank: the pp rank of the device; None of a host.
         peak_bytes: of it.
-        device_bytes: memory of its device that a job may use.
+        device_bytes: memory that a job may use there.
     """
 
     candidate: Candidate
-    rank: int
+    rank: int | None
     peak_bytes: int
     device_bytes: float

@@ -21,7 +21,7 @@ from merak.plan.activations.offload import NOTHING, parse_offload
 from merak.plan.activations.recompute import recomputing_stages
 from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
-from merak.plan.cluster.fit import usable_by_pp_rank
+from merak.plan.cluster.fit import HostUse, fullest_host, usable_by_pp_rank
 from merak.plan.cluster.hierarchy import on_nodes
 from merak.plan.constraints import refuse_optional_layers, refuse_reductions
 from merak.plan.cost.device import DeviceProfile
@@ -173,6 +173,11 @@ def price_if_fits(workload: Workload, cluster: Cluster, candidate: Candidate) ->
         if peak > most:
             chosen = _chosen(candidate, forecast)
             return Misfit(candidate=chosen, rank=own.rank, peak_bytes=peak, device_bytes=most)
+    host = _host(cluster, candidate, memory)
+    if host.usable_bytes is not None and not host.fits:
+        needed, most = host.needed_bytes, host.usable_bytes
+        chosen = _chosen(candidate, forecast)
+        return Misfit(candidate=chosen, rank=None, peak_bytes=needed, device_bytes=most)
     laid = _with_memory(workload, candidate, arranged, tuple(memory))
     return _price(workload, cluster, candidate, laid)
 
@@ -197,6 +202,7 @@ def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _La
         peak_memory_bytes=tuple(own.peak.total_bytes for own in laid.memory),
         memory_uncertainty=MEMORY_UNCERTAINTY,
         device_bytes=_usable(cluster, candidate),
+        host=_host(cluster, candidate, laid.memory),
     )
 
 
@@ -563,6 +569,11 @@ def _rate(device: DeviceProfile) -> float:
 
 def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
     return usable_by_pp_rank(cluster, candidate.mesh(0, torch.device("cpu")))
+
+
+def _host(cluster: Cluster, candidate: Candidate, memory: Sequence[RankMemory]) -> HostUse:
+    mesh = candidate.mesh(0, torch.device("cpu"))
+    return fullest_host(cluster, mesh, [own.host.total for own in memory])
 
 
 def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -68,8 +68,8 @@ def plan_of(workload: Workload, price: Price, cluster: str = "") -> PlanFile:
         price: of the plan.
         cluster: the devices, as they were named.
     """
-    names = [own.name for own in fields(price) if own.name != "candidate"]
-    figures = {name: getattr(price, name) for name in names}
+    names = [own.name for own in fields(price) if own.name not in ("candidate", "host")]
+    figures = {name: getattr(price, name) for name in names} | {"host": asdict(price.host)}
     casts = None if workload.autocast is None else str(workload.autocast).removeprefix("torch.")
     return PlanFile(
         describe_model(workload.model),

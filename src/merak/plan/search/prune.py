@@ -43,12 +43,18 @@ def memory_rejection(found: Price | Misfit) -> Rejection | None:
         return _too_large(found.candidate, found.rank, found.peak_bytes, found.device_bytes)
     if found.fits:
         return None
+    host = found.host
+    if host.usable_bytes is not None and not host.fits:
+        return _too_large(found.candidate, None, host.needed_bytes, host.usable_bytes)
     sizes = list(zip(found.peak_memory_bytes, found.device_bytes, strict=True))
     rank = max(range(len(sizes)), key=lambda own: sizes[own][0] / sizes[own][1])
     return _too_large(found.candidate, rank, *sizes[rank])
 
 
-def _too_large(candidate: Candidate, rank: int, held: int, most: float) -> Rejection:
+def _too_large(candidate: Candidate, rank: int | None, held: int, most: float) -> Rejection:
+    if rank is None:
+        why = f"{size(held)} in the memory of a host of {size(int(most))}"
+        return Rejection(candidate, Cause.MEMORY, why, held / max(most, 1.0))
     where = f"pp rank {rank} of {size(int(most))}" if candidate.pp > 1 else size(int(most))
     why = f"{size(held)} on {where}" if candidate.pp > 1 else f"{size(held)} of {where}"
     return Rejection(candidate, Cause.MEMORY, why, held / most)

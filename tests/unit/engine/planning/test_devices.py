@@ -13,7 +13,9 @@ from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.engine.planning import devices
 from merak.engine.planning.devices import devices_here
+from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
+from merak.plan.cluster.parse import parse_cluster
 from merak.plan.profile.profile_file import save_profile
 from merak.plan.profile.saved import find_saved, save_for_jobs
 from tests.unit.plan.profile.helpers import MACHINE, profile
@@ -36,6 +38,17 @@ def test_known_gpus_are_those_of_their_data_sheets() -> None:
     assert [(own.devices_per_node, own.count) for own in cluster.nodes] == [(2, 2)]
     assert cluster.nodes[0].device.memory_bytes == 85 * 10**9
     assert devices._known([replace(own, name="unheard of") for own in ranks], None) is None
+
+
+def test_hosts_have_the_memory_of_the_smallest_unless_they_say_theirs() -> None:
+    ranks = [devices._Device("a", "", None, own) for own in (3 * 10**9, 2 * 10**9)]
+    cluster = parse_cluster("h100:1x2")
+    (found,) = devices._with_hosts(cluster, ranks).nodes
+    assert found.host_memory_bytes == 2 * 10**9
+    (own,) = devices._with_hosts(Cluster((replace(found, host_memory_bytes=5),)), ranks).nodes
+    assert own.host_memory_bytes == 5
+    here = devices_here(MESH, "h100:2", None, None)
+    assert here is not None and (here.nodes[0].host_memory_bytes or 10**9) >= 10**9
 
 
 def test_a_profile_is_found_for_equal_devices_alone(tmp_path: Path) -> None:

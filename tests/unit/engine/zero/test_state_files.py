@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from merak.core.errors import ArgumentsError, MerakError, TrainingError
-from merak.engine.zero import host_tensors
 from merak.engine.zero.host_tensors import HostTensors, StepInParts
 from merak.engine.zero.state_files import StateFile
+from merak.plan.optimizer import home
 from tests.unit.engine.segments.test_activation_offload import engine_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -58,9 +58,9 @@ def trained(folder: str | None, make: Any) -> list[torch.Tensor]:
 def test_steps_in_parts_are_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    monkeypatch.setattr(host_tensors, "PART_BYTES", 2**40)
+    monkeypatch.setattr(home, "PART_BYTES", 2**40)
     whole = trained(None, make)
-    monkeypatch.setattr(host_tensors, "PART_BYTES", 16)
+    monkeypatch.setattr(home, "PART_BYTES", 16)
     for folder in (None, str(tmp_path)):
         found = trained(folder, make)
         assert len(found) == len(whole) and all(map(torch.equal, found, whole))

@@ -25,6 +25,7 @@ nodes:
     network: {latency_s: 2.0e-5, gigabytes_per_s: 12}
     adapters: 1
     dollars_per_hour: 0.5
+    host_memory_gigabytes: 512
 """
 
 
@@ -95,6 +96,7 @@ def test_a_file_of_uneven_nodes(tmp_path):
     cluster = parse_cluster(str(path))
     assert cluster.num_devices == 20
     assert cluster.dollars_per_hour == 16 * 2.5 + 4 * 0.5
+    assert [own.host_memory_bytes for own in cluster.nodes] == [None, 512 * 10**9]
     own = cluster.nodes[1]
     assert own.device.name == "mine"
     assert own.device.flops_per_s["bfloat16"] == pytest.approx(85e12)

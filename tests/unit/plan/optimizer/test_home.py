@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from merak.core.errors import ArgumentsError
-from merak.plan.optimizer.home import folder_of, is_away, read_home, shared_out
+from merak.plan.memory.host import HostBytes, HostMemory, OffloadedTensor, host_bytes
+from merak.plan.memory.ledger import Ledger
+from merak.plan.optimizer import home
+from merak.plan.optimizer.home import folder_of, in_parts, is_away, read_home, shared_out
 from merak.plan.options import ParallelOptions
 
 
@@ -26,6 +29,25 @@ def test_what_each_value_says(tmp_path: Path) -> None:
 def test_other_words_are_refused(given: object) -> None:
     with pytest.raises(ArgumentsError, match=r"is no place for an optimizer's states; use 'cpu'"):
         read_home(given)
+
+
+def test_parts_have_so_many_bytes_or_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "PART_BYTES", 10)
+    assert in_parts([4, 6, 20, 3, 3]) == [range(2), range(2, 3), range(3, 5)]
+    assert in_parts([]) == []
+
+
+def test_pinned_buffers_take_more_than_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the next power of two; three parts at a time are on their way to the device."""
+    monkeypatch.setattr(home, "PART_BYTES", 1)
+    own = [OffloadedTensor(state=12 * n, gradient=4 * n, sent=2 * n) for n in (8, 8, 3, 8, 3)]
+    there = HostMemory(Ledger(str))
+    plain = HostBytes(0, 12 * 30, 4 * 30)
+    assert host_bytes("cpu", own, there, is_pinned=False) == (plain, 0)
+    found, _ = host_bytes("cpu", own, there, is_pinned=True)
+    rounding = 2 * (16 - 12)
+    assert found.total - plain.total == found.pinned == rounding + (2 * 16 + 2 * 8)
+    assert host_bytes(None, [], there, is_pinned=True) == (HostBytes(), 0)
 
 
 def test_files_leave_some_parts_in_memory() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from merak.core.doctor.memory import FEWEST_BYTES
 from merak.core.errors import PlanError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
@@ -304,3 +305,13 @@ def test_an_optimizer_leaves_the_device_where_nothing_fits_else() -> None:
     assert {own.candidate.offload_optimizer for own in found.plans} == {"cpu"}
     kept = Pinned(**pinned.choices, offload_optimizer="off")
     assert not search(workload, devices(here + away), kept).plans
+    # Nor does it fit where its host has not the memory.
+    needed = found.plans[0].host
+    assert needed.num_ranks == 2 and needed.usable_bytes is None
+    for room, why in ((needed.needed_bytes, None), (needed.needed_bytes // 4, "memory of a host")):
+        (nodes,) = devices(here + away).nodes
+        nodes = replace(nodes, host_memory_bytes=2 * FEWEST_BYTES + room)
+        pinned = Pinned(**pinned.choices | {"offload_optimizer": "cpu"})
+        limited = search(workload, Cluster((nodes,)), pinned)
+        assert bool(limited.plans) is (why is None)
+        assert why is None or any(why in own.why for own in limited.rejected)
