@@ -184,7 +184,7 @@ def measure(
         "recompute": len(names) - len(forecast.saved),
         "host": len(layout.activations.offloaded),
         "peak": max(rank.peak.total_bytes for rank in ranks),
-        "host_bytes": max(rank.host_bytes for rank in ranks),
+        "host_bytes": max(rank.host.total for rank in ranks),
     }
 
 
