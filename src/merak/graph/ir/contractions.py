@@ -65,11 +65,12 @@ def contraction(node: fx.Node) -> Contraction | None:
     if place is not None and len(args) > place:
         bias = args[place]
     if name in CONVOLUTIONS | TRANSPOSED_CONVOLUTIONS:
-        pixels = [f"pixel{dim}" for dim in range(len(_shape(x)) - 2)]
+        pixels = [f"pixel{dim}" for dim in range(len(_shape(weight)) - 2)]
+        rows = ("row",) * (len(_shape(x)) - len(pixels) - 1)  # none where there is one sample alone
         sides = ("in", "out") if name in TRANSPOSED_CONVOLUTIONS else ("out", "in")
         kernel = [f"kernel of {pixel}" for pixel in pixels]
-        factors = (x, ("row", "in", *pixels)), (weight, (*sides, *kernel))
-        return Contraction(factors, ("row", "out", *pixels), bias and (bias, ("out",)))
+        factors = (x, (*rows, "in", *pixels)), (weight, (*sides, *kernel))
+        return Contraction(factors, (*rows, "out", *pixels), bias and (bias, ("out",)))
     if name in GROUPED_GEMMS:
         return _product((x, ("row", "in")), (weight, ("group", "in", "out")))
     order = -1 if name == "linear" else 1

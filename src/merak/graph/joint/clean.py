@@ -91,10 +91,11 @@ def base_of(node: fx.Node) -> fx.Node | None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether an operator must run whoever reads its results: it writes, draws or sends."""
+    """Whether an operator must run whoever reads its results: it writes, draws, sends or checks."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is not operator.getitem
-    return node.target._schema.is_mutable or draws(node.target)
+    schema = node.target._schema
+    return schema.is_mutable or not schema.returns or draws(node.target)
 
 
 def _read_no_tensor(node: fx.Node, is_sized: bool) -> None:

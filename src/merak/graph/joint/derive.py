@@ -155,6 +155,8 @@ class _Recorder(TorchDispatchMode):
             result = (_as_kernel_lays(func, args, result[0]), *result[1:])
         if isinstance(result, torch.Tensor | tuple | list):
             self._record(func, args, kwargs, result)
+        elif result is None and not func._schema.returns:  # it checks what it reads
+            self._record(func, args, kwargs, ())
         elif func.namespace != "prim" and _tensors((args, kwargs)):  # as not of `promote_types`
             raise JointError(f"{func} gives a value, not a tensor")
         return result
@@ -414,7 +416,10 @@ def _as_kernel_lays(func: Any, args: Any, made: torch.Tensor) -> torch.Tensor:
         try:
             found = func(*few)
             lain = (found[0] if isinstance(found, tuple) else found).stride()
-        except RuntimeError:  # of a kernel that the CPU has not
+        except (
+            RuntimeError,
+            IndexError,
+        ):  # of a kernel that the CPU has not, or of so few elements
             return made
     order = sorted(range(made.dim()), key=lambda dim: (-lain[dim], dim))
     long = [made.stride(dim) for dim in order if made.shape[dim] > 1]

@@ -135,6 +135,10 @@ CASES = {
         [(3, 2)],
         [(4, 3, 2)],
     ),
+    "an inverse, which is checked": Case(lambda w, x: torch.linalg.inv(w) @ x, [(4, 4)], [(4, 3)]),
+    "an index beyond a few elements": Case(
+        lambda v, x: x.select_scatter(v, 1, 3) * x, [(5,)], [(5, 4)]
+    ),
     "LSTM": Case(_recurrent("lstm"), _weights_of(4), [(2, 5, 4)]),
     "GRU": Case(_recurrent("gru"), _weights_of(3), [(2, 5, 4)]),
     "RNN": Case(_recurrent("rnn_tanh"), _weights_of(1), [(2, 5, 4)]),

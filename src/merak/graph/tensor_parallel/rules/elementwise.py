@@ -38,7 +38,7 @@ def is_elementwise(target: Any) -> bool:
 
 def elementwise(op: Operator) -> Decision:
     """Elementwise operators with broadcasting: all operands are sharded alike or broadcast."""
-    num_dims = len(shape_of(op.node))
+    num_dims = max(len(shape_of(n)) for n in op.node.all_input_nodes)  # of each of its results
     split = op.sharded()
     aligned = {n: p.dim + num_dims - len(shape_of(n)) for n, p in split.items()}
     lead, placed = next(iter(split.items()))

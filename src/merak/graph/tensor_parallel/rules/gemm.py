@@ -132,12 +132,18 @@ def separate(op: Operator) -> Decision:
 def convolution(op: Operator) -> Decision:
     """conv1d, conv2d, conv3d and their transposes, over whole pixels."""
     x, weight = op.arg("input"), op.arg("weight")
-    of_x = op.placement(x)
-    if op.arg("groups", 1) != 1 and not (isinstance(of_x, Shard) and of_x.dim == 0):
+    of_x, of_weight, channels = op.placement(x), op.placement(weight), channels_dim(op)
+    if op.arg("groups", 1) != 1 and not (isinstance(of_x, Shard) and of_x.dim < channels):
         return _grouped_convolution(op)
-    if any(p.dim > 1 for n in (x, weight) if isinstance(p := op.placement(n), Shard)):
+    lasts = (of_x, channels), (of_weight, 1)
+    if any(isinstance(placed, Shard) and placed.dim > last for placed, last in lasts):
         raise op.error("convolves pixels that are split")
     return product(op)
+
+
+def channels_dim(op: Operator) -> int:
+    """Dim of a convolution's channels, before its pixels: the first one of a sample alone."""
+    return len(shape_of(op.arg("input"))) - len(shape_of(op.arg("weight"))) + 1
 
 
 def _grouped_convolution(op: Operator) -> Decision:
@@ -146,16 +152,15 @@ def _grouped_convolution(op: Operator) -> Decision:
     A group's outputs depend on its inputs alone, so that channels stay where they are.
     """
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
-    groups = op.arg("groups", 1)
-    inputs, own, outputs = (
-        size // groups for size in (shape_of(x)[1], shape_of(weight)[0], shape_of(op.node)[1])
-    )
-    dims = {x: (1, inputs), weight: (0, own)} | ({bias: (0, outputs)} if bias else {})
+    groups, dim = op.arg("groups", 1), channels_dim(op)
+    sizes = shape_of(x)[dim], shape_of(weight)[0], shape_of(op.node)[dim]
+    inputs, own, outputs = (size // groups for size in sizes)
+    dims = {x: (dim, inputs), weight: (0, own)} | ({bias: (0, outputs)} if bias else {})
     lead = next(iter(op.sharded().values()))
     ways = set()
     for node, placed in op.sharded().items():
-        dim, size = dims[node]
-        if placed.dim != dim or any(n % size for n in placed.parts):
+        own_dim, size = dims[node]
+        if placed.dim != own_dim or any(n % size for n in placed.parts):
             raise op.error("convolves in groups, with operands that are split inside a group")
         ways.add(tuple(n // size for n in placed.parts))
     if len(ways) > 1:
@@ -164,10 +169,10 @@ def _grouped_convolution(op: Operator) -> Decision:
     for number in parts:
         op.local(number)
     needs: dict[fx.Node, Placement] = {
-        node: Shard(dim, tuple(n * size for n in parts), lead.origin)
-        for node, (dim, size) in dims.items()
+        node: Shard(own_dim, tuple(n * size for n in parts), lead.origin)
+        for node, (own_dim, size) in dims.items()
     }
-    after = Shard(1, tuple(n * outputs for n in parts), lead.origin)
+    after = Shard(dim, tuple(n * outputs for n in parts), lead.origin)
     return Decision(after, needs, **op.replace(groups=op.local(groups)))
 
 

@@ -198,7 +198,9 @@ def _convolution(op: Operator) -> Decision:
     """Convolution in groups of channels, with whole groups in each part."""
     x, weight, bias = op.arg("input"), op.arg("weight"), op.arg("bias")
     groups, (node, placed) = op.arg("groups", 1), _operand(op)
-    channels = {x: (1, shape_of(x)[1] // groups), weight: (0, shape_of(weight)[0] // groups)}
+    before = gemm.channels_dim(op)
+    num_inputs, num_outputs = shape_of(x)[before], shape_of(weight)[0]
+    channels = {x: (before, num_inputs // groups), weight: (0, num_outputs // groups)}
     channels |= {bias: channels[weight]} if bias is not None else {}
     dim, size = channels[node]
     if placed.dim != dim or any(part % size for part in placed.parts):
@@ -211,7 +213,7 @@ def _convolution(op: Operator) -> Decision:
 
     needs: dict[fx.Node, Placement] = {n: in_channels(*own) for n, own in channels.items()}
     _check_needs(op, needs)
-    output = in_channels(1, channels[weight][1])
+    output = in_channels(before, channels[weight][1])
     return Decision(output, needs, **op.replace(groups=local_size(of_groups, op.degree)))
 
 

@@ -36,7 +36,7 @@ class Convolved(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
-        found = self.conv(self.up(x).transpose(1, 2))[..., :TOKENS].transpose(1, 2)
+        found = self.conv(self.up(x).mT)[..., :TOKENS].mT
         first, *others = nn.functional.silu(found).chunk(self.parts, -1)
         for other in others:
             first = first * other
@@ -71,6 +71,13 @@ def test_ranks_convolve_their_own_groups(
     graph = cases.traced(made, columns())
     assert split <= tensor_parallel(graph, None, degree).weights.keys()
     calls = assert_parity(made, columns(), None, degree)
+    assert calls["reduce_from"] >= 1
+
+
+@pytest.mark.parametrize("groups", [1, 24])
+def test_channels_of_a_sample_alone(groups: int) -> None:
+    torch.manual_seed(0)
+    calls = assert_parity(Convolved(groups), {"x": columns()["x"][0]}, None, 2)
     assert calls["reduce_from"] >= 1
 
 

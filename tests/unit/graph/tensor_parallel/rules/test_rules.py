@@ -223,6 +223,11 @@ PLAIN = {"up": Column(), "down": Row()}
 ALL_HEADS = {**PLAIN, "all_heads": Column(), "rms": Column(), "per_channel": Column()}
 
 
+def two_results(block: Block, x: torch.Tensor) -> torch.Tensor:
+    fraction, exponent = torch.frexp(x)
+    return fraction * exponent
+
+
 def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.gather(x, -1, torch.arange(WIDTH).flip(0).expand(B, T, WIDTH))
 
@@ -257,6 +262,7 @@ def picked_across_ranks(block: Block, x: torch.Tensor) -> torch.Tensor:
         (whole_written_between_uses, PLAIN, WIDTH),
         (picked, PLAIN, WIDTH),
         (picked_across_ranks, PLAIN, WIDTH),
+        (two_results, PLAIN, WIDTH),
         (shaped_like_others, PLAIN, WIDTH),
         (norm_over_a_head, {"up": Column()}, WIDTH),
         (norm_over_a_head, {"down": Row()}, WIDTH),
