@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -29,14 +30,16 @@ class _Stopped(Exception):
 
 
 class RanksInTurns:
-    """Tensor parallel ranks in this process.
+    """Ranks along one axis in this process.
 
     Args:
         degree: the number of ranks.
+        axis: tp or cp.
     """
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, axis: str = "tp") -> None:
         self.degree = degree
+        self._axis = axis
         self._changed = threading.Condition()
         self._turn = 0
         self._given: list[tuple[str, Any]] = []
@@ -87,8 +90,8 @@ class RanksInTurns:
         if self._error is not None:
             raise _Stopped
         torch.set_rng_state(state)
-        place = Mesh(1, self.degree, 1, rank, torch.device("cpu"), _DeviceMesh(self, rank))
-        meshes.set_mesh(place)
+        place = Mesh(1, 1, 1, rank, torch.device("cpu"), _DeviceMesh(self, rank))
+        meshes.set_mesh(replace(place, **{self._axis: self.degree}))
 
     def _pass_on(self, rank: int) -> None:
         with self._changed:

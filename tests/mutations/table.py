@@ -156,7 +156,7 @@ _ALL = (
         "a mean over the tokens of all ranks is that of every rank's own mean",
         "merak.ops.context_parallel:_weight_of",
         _own_tokens_only,
-        (f"{MULTIRANK}/test_context_parallel.py::test_other_models_equal_one_process[mixtral-sdpa-True]",),
+        (f"{UNIT}/graph/context_parallel/test_parity.py::test_other_models_equal_one_process[mixtral-sdpa-True]",),
         "tokens-of-ranks",
     ),
     Mutation(

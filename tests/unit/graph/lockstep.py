@@ -1,4 +1,4 @@
-"""Loss and gradients of several tensor parallel ranks beside those of one, in one process.
+"""Loss and gradients of several ranks beside those of one, in one process.
 
 Segments run twice: by autograd, and by their joint graphs.
 """
@@ -6,13 +6,15 @@ Segments run twice: by autograd, and by their joint graphs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from merak.core.shards import join
+from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.joint.derive import Given
 from merak.graph.joint.generate import run as run_part
@@ -102,51 +104,103 @@ def assert_parity(
     Returns:
         Number of collectives, by name.
     """
-    graph = cases.traced(model, columns)
-    whole = cases.weights(model)
-    others = {**cases.buffers(model, graph), **columns}
-    alone = {name: t.clone().requires_grad_() for name, t in whole.items()}
-    loss = cases.run_model(graph, alone, others)
-    loss.backward()
-    expected = {name: t.grad for name, t in alone.items() if t.grad is not None}
-
+    one = _OneProcess(model, columns)
     if features is None:
-        chosen = tensor_parallel(graph, None, degree, ep=ep).weights
+        chosen = tensor_parallel(one.graph, None, degree, ep=ep).weights
     else:
-        chosen = given_weights(graph, attributes_for(graph, features), degree)
-    split, shards = cases.shard_model(graph, chosen, degree, sequence=sequence)
+        chosen = given_weights(one.graph, attributes_for(one.graph, features), degree)
+    split, shards = cases.shard_model(one.graph, chosen, degree, sequence=sequence)
     obstacles: dict[str, str] = {}
     for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
-        shares = [cases.local(whole, shards, rank) for rank in range(degree)]
-        losses = RanksInTurns(degree).run(_trainer(split, shares, others, runner))
-        for own in losses:
-            torch.testing.assert_close(own, loss.detach(), rtol=1e-5, atol=0)
+        shares = [cases.local(one.weights, shards, rank) for rank in range(degree)]
+        one.compare_losses(RanksInTurns(degree), split, shares, runner)
         for rank in range(degree):
             found = {
                 name: join([_gradient(s[name]) for s in shares], shards[name])
                 if name in shards
                 else shares[rank][name].grad
-                for name in expected
+                for name in one.gradients
             }
-            cases.assert_gradients_equal(found, expected)
+            cases.assert_gradients_equal(found, one.gradients)
     assert all(why == on_autograd for why in obstacles.values()), obstacles
     return _num_calls(split)
 
 
-def _trainer(
-    split: ModelGraph,
-    shares: Sequence[Tensors],
-    others: Mapping[str, torch.Tensor],
-    runner: cases.Runner,
-) -> Callable[[int], torch.Tensor]:
-    """Of a rank: the loss, whose gradients are then in the `grad` of the rank's parameters."""
+def assert_parity_on_tokens(
+    model: torch.nn.Module, columns: Mapping[str, torch.Tensor], degree: int
+) -> tuple[float, str | None]:
+    """Loss and gradients of ranks that share tokens equal those of one.
 
-    def train(rank: int) -> torch.Tensor:
-        loss = cases.run_model(split, shares[rank], dict(others), runner)
+    Args:
+        model: trained by all ranks.
+        columns: of the batch.
+        degree: the number of ranks.
+
+    Returns:
+        The loss, and what is said of operators that run on all tokens.
+    """
+    one = _OneProcess(model, columns)
+    parallel = context_parallel(one.graph, None, degree)
+    said = gathered_operators(one.graph, parallel)
+    fitted, parallel = parallel.fit(one.graph)
+    split = replace(fitted, segments=tuple(parallel(s)[0] for s in fitted.segments))
+    obstacles: dict[str, str] = {}
+    for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
+        shares = [cases.local(one.weights, {}, rank) for rank in range(degree)]
+        one.compare_losses(RanksInTurns(degree, "cp"), split, shares, runner)
+        summands = {name: [_gradient(s[name]) for s in shares] for name in one.gradients}
+        found = {name: torch.stack(own).sum(0) for name, own in summands.items()}
+        cases.assert_gradients_equal(found, one.gradients)
+    assert not obstacles, obstacles
+    return one.loss.item(), said
+
+
+class _OneProcess:
+    """What one process computes.
+
+    Args:
+        model: that it trains.
+        columns: of its batch.
+
+    Attributes:
+        graph: of the model.
+        weights: the model's.
+        loss: of the batch.
+        gradients: of those that have one.
+    """
+
+    def __init__(self, model: torch.nn.Module, columns: Mapping[str, torch.Tensor]) -> None:
+        self.graph, self.weights = cases.traced(model, columns), cases.weights(model)
+        self._others = {**cases.buffers(model, self.graph), **columns}
+        alone = cases.local(self.weights, {}, 0)
+        loss = cases.run_model(self.graph, alone, self._others)
         loss.backward()
-        return loss.detach()
+        self.loss = loss.detach()
+        self.gradients = {name: t.grad for name, t in alone.items() if t.grad is not None}
 
-    return train
+    def compare_losses(
+        self,
+        ranks: RanksInTurns,
+        split: ModelGraph,
+        shares: Sequence[Tensors],
+        runner: cases.Runner,
+    ) -> None:
+        """Train all ranks, and compare their losses with the one process's.
+
+        Args:
+            ranks: all of them.
+            split: the graph of each.
+            shares: parameters of each, whose `grad` is then the rank's gradient.
+            runner: of the graph's segments.
+        """
+
+        def train(rank: int) -> torch.Tensor:
+            loss = cases.run_model(split, shares[rank], dict(self._others), runner)
+            loss.backward()
+            return loss.detach()
+
+        for own in ranks.run(train):
+            torch.testing.assert_close(own, self.loss, rtol=1e-5, atol=0)
 
 
 def _num_calls(split: ModelGraph) -> dict[str, int]:

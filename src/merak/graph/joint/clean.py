@@ -48,15 +48,13 @@ def clean(joint: JointGraph) -> None:
     Raises:
         JointError: nothing reads what an operator has got from other ranks.
     """
+    _fill_by_sizes(joint.graph)
     seen: dict[Layout, fx.Node] = {}
-    is_sized = all(node.target is not number_at for node in joint.graph.nodes)
     for node in joint.graph.nodes:
         layout = node.meta.get("layout")
         node.target = _SAME.get(node.target, node.target)
         if layout is None:
             continue
-        if node.target in _FILLED:
-            _read_no_tensor(node, is_sized)
         if is_view(node):
             _shorten(node)
             _squeeze_sum(node, seen)
@@ -96,6 +94,20 @@ def has_effect(node: fx.Node) -> bool:
         return node.target is not operator.getitem
     schema = node.target._schema
     return schema.is_mutable or not schema.returns or draws(node.target)
+
+
+def _fill_by_sizes(graph: fx.Graph) -> None:
+    """Let what fills new memory say its sizes; what was got from other ranks for them goes."""
+    nodes = list(graph.nodes)
+    is_sized = all(node.target is not number_at for node in nodes)
+    read = {node for node in nodes if node.users}
+    for node in nodes:
+        if node.target in _FILLED and node.meta.get("layout") is not None:
+            _read_no_tensor(node, is_sized)
+    for node in reversed(nodes):
+        is_idle = node in read and not node.users and node.op == "call_function"
+        if is_idle and (not has_effect(node) or sent_by(node.target).there):
+            graph.erase_node(node)
 
 
 def _read_no_tensor(node: fx.Node, is_sized: bool) -> None:

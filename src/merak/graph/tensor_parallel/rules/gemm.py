@@ -229,6 +229,8 @@ def _split_heads(op: Operator, query: fx.Node, others: Sequence[fx.Node]) -> Sha
     split = [p for n in (query, *others) if isinstance(p := op.placement(n), Shard)]
     if not split or split[0].dim >= len(shape_of(query)) - 2:
         raise op.error("attends over heads that are whole, or split inside")
+    if any(len(shape_of(n)) != len(shape_of(query)) for n in others):
+        raise op.error("attends over split heads with queries or keys that are broadcast")
     lead, grouped = split[0], bool(op.arg("enable_gqa", False))
     if op.placement(query) == REPLICATE and grouped:
         return Shard(lead.dim, (shape_of(query)[lead.dim],), lead.origin)
