@@ -173,7 +173,8 @@ class _OneProcess:
         self.graph, self.weights = cases.traced(model, columns), cases.weights(model)
         self._others = {**cases.buffers(model, self.graph), **columns}
         alone = cases.local(self.weights, {}, 0)
-        loss = cases.run_model(self.graph, alone, self._others)
+        others = {name: tensor.clone() for name, tensor in self._others.items()}
+        loss = cases.run_model(self.graph, alone, others)
         loss.backward()
         self.loss = loss.detach()
         self.gradients = {name: t.grad for name, t in alone.items() if t.grad is not None}
@@ -195,7 +196,8 @@ class _OneProcess:
         """
 
         def train(rank: int) -> torch.Tensor:
-            loss = cases.run_model(split, shares[rank], dict(self._others), runner)
+            others = {name: tensor.clone() for name, tensor in self._others.items()}
+            loss = cases.run_model(split, shares[rank], others, runner)
             loss.backward()
             return loss.detach()
 

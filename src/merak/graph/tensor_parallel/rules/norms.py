@@ -222,8 +222,9 @@ def _sharded_batch_norm(
     result: torch.Tensor = aten.batch_norm.default(input, weight, bias, mean, var, *settings)
     with torch.no_grad():
         means, vars = gather_from(running, *layout).unbind()
-        running_mean.copy_(means)
-        running_var.copy_(vars)
+        # Autograd is told nothing, as of torch's own kernel: another norm may have saved them.
+        running_mean.data.copy_(means)
+        running_var.data.copy_(vars)
     return result
 
 

@@ -298,6 +298,24 @@ def test_the_sums_of_parallel_branches_are_reduced_once() -> None:
     assert calls == {"copy_to": 1, "reduce_from": 1}
 
 
+def test_running_statistics_that_a_whole_norm_and_a_split_one_update() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Linear(5, WIDTH, bias=False)
+            self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.norm, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(self.stem(x))
+            return self.down(self.norm(self.up(x)).sigmoid()).square().mean()
+
+    torch.manual_seed(0)
+    features = {"up": Column(), "down": Row()}
+    calls = assert_parity(Twice(), {"x": torch.randn(6, 5)}, features, 2)
+    assert calls["reduce_from"] == 1
+
+
 def test_a_sum_that_is_written_into() -> None:
     class InPlace(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
