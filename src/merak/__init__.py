@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from merak.arguments import MerakArguments, MerakSeq2SeqArguments
+    from merak import trl as trl
+    from merak.arguments import MerakArguments, MerakSeq2SeqArguments, arguments_for
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
@@ -33,6 +34,7 @@ _HOMES = {
     "Row": "merak.graph.tensor_parallel.features",
     "TeacherAverage": "merak.trainer.subclass.teacher_average",
     "Vocabulary": "merak.graph.tensor_parallel.features",
+    "arguments_for": "merak.arguments",
     "average_teacher": "merak.engine.parameters.teacher",
     "current_mesh": "merak.core.mesh",
     "gathered_parameters": "merak.engine.parameters.gathered",
@@ -55,6 +57,7 @@ __all__ = [
     "Row",
     "TeacherAverage",
     "Vocabulary",
+    "arguments_for",
     "average_teacher",
     "current_mesh",
     "empty_weights",
@@ -70,6 +73,8 @@ def __getattr__(name: str) -> Any:
         from merak.core.packages import installed_version
 
         return installed_version("merak-train")
+    if name == "trl":  # a package of its own, which `import merak` does not import
+        return import_module("merak.trl")
     if name not in _HOMES:
         raise AttributeError(f"module 'merak' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

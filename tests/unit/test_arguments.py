@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.debug_utils import DebugOption
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames, ParallelMode
 
+import merak
 from merak.arguments import (
     MerakArguments,
     MerakSeq2SeqArguments,
@@ -554,3 +556,27 @@ def test_suggested_arguments_are_accepted() -> None:
     assert "fsdp_config" not in str(caught.value).partition("; ")[2]
     with pytest.raises(ArgumentsError, match="has no argument 'learning_rat'; did you mean lear"):
         MerakArguments(output_dir="unused", learning_rat=1)
+
+
+@dataclasses.dataclass
+class _Further(TrainingArguments):
+    learning_rate: float = 0.25
+    margin: float = 2.0
+
+
+def test_one_class_has_the_fields_of_two(tmp_path: Path) -> None:
+    merak.init(device="cpu")
+    both = merak.arguments_for(_Further)
+    assert merak.arguments_for(_Further) is both and merak.arguments_for(both) is both
+    args = both(output_dir=str(tmp_path), zero=1, report_to=[])
+    assert isinstance(args, _Further) and isinstance(args, merak.MerakArguments)
+    assert (args.learning_rate, args.margin, args.zero, both.__name__) == (0.25, 2.0, 1, "_Further")
+    assert pickle.loads(pickle.dumps(args)).to_dict() == args.to_dict()
+    with pytest.raises(ArgumentsError, match=r"a subclass of transformers\.TrainingArgu"):
+        merak.arguments_for(int)
+
+
+def test_the_newer_name_of_checkpointing_holds(tmp_path: Path) -> None:
+    merak.init(device="cpu")
+    names = {"gradient_checkpointing": True, "activation_checkpointing": False}
+    assert merak.MerakArguments(output_dir=str(tmp_path), **names).recompute is None

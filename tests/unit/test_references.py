@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from merak.cli.recipe.schema import DataRecipe
+from merak.core.errors import PackageError
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "merak"
@@ -68,8 +69,11 @@ def resolves(dotted: str) -> bool:
 def _has(found: Any, names: list[str]) -> bool:
     for name in names:
         annotations = getattr(found, "__annotations__", {})
-        if not hasattr(found, name):
-            return name in annotations
+        try:
+            if not hasattr(found, name):
+                return name in annotations
+        except PackageError:  # of an extra that is not installed
+            return name in found.__all__
         found = getattr(found, name)
     return True
 

@@ -122,7 +122,9 @@ def take_checkpointing(arguments: TrainingFields) -> None:
             requests = {key: value for key, value in given.items() if key not in _OF_CHECKPOINT}
             rest = {key: v for key, v in requests.items() if (key, v) not in _NO_REQUESTS}
             setattr(arguments, name, rest or None)
-    if not any(getattr(arguments, name, False) is True for name in names):
+    # Of the two names, the newer one holds where it is given; TRL's default is of the older.
+    newest_first = (getattr(arguments, name, None) for name in reversed(names))
+    if next((value for value in newest_first if value is not None), False) is not True:
         return
     given = given_arguments(arguments)
     if "recompute" not in given:

@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partialmethod
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from transformers import Seq2SeqTrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from merak.arguments.checks import own_problems
 from merak.arguments.features import write_features
@@ -232,6 +232,45 @@ class MerakSeq2SeqArguments(MerakArguments, Seq2SeqTrainingArguments):
         MeshError: `merak.init` has not been called.
         ArgumentsError: an argument cannot be honoured.
     """
+
+
+@cache
+def arguments_for(config: type[Any]) -> type[MerakArguments]:
+    """Make one class of arguments that has the fields of another one and Merak's.
+
+    Defaults are those of the class that is given.
+
+        Arguments = merak.arguments_for(trl.SFTConfig)
+
+    Args:
+        config: any subclass of `transformers.TrainingArguments`; the same gives the same class.
+
+    Returns:
+        A dataclass of that name, a subclass of both, which `HfArgumentParser` takes too.
+
+    Raises:
+        ArgumentsError: it is no such subclass.
+    """
+    if not (isinstance(config, type) and issubclass(config, TrainingArguments)):
+        raise ArgumentsError(
+            f"merak.arguments_for takes a subclass of transformers.TrainingArguments, not {config}."
+        )
+    if issubclass(config, MerakArguments):
+        return config
+    doc = f"`{config.__module__}.{config.__qualname__}` with the fields of `merak.MerakArguments`."
+    names = {"__doc__": doc, "__module__": __name__, "__reduce__": partialmethod(_reduced, config)}
+    made: type[MerakArguments] = type(config.__name__, (MerakArguments, config), names)
+    return made
+
+
+def _reduced(arguments: MerakArguments, config: type[TrainingArguments]) -> tuple[Any, ...]:
+    """Pickle arguments of a class that no module has, by the one that it was made for."""
+    return _emptied, (config,), vars(arguments)
+
+
+def _emptied(config: Any) -> MerakArguments:
+    cls = arguments_for(config)
+    return cls.__new__(cls)
 
 
 def check_arguments(arguments: TrainingFields) -> None:

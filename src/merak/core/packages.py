@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from merak.core.errors import PackageError
 
 _REQUIRED = re.compile(
     r"requires (?:the )?([\w .-]+?)(?: library)?,? (?:but it was|which were) not found"
@@ -20,6 +23,23 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "unknown"
+
+
+def refuse_missing(package: str, what: str) -> None:
+    """Refuse what needs a package that is an extra of Merak's, and that is not installed.
+
+    Args:
+        package: its name, which is also that of the extra.
+        what: needs it.
+
+    Raises:
+        PackageError: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise PackageError(
+            f"{what} needs {package}, which is not installed; run pip install "
+            f"'merak-train[{package}]'."
+        )
 
 
 def missing_package(model: str, error: ImportError) -> str:

@@ -181,13 +181,14 @@ def refuse_other_arguments(cls: type, args: object) -> None:
     """
     generates = issubclass(cls, Seq2SeqTrainer)
     is_seq2seq = isinstance(args, Seq2SeqTrainingArguments)
-    is_ours = isinstance(args, MerakArguments) or (args is None and not generates)
+    takes = getattr(cls, "takes", None)  # of a library's trainer, which would make its own
+    is_ours = isinstance(args, MerakArguments) or not (args is not None or generates or takes)
     if not is_ours or (generates and not is_seq2seq):
         kind = "nothing" if args is None else f"a {type(args).__name__}"
-        takes = MerakSeq2SeqArguments if generates or is_seq2seq else MerakArguments
+        usual = MerakSeq2SeqArguments if generates or is_seq2seq else MerakArguments
+        takes = takes or f"merak.{usual.__name__}"
         raise ArgumentsError(
-            f"args is {kind}; {cls.__name__} takes merak.{takes.__name__}, which has the same "
-            "fields."
+            f"args is {kind}; {cls.__name__} takes {takes}, which has the same fields."
         )
 
 

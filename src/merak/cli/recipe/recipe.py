@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +19,6 @@ from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
     CommandError,
     MerakError,
-    PackageError,
     collected,
     did_you_mean,
     raise_all,
@@ -28,6 +26,7 @@ from merak.core.errors import (
 )
 from merak.core.files.plan_file import plan_degrees
 from merak.core.kinds import fits, kind_names
+from merak.core.packages import refuse_missing
 from merak.launch.clusters.job import RECIPES
 
 if TYPE_CHECKING:
@@ -262,11 +261,7 @@ def _lora(parsed: object, origins: Origins) -> dict[str, Any] | None:
     if parsed is None:
         return None
     given = _mapping(("lora",), parsed, origins)
-    if find_spec("peft") is None:
-        raise PackageError(
-            "the section lora of a recipe needs peft, which is not installed; run pip install "
-            "'merak-train[peft]'."
-        )
+    refuse_missing("peft", "the section lora of a recipe")
     from peft import LoraConfig
 
     hints = typing.get_type_hints(LoraConfig)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, partialmethod
@@ -27,6 +28,10 @@ _LIBRARIES = (
 _PACKAGES = ("merak", "transformers", "accelerate")
 SHARD_LOADER = "_shard_train_loader"
 """Method that a trainer puts in the place of a `get_train_dataloader` of a script's own."""
+
+
+ANSWERED = "ANSWERED"
+"""Attribute of a class of Merak's: names of methods that do here what those behind it do there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +64,10 @@ def overrides_of(
     on_object = (assigned or {}).get(name)
     if on_object is not None and not _is_librarys_on_object(name, on_object):
         yield Found("trainer", on_object, follows_merak=False, replaces=True)
-    follows_merak = False
+    follows_merak = is_answered = False
     for owner in cls.__mro__:
-        if name not in vars(owner):
+        is_answered |= name in vars(owner).get(ANSWERED, ())
+        if name not in vars(owner) or (is_answered and _is_own(owner, name)):
             continue
         if not is_librarys(owner, name, vars(owner)[name]):
             is_library = _package(owner) in _PACKAGES
@@ -103,6 +109,14 @@ def is_librarys(owner: type, name: str, method: object) -> bool:
     # Some methods of transformers are functions of another file that the class takes as its own.
     named = (name, f"{owner.__qualname__}.{name}")
     return code is not None and _package(owner) in _PACKAGES and code.co_qualname in named
+
+
+def _is_own(owner: type, name: str) -> bool:
+    """Whether an attribute is the method that a class's own source gives it."""
+    code = getattr(vars(owner)[name], "__code__", None)
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    own = f"{owner.__qualname__}.{name}"
+    return code is not None and (code.co_filename, code.co_qualname) == (file, own)
 
 
 def _is_librarys_on_object(name: str, method: object) -> bool:

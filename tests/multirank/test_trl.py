@@ -1,0 +1,54 @@
+"""TRL's trainers on several ranks train as TRL's own do in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import alone
+from tests.multirank.trl_jobs import Case, Outcome, train, train_alone
+from tests.tiers import slow
+
+pytest.importorskip("trl")
+
+PADDED = Case("SFT", {"eval_strategy": "steps"})
+WRAPPED = Case("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 24}, lora=True)
+PACKED = Case("SFT", {"packing": True, "pad_to_multiple_of": None}, lora=True)
+PREFERS = Case("DPO", {"eval_strategy": "steps"}, lora=True)
+PRECOMPUTED = Case("DPO", {"precompute_ref_log_probs": True})
+REWARDS = Case("Reward")
+ALL = [PADDED, PACKED, PREFERS, PRECOMPUTED, REWARDS]
+
+
+def expect_equal(found: Outcome, expected: Outcome) -> None:
+    assert len(found.logs) == len(expected.logs)
+    for one, other in zip(found.logs, expected.logs, strict=True):
+        if other.get("rewards/margins") == 0.0:  # of equal models, where rounding decides
+            del one["rewards/accuracies"], other["rewards/accuracies"]
+        assert one.keys() == other.keys()
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        pytest.param((1, 1, 2), [WRAPPED], id="pp-wrapped"),
+        slow((1, 1, 2), ALL, id="pp"),
+        slow((1, 2, 1), ALL, id="tp"),
+        slow((2, 1, 1), ALL, id="dp"),
+    ],
+)
+def test_as_in_one_process(
+    pool: RankPool, cache: str, layout: tuple[int, ...], cases: list[Case]
+) -> None:
+    with alone():
+        expected = [train_alone(case) for case in cases]
+    for rank, outcomes in enumerate(pool.run(train, 2, layout, cases, cache)):
+        for found, wanted in zip(outcomes, expected, strict=True):
+            assert len(found.logs) == len(wanted.logs)
+            if rank == 0:
+                expect_equal(found, wanted)
