@@ -341,7 +341,7 @@ class ModelRequest:
         MISSING,
         "--model",
         "M",
-        "transformers class name, a folder or file with a config.json, or a recipe.",
+        "transformers class, a name of the hub, a folder or file with a config.json, or a recipe.",
     )
     settings: list[str] = recipe_settings()
     config: str | None = option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 
 from merak.cli.options import argument, backend, device, json_output, option, takes, words
 from merak.cli.output import show, stdout_to_stderr
@@ -45,7 +45,7 @@ def train(request: TrainRequest) -> None:
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.recipe.job import Job, check_job, num_ranks, run_job
+    from merak.cli.recipe.job import Job, check_job, fetched, num_ranks, run_job
     from merak.cli.recipe.layout_check import check_layout
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
@@ -61,6 +61,7 @@ def train(request: TrainRequest) -> None:
         job = Job(recipe, request.backend, request.device, resumes)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
+        job = replace(job, recipe=fetched(recipe))
         ranks = num_ranks(job)
         if ranks > 1 and not under_torchrun():
             check_layout(request.recipe, recipe)

@@ -17,6 +17,7 @@ from merak.core.errors import CommandError, MerakError, PackageError, did_you_me
 from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.core.packages import missing_package
 from merak.zoo.configs.fields import inner_configs, merged
+from merak.zoo.hub import find_hub_file, is_hub_name
 from merak.zoo.stored_config import in_todays_names, read_object, with_fewer_layers
 
 CONFIG_FILE = "config.json"
@@ -30,12 +31,13 @@ class ModelSource:
     Args:
         model_class: the transformers architecture.
         config: its config, overrides included.
-        weights: folder with pretrained weights of it; None to start from random ones.
+        weights: folder with pretrained weights of it, or its name on the hub; None to start from
+            random ones.
     """
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
-    weights: Path | None
+    weights: Path | str | None
 
     @property
     def name(self) -> str:
@@ -74,36 +76,47 @@ def resolve_model(
     trust_remote_code: bool = False,
     missing_field: Collection[str] = (),
 ) -> ModelSource:
-    """Find a model by class name, or by the folder or file of its config.
+    """Find a model by class name, by the folder or file of its config, or by its name on the hub.
 
     Args:
         model: a transformers class name such as GPT2LMHeadModel, or a folder with a config.json
-            (whose weights are used where it has them), or a config file (for random weights).
+            (whose weights are used where it has them), or a config file (for random weights), or
+            a name of the hub such as Qwen/Qwen3-8B, whose config alone is fetched.
         overrides: fields of the config to change.
         trust_remote_code: whether code that is in the folder may run, where its config says that
             the model is made of it.
         missing_field: fields of the overrides that the model reads though its config has none such.
 
     Raises:
-        CommandError: there is no such class, folder, or field, or code that is not trusted.
+        CommandError: there is no such class, folder, model or field, or code that is not trusted.
     """
-    path = Path(model).expanduser()
     changes = dict(overrides or {})
-    if not model or not path.exists():
+    found = _find_config(model)
+    if found is None:
         model_class = class_by_name(model)
         config = _changed_default(model_class, changes, missing_field)
         return ModelSource(model_class, config, None)
+    file, weights = found
+    stored, code = read_object(file), weights if isinstance(weights, str) else str(file.parent)
+    config_class, model_class = _stored_classes(file, stored, code, trust_remote_code)
+    config = _change(_parse_config(config_class, stored), stored, changes, missing_field)
+    return ModelSource(model_class, config, weights)
+
+
+def _find_config(model: str) -> tuple[Path, Path | str | None] | None:
+    """File of a model's config, and where its weights are; None where a class may be meant."""
+    path = Path(model).expanduser()
+    if not model or not path.exists():
+        fetched = None if _is_class(model) else find_hub_file(model, CONFIG_FILE)
+        return None if fetched is None else (fetched, model)
     file = path / CONFIG_FILE if path.is_dir() else path
     if not file.exists():
         raise CommandError(
             f"{model} has no {CONFIG_FILE}; give a folder that save_pretrained wrote, or the name "
             "of a transformers class."
         )
-    stored = read_object(file)
-    config_class, model_class = _stored_classes(file, stored, trust_remote_code)
     has_weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in WEIGHT_FILES)
-    config = _change(_parse_config(config_class, stored), stored, changes, missing_field)
-    return ModelSource(model_class, config, path if has_weights else None)
+    return file, path if has_weights else None
 
 
 def class_by_name(name: str) -> type[PreTrainedModel]:
@@ -112,18 +125,26 @@ def class_by_name(name: str) -> type[PreTrainedModel]:
     Raises:
         CommandError: transformers has no model of this name.
     """
-    known = _model_names()
-    found = getattr(transformers, name, None) if name.isidentifier() else None
-    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+    if _is_class(name):
+        found: type[PreTrainedModel] = getattr(transformers, name)
         return found
     what = f"model {name!r} is neither a file or folder nor a transformers architecture"
-    suggestion = "." if "/" in name else did_you_mean(name, known)  # a path is like no class
+    # A path is like no class.
+    suggestion = "." if "/" in name else did_you_mean(name, _model_names())
     raise CommandError(f"{what}{suggestion if suggestion != '.' else _what_to_name(name)}")
 
 
+def _is_class(name: str) -> bool:
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    return isinstance(found, type) and issubclass(found, PreTrainedModel)
+
+
 def _what_to_name(name: str) -> str:
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return "; nothing is downloaded: fetch it first and give the folder with its config.json."
+    if is_hub_name(name):
+        return (
+            ", and neither the hub nor its cache on this machine has it; look at the name, or give "
+            "the folder with its config.json."
+        )
     return (
         "; give a class such as LlamaForCausalLM, or a folder that save_pretrained wrote, or its "
         "config.json."
@@ -188,7 +209,7 @@ def _stored_config_class(file: Path, stored: Mapping[str, Any]) -> type[PreTrain
 
 
 def _stored_classes(
-    file: Path, stored: Mapping[str, Any], trust_remote_code: bool
+    file: Path, stored: Mapping[str, Any], code: str, trust_remote_code: bool
 ) -> tuple[type[PreTrainedConfig], type[PreTrainedModel]]:
     own_code = stored.get("auto_map")
     if not own_code or stored.get("model_type") in CONFIG_MAPPING:
@@ -203,19 +224,16 @@ def _stored_classes(
     places = [str(p) for p in own_code.values() if str(p).rpartition(".")[2] == name]
     if not places or "AutoConfig" not in own_code:
         raise CommandError(f"{file} names {name}, but its auto_map does not say where that is.")
-    config, model = (
-        _class_in_folder(file.parent, str(p)) for p in (own_code["AutoConfig"], places[0])
-    )
+    config, model = (_class_of_code(code, str(p)) for p in (own_code["AutoConfig"], places[0]))
     return config, model
 
 
-def _class_in_folder(folder: Path, place: str) -> Any:
+def _class_of_code(code: str, place: str) -> Any:
+    """Class in a folder, or a model of the hub."""
     try:
-        return get_class_from_dynamic_module(place, str(folder))
+        return get_class_from_dynamic_module(place, code)
     except Exception as cause:
-        raise CommandError(
-            f"{place} in {folder} cannot be loaded: {_first_line(cause)}."
-        ) from cause
+        raise CommandError(f"{place} in {code} cannot be loaded: {_first_line(cause)}.") from cause
 
 
 def _architecture(file: Path, stored: Mapping[str, Any]) -> str:

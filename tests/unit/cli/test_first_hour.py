@@ -293,7 +293,7 @@ def test_a_model_needs_no_flag(
 
 
 def test_an_option_is_suggested_by_a_word_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "gpt2", "--cluster", "h100:8", "--parallel"]) == 2
+    assert main(["plan", "--model", "recipe:gpt2", "--cluster", "h100:8", "--parallel"]) == 2
     assert "no option --parallel; did you mean --sequence-parallel?" in capsys.readouterr().err
 
 

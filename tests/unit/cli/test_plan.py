@@ -322,8 +322,8 @@ def test_commands_start_every_rank_where_it_was_planned(cluster, ranks, expected
 
 def test_a_recipe_is_started_with_its_changes_and_the_plan():
     changes = ["model.name=my model", "parallel.pp=2"]
-    request = PlanRequest(model="sft", settings=changes, cluster="h100:8")
-    job = planned_job("sft", changes)
+    request = PlanRequest(model="recipe:sft", settings=changes, cluster="h100:8")
+    job = planned_job("recipe:sft", changes)
     own = job.recipe.arguments
     same = PlanFile({}, Candidate(
         microbatch=own["per_device_train_batch_size"],
@@ -331,16 +331,20 @@ def test_a_recipe_is_started_with_its_changes_and_the_plan():
     ), {}, autocast="bfloat16", common={"master_weights": True})  # fmt: skip
     started = started_by(request, job, same)
     (one,) = commands(parse_cluster("h100:8"), 8, started)
-    begin = "merak train sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"
+    begin = (
+        "merak train recipe:sft 'model.name=my model' parallel.pp=2 plan=plan.json parallel=null"
+    )
     assert one == f"{begin} arguments.bf16=true"  # which is auto there
     other = replace(same, candidate=replace(same.candidate, microbatch=64, num_microbatches=3))
     changed = "arguments.per_device_train_batch_size=64 arguments.gradient_accumulation_steps=3"
     assert changed in str(started_by(request, job, other).on_one_host)
     (several,) = commands(parse_cluster("h100:8x4"), 32, started)
     assert several.endswith(f":29500 -m merak.cli.main {one.removeprefix('merak ')}")
-    request = PlanRequest(model="llama", cluster="h100:8", output=Path("eight.json"))
-    started = started_by(request, planned_job("llama"), same)
-    assert str(started.on_one_host).startswith("merak train llama plan=eight.json arguments.")
+    request = PlanRequest(model="recipe:llama", cluster="h100:8", output=Path("eight.json"))
+    started = started_by(request, planned_job("recipe:llama"), same)
+    assert str(started.on_one_host).startswith(
+        "merak train recipe:llama plan=eight.json arguments."
+    )
 
 
 def test_plans_are_priced_in_the_precision_of_the_config(capsys, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from merak.launch.devices import check_backend, device_of
 from merak.launch.ranks import check_room
 from merak.trainer.resuming import AUTO, checkpoint_to_resume
 from merak.trainer.unsupported import refuse_no_steps
+from merak.zoo.hub import fetch_model
 from merak.zoo.model_source import check_inner_fields
 
 
@@ -45,6 +46,19 @@ class Job:
     backend: str | None
     device: str | None
     resumes: bool = False
+
+
+def fetched(recipe: Recipe) -> Recipe:
+    """The recipe with the folder of its model, which is fetched where it is one of the hub.
+
+    Raises:
+        CommandError: there is no such model.
+    """
+    with recipe.origins.located():
+        if not isinstance(model_of(recipe.model).weights, str):
+            return recipe
+        folder = fetch_model(recipe.model.name)
+    return replace(recipe, model=replace(recipe.model, name=str(folder)))
 
 
 def check_job(job: Job) -> None:

@@ -263,7 +263,8 @@ def _split(rows: Any, data: DataRecipe, seed: int) -> tuple[Any, Any]:
 def _images(found: Source, recipe: Recipe, source: ModelSource, seed: int) -> Corpus:
     data = recipe.data
     columns = image_columns(found, data)
-    plain = pixel_values(columns, source.config, source.weights, augment=False)
+    folder = source.weights if isinstance(source.weights, Path) else None
+    plain = pixel_values(columns, source.config, folder, augment=False)
     if found.held_out is not None:
         train, held_out = found.train.dataset, found.held_out.dataset
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +30,13 @@ from merak.core.files.plan_file import plan_degrees
 from merak.core.kinds import fits, kind_names
 from merak.core.packages import refuse_missing
 from merak.launch.clusters.job import RECIPES
+from merak.zoo.hub import find_hub_file
+from merak.zoo.model_source import CONFIG_FILE
 
 if TYPE_CHECKING:
     from merak.zoo.model_source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 Section = TypeVar("Section")
 
@@ -76,11 +82,9 @@ def read_recipe(
         CommandError: the file cannot be read, or a field is unknown, missing or of a wrong kind;
             the message begins with the line and column of that field.
     """
-    is_ready = str(file) in READY and not Path(file).is_file()
-    if is_ready:
-        text = ready_text(str(file))
-    else:
-        text = _text(Path(file))
+    name = str(file).removeprefix(PREFIX)
+    is_ready = name in READY and not Path(file).is_file()
+    text = ready_text(name) if is_ready or name != str(file) else _text(Path(file))
     written = parse_source(text, str(file))
     if is_ready:
         written = dataclasses.replace(
@@ -93,11 +97,36 @@ def read_recipe(
 def names_recipe(name: str) -> bool:
     """Whether a name is of a recipe: a file of YAML, or one that comes with Merak.
 
+    Until the next release, that may be a bare name such as `gpt2`, where the hub has no such model.
+
     Args:
         name: as `--model`.
+
+    Raises:
+        CommandError: the hub has the model, and does not give it.
     """
     path = Path(name)
-    return path.suffix in RECIPES or (name in READY and not path.exists())
+    if path.suffix in RECIPES or name.startswith(PREFIX):
+        return True
+    if name not in READY or path.exists() or find_hub_file(name, CONFIG_FILE) is not None:
+        return False
+    _warn_of_bare_name(name)
+    return True
+
+
+@functools.cache
+def _warn_of_bare_name(name: str) -> None:
+    logger.warning(
+        "%s is taken for the recipe, since no model of this name is found: write %s%s, as from the "
+        "next release on.",
+        name,
+        PREFIX,
+        name,
+    )
+
+
+PREFIX = "recipe:"
+"""Before the name of a recipe that comes with Merak, where a model's may stand."""
 
 
 def _without_source(written: Written) -> Written:

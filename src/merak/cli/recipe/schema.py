@@ -50,7 +50,7 @@ class ModelRecipe:
     name: str = own(
         dataclasses.MISSING,
         "A model class of transformers, for random weights; or a folder that `save_pretrained` "
-        "wrote, for its weights; or a config file, for random weights.",
+        "wrote, or a name of the hub, for its weights; or a config file, for random weights.",
     )
     config: dict[str, Any] = own(dict, "Fields of the model's config to change.")
     dtype: str | None = own(

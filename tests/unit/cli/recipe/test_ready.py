@@ -53,7 +53,7 @@ def test_recipes_train_in_bfloat16_on_gpus(name: str, monkeypatch: pytest.Monkey
 
 
 def test_the_model_of_a_recipe(tmp_path: Path) -> None:
-    job = planned_job("gpt2")
+    job = planned_job("recipe:gpt2")
     assert job is not None and job.model.name == "GPT2LMHeadModel"
     assert job.model.config["vocab_size"] == 50257 and job.model.config["n_layer"] == 12
     assert planned_job("GPT2LMHeadModel") is None and planned_job(str(tmp_path)) is None
@@ -66,14 +66,14 @@ def test_the_model_of_a_recipe(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NEEDS_DATA)
 def test_a_recipe_that_lacks_data_has_a_model(name: str) -> None:
     words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
-    job = planned_job(name, words)
+    job = planned_job(f"recipe:{name}", words)
     assert job is not None and model_of(job.recipe.model).name == job.model.name
     assert ("vocab_size" in job.model.config) == (name in NEEDS_MODEL)  # images have none
 
 
 def test_a_recipe_that_leaves_its_model_open_says_how_to_name_it() -> None:
     with pytest.raises(CommandError, match=r"sft: the recipe leaves its model to you; add --s"):
-        planned_job("sft")
+        planned_job("recipe:sft")
 
 
 def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPat
         raise CommandError("noted")
 
     monkeypatch.setattr(check_by_name, "check_named", note)
-    assert main(["check", "--model", "gpt2", "--config", '{"n_head": 6}', "--pp", "2"]) == 2
+    assert main(["check", "--model", "recipe:gpt2", "--config", '{"n_head": 6}', "--pp", "2"]) == 2
     (request,) = requests
     config = request.source({}).config
     assert (request.model, config.n_layer, config.n_head) == ("GPT2LMHeadModel", 12, 6)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from merak.cli.recipe.data.hub import first_words
 from merak.cli.recipe.data.packing import IGNORED, Document
 from merak.core.errors import CommandError
+from merak.zoo.hub import first_words
 
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """Columns of the forms of records that are known; `instruction` may have an `input` beside it."""

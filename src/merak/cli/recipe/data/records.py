@@ -15,9 +15,10 @@ from typing import IO, Any
 
 import datasets  # type: ignore[import-untyped]
 
-from merak.cli.recipe.data.hub import first_words, is_hub_name, load_hub_dataset
+from merak.cli.recipe.data.hub import load_hub_dataset
 from merak.cli.recipe.schema import STANDARD_LIBRARY, DataRecipe
 from merak.core.errors import CommandError, did_you_mean
+from merak.zoo.hub import first_words, is_hub_name
 
 LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings")

@@ -8,9 +8,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from merak.cli.recipe.data.hub import first_words, is_hub_name, load_hub_tokenizer
+from merak.cli.recipe.data.hub import load_hub_tokenizer
 from merak.cli.recipe.schema import CHATML, TRAIN_TOKENIZER, DataRecipe
 from merak.core.errors import CommandError
+from merak.zoo.hub import first_words, is_hub_name
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 """Special tokens of a tokenizer that is trained here."""

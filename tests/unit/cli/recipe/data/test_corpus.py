@@ -183,7 +183,7 @@ def test_sources_that_are_not_there(recipe: DataRecipe, tmp_path: Path) -> None:
 def test_a_dataset_of_the_hub_without_a_network(
     recipe: DataRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("merak.cli.recipe.data.hub._answers", lambda: False)
+    monkeypatch.setattr("merak.zoo.hub.answers", lambda: False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with pytest.raises(CommandError) as caught:
         find_source(replace(recipe, source="nobody/nothing"))
