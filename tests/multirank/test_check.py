@@ -165,7 +165,7 @@ def test_a_model_that_computes_no_loss(capsys: pytest.CaptureFixture[str]) -> No
             ["--model", "GPT2LMHeadModel", "--backend", "nccl", "--device", "cpu"],
             "nccl carries tensors of GPUs alone; use gloo",
         ),
-        (["--model", "some/model-8b"], "nothing is downloaded: fetch it first"),
+        (["--model", "some/model-8b"], "neither the hub nor its cache on this machine has it"),
         (["--model", ""], "give a class such as LlamaForCausalLM"),
         (["--model", "."], ". has no config.json; give a folder that save_pretrained wrote"),
         (["--model", "GPT2LMHeadModel", "--config", '{"n_embd": 30}'], "n_embd|embed_dim"),
