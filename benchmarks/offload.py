@@ -55,7 +55,9 @@ class Link:
         while True:
             self._jobs.get()()
 
-    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> threading.Event:
+    def copy(
+        self, pairs: Sequence[Pair], after: Sequence[Any] = (), is_ahead: bool = False
+    ) -> threading.Event:
         """Begin copies; the link takes their time, and that of those before."""
         done, asked = threading.Event(), time.perf_counter()
 

@@ -4,13 +4,15 @@ One rank trains a GPT-2 whose segments are made to last by sleeping, as on a dev
 itself; the optimizer is torch's fused AdamW on the processor. Copies to and from host memory are
 real ones behind a limit of their rate, each direction in a thread of its own. Rates are said as a
 share of the one at which all gradients leave while a backward runs. "in turn" makes the same copies
-with nothing beside them: what "cpu" is shorter was hidden.
+with nothing beside them: what "host memory" is shorter was hidden. "… beside the backward" clips no
+gradients, so that the processor steps a part of the tensors once its gradients have arrived.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -24,6 +26,12 @@ import merak
 
 SEQUENCE, WORDS = 8, 512
 
+CLIP = 1e9
+"""A norm that no step has: the update waits for the norm of all gradients, and changes none."""
+
+
+BESIDE = "… beside the backward"
+
 
 def model_of(hidden: int, layers: int) -> GPT2LMHeadModel:
     """The model that is trained, whose parameters take more time than its tokens."""
@@ -35,7 +43,26 @@ def model_of(hidden: int, layers: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train the model.
+
+    Args:
+        name: for people to read.
+        home: of the optimizer's states.
+        share: of the rate at which all gradients leave beside a backward; 0 for no limit.
+        is_beside: whether copies run beside the computation.
+        clips: whether gradients are clipped.
+    """
+
+    name: str
+    home: str
+    share: float = 0.0
+    is_beside: bool = True
+    clips: bool = True
+
+
+def measure(way: Way, options: Any) -> dict[str, Any]:
     """A row: seconds of a step and of its optimizer, and the losses."""
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(0, WORDS, (1, SEQUENCE), generator=draws)
@@ -44,17 +71,17 @@ def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -
         model_of(options.hidden, options.layers),
         batch,
         optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3, fused=True),
-        max_grad_norm=1.0,
-        offload_optimizer=home,
+        max_grad_norm=CLIP if way.clips else None,
+        offload_optimizer=way.home,
     )
     params, forward_s = parallel.engine.optimizer_params, options.forward_ms / 1e3
     make_last(lambda segment: Seconds(forward_s, forward_s, 2 * forward_s))
     stages = parallel.engine._state.base.stages.values()
     num_segments = sum(len(stage.segments) for stage in stages)
-    if params.host is not None and share:
+    if params.host is not None and way.share:
         num_bytes = sum(tensor.nbytes for tensor in params.named.values())
-        rate = share * num_bytes / (2 * num_segments * forward_s)
-        params.host._to_host, params.host._to_device = (Link(rate, is_beside) for _ in range(2))
+        rate = way.share * num_bytes / (2 * num_segments * forward_s)
+        params.host._to_host, params.host._to_device = (Link(rate, way.is_beside) for _ in range(2))
     assert parallel.optimizer is not None
     step, updates = parallel.optimizer.step, list[float]()
 
@@ -71,8 +98,8 @@ def measure(name: str, options: Any, share: float, is_beside: bool, home: str) -
         losses.append(float(parallel.step(batch)))
         steps.append(time.perf_counter() - start)
     return {
-        "states": name,
-        "rate": share or "",
+        "states": way.name,
+        "rate": way.share or "",
         "step, ms": 1e3 * median(steps[1:]),
         "optimizer, ms": 1e3 * median(updates[1:]),
         "losses": losses,
@@ -90,12 +117,13 @@ def main() -> None:
     options = parser.parse_args()
     merak.init(dp=1, tp=1, pp=1, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure("device", options, 0.0, True, "off")]
-        for share in options.rates:
-            rows.append(measure("host memory", options, share, True, "cpu"))
-            rows.append(measure("… in turn", options, share, False, "cpu"))
-        rows.append(measure("host memory", options, 0.0, True, "cpu"))
-        rows.append(measure("files", options, 0.0, True, folder))
+        ways = [Way("device", "off")]
+        for share in (*options.rates, 0.0):
+            ways.append(Way("host memory", "cpu", share))
+            ways.append(Way(BESIDE, "cpu", share, clips=False))
+            ways += [Way("… in turn", "cpu", share, is_beside=False)] if share else []
+        ways += [Way("files", folder), Way(BESIDE, folder, clips=False)]
+        rows = [measure(way, options) for way in ways]
     first = rows[0]
     same = all(row.pop("losses") == losses for losses in [rows[0]["losses"]] for row in rows)
     for row in rows:

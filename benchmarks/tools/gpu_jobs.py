@@ -130,10 +130,10 @@ class Counted:
         self._queue, self._copied = queue, copied
         self.wait, self.drain = queue.wait, queue.drain
 
-    def copy(self, pairs: Any, after: Any = ()) -> Any:
+    def copy(self, pairs: Any, after: Any = (), is_ahead: bool = False) -> Any:
         """Begin copies, and count their bytes."""
         self._copied[0] += sum(source.nbytes for _, source in pairs)
-        return self._queue.copy(pairs, after)
+        return self._queue.copy(pairs, after, is_ahead)
 
 
 # ---- one rank of a job ----

@@ -64,6 +64,7 @@ from merak.graph.trace.calls.call import LossFunction
 from merak.graph.weights.gather_weights import make_whole
 from merak.plan.activations.forecast import Forecast
 from merak.plan.engine_options import EngineOptions
+from merak.plan.optimizer.home import steps_beside_backward
 from merak.schedule.registry import traits
 
 logger = logging.getLogger(__name__)
@@ -163,6 +164,12 @@ class ParallelModel:
         engine.connect_optimizer(self.optimizer)
         refuse_different_optimizers(self.optimizer, with_groups=False)
         self._update = self._step_optimizer if optimizer is not None else None
+        engine.steps_early = self._update is not None and steps_beside_backward(
+            clips=max_grad_norm is not None,
+            scales=scaler is not None,
+            skips=not_finite is not None and not not_finite.stops,
+            locates=not_finite is not None and not_finite.locate,
+        )
         self.num_steps = 0
         self._loop = loop or LoopFigures(engine, None, None)
         self._plan_watch = plan_watch

@@ -26,6 +26,9 @@ Setting = tuple[dict[str, Any], str, str]
 
 AWAY = {"offload_optimizer": "cpu"}
 
+EARLY = {"max_grad_norm": None}
+"""Nothing looks at all gradients, so that tensors are stepped while the backward runs."""
+
 
 class Normed(torch.optim.Optimizer):
     """An optimizer that needs whole parameters, of which ranks have shards."""
@@ -51,6 +54,7 @@ OPTIMIZERS = {
 def make(setting: Setting, extra: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
     """The job of a setting, and its batch."""
     options, name, optimizer = setting
+    options = {"max_grad_norm": 0.5} | options
     is_asynchronous = options.get("schedule") == "pipedream"
     family = "llama" if is_asynchronous else "gpt2"
     torch.manual_seed(0)
@@ -61,7 +65,6 @@ def make(setting: Setting, extra: dict[str, Any]) -> tuple[Any, dict[str, torch.
         batch,
         optimizer=OPTIMIZERS[optimizer],
         num_microbatches=2,
-        max_grad_norm=None if is_asynchronous else 0.5,
         **options,
         **extra,
     )
@@ -111,11 +114,16 @@ MASTERS = {"master_weights": True}
                 ({"zero": 3} | MASTERS, "bfloat16", "fused"),
                 ({"zero": 2}, "float32", "foreach"),
                 ({"zero": 3}, "float32", "fused"),
+                (EARLY, "float32", "fused"),
+                ({"zero": 2} | MASTERS | EARLY, "bfloat16", "fused"),
             ],
         ),
-        ((1, 2, 1), [({}, "float32", "fused"), (MASTERS, "bfloat16", "foreach")]),
-        ((1, 1, 2), [({}, "bfloat16", "fused"), ({"schedule": "chimera"}, "float32", "fused")]),
-        slow((1, 1, 2), [({"schedule": "pipedream"}, "float32", "fused")]),
+        ((1, 2, 1), [({}, "float32", "fused"), (MASTERS | EARLY, "bfloat16", "foreach")]),
+        (
+            (1, 1, 2),
+            [(EARLY, "bfloat16", "fused"), ({"schedule": "chimera"} | EARLY, "float32", "fused")],
+        ),
+        slow((1, 1, 2), [({"schedule": "pipedream"} | EARLY, "float32", "fused")]),
         slow((1, 2, 1), [({}, "float32", "whole")]),
         slow((2, 1, 1), [({"zero": stage}, "float32", "whole") for stage in (1, 3)]),
     ],

@@ -76,6 +76,11 @@ class Engine:
         self.last_weights = LastWeights()
         self._state = state
         self._undo = StepUndo()
+        self.steps_early = False
+        """Whether the optimizer, in host memory, may step tensors while the backward runs.
+
+        The loop then steps it after each training step, by the same gradients and options.
+        """
         self._is_retired = False
         self._update_norm = torch.zeros((), device=state.mesh.device)
         self._reads: list[TensorDict] = []
@@ -433,6 +438,8 @@ class Engine:
         oom_guard.start_step(self._release)
         if self.compression is not None:
             self.compression.start_step(float(loss_scale))
+        if self.steps_early and not self.updates_inside and not oom_guard.is_armed:
+            state.optimizer_params.begin_early_steps()
         try:
             run = TrainingStep(state, plan, microbatches)
             if microbatches:

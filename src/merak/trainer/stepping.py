@@ -36,6 +36,7 @@ from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.subclass.methods import describe, overriding
 from merak.trainer.tokens import TOKENS, TokenCounter
+from merak.trainer.unsupported import steps_beside_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,8 @@ class Stepping(Saving):
         own = step.exchanged.own(self.mesh)
         left_over = self._left_over_gradients()
         engine.optimizer_params.clear_gradients()
+        has_left_over = bool(left_over) or self._is_left_over
+        engine.steps_early = not has_left_over and steps_beside_backward(self.args)
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         ran = _Ran(
             self.state.global_step,

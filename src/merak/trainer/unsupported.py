@@ -24,6 +24,7 @@ from merak.core.errors import (
     keyword_names,
     takes_any_name,
 )
+from merak.plan.optimizer import home
 from merak.schedule import registry
 
 _THEIRS = tuple(
@@ -90,6 +91,20 @@ def refuse_what_needs_all_gradients(args: MerakArguments, pp: int) -> None:
             f"schedule={args.schedule!r} updates weights inside a step, so locate_nan=True cannot "
             "run it once more on the same weights; use a synchronous schedule such as '1f1b'."
         )
+
+
+def steps_beside_backward(args: MerakArguments) -> bool:
+    """Whether an optimizer in host memory may step before all gradients of a step are known.
+
+    Args:
+        args: of the job.
+    """
+    return home.steps_beside_backward(
+        clips=bool(args.max_grad_norm),
+        scales=args.fp16,
+        skips=args.nan_policy == "skip",
+        locates=args.locate_nan,
+    )
 
 
 def refuse_compiled(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -35,7 +35,7 @@ from merak.engine.optimizer.states import hide_states, show_states
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
 from merak.engine.step.optimizer_step import runs_behind
-from merak.engine.zero.host_tensors import StepInParts, steps_in_parts
+from merak.engine.zero.host_steps import StepInParts, steps_in_parts
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.weights.sharded import ShardWatch
 from merak.plan.optimizer.needs import Needs
@@ -159,9 +159,10 @@ class OptimizerConnections:
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
-        params = self._state.optimizer_params
+        params, parts = self._state.optimizer_params, None
         if params.host is not None and steps_in_parts(optimizer):
-            StepInParts(optimizer, params.send, params.host.file_states())
+            hide = partial(hide_states, optimizer)
+            parts = StepInParts(optimizer, params.send, params.host.file_states(), hide)
         # Between what ranks exchange before and behind it.
         records = self._state.progress.records
         optimizer.register_step_pre_hook(lambda *_: records.begin_update())
@@ -173,6 +174,9 @@ class OptimizerConnections:
         optimizer.register_step_post_hook(lambda own, *_: show_states(own, stepped))
         optimizer.register_step_post_hook(lambda *_: self._note(False))
         optimizer.register_step_post_hook(_unmask)
+        if parts is not None and whole is None:
+            parts.note_hooks()
+            params.in_parts.append(parts)
 
     def mask(self, non_finite: torch.Tensor) -> None:
         """Mask the next optimizer step: it changes nothing where the device found it not finite.

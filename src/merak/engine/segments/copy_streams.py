@@ -14,12 +14,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class CopyQueue(Protocol):
     """A queue of copies, in order; a mark tells when some of them are complete."""
 
-    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
+    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = (), is_ahead: bool = False) -> Any:
         """Begin copies, behind all that has been computed so far.
 
         Args:
             pairs: targets and sources.
             after: marks of copies that have to be complete before.
+            is_ahead: whether they need not wait for what the device has still to compute.
 
         Returns:
             The mark of these copies.
@@ -38,7 +39,7 @@ class CopyQueue(Protocol):
 class SyncCopies:
     """A queue for devices without streams, whose copies are complete when they have begun."""
 
-    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
+    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = (), is_ahead: bool = False) -> Any:
         """Copy; there is nothing to wait for."""
         for target, source in pairs:
             target.copy_(source)
@@ -64,9 +65,10 @@ class StreamCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = ()) -> Any:
+    def copy(self, pairs: Sequence[Pair], after: Sequence[Any] = (), is_ahead: bool = False) -> Any:
         """Begin copies on the stream, behind all that has been computed so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if not is_ahead:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for mark in after:
             self._stream.wait_event(mark)
         with torch.cuda.stream(self._stream):

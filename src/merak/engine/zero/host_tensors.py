@@ -1,10 +1,9 @@
 """Optimizer tensors in host memory: copies of parameters, and the gradients that step them.
 
-Reduced gradients are copied to pinned memory beside the rest of the backward. No tensor is stepped
-before all are there: clipping, and leaving out a step that is not finite, rest on all of them. Then
-the processor steps some tensors at a time, and sends these back while it steps the next. Copies run
-on streams of their own on a GPU; on a CPU they are made at once. With a folder, all of it is in a
-file, `state_files`.
+Reduced gradients are copied to pinned memory beside the rest of the backward. The processor steps
+some tensors at a time, as `host_steps` has it, and sends these back while it steps the next. Copies
+run on streams of their own on a GPU; on a CPU they are made at once. With a folder, all of it is in
+a file, `state_files`.
 
 Source: arXiv 2101.06840 (ZeRO-Offload), section 4.
 """
@@ -13,14 +12,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from merak.engine.segments.copy_streams import CopyQueue, Pair, StreamCopies, SyncCopies
+from merak.engine.zero.host_steps import Arrived
 from merak.engine.zero.state_files import FileStates, FileTensor, StateFile
-from merak.plan.optimizer.home import MOST_SENT, in_parts
+from merak.plan.optimizer.home import MOST_SENT
 
 
 class HostTensors:
@@ -75,17 +76,30 @@ class HostTensors:
         Args:
             found: a tensor in host memory, and its gradient in its type, on the device.
         """
-        pairs: list[Pair] = []
+        self.copy_gradients([one for one in found if not one[1].is_sparse])
         for tensor, gradient in found:
+            own = gradient.cpu() if gradient.is_sparse else self._gradients[id(tensor)]
+            tensor.grad = own
+
+    def copy_gradients(
+        self, found: Sequence[tuple[nn.Parameter, torch.Tensor]]
+    ) -> tuple[list[Arrived], Callable[[], None]]:
+        """Begin to copy dense gradients to host memory, without giving them to their tensors.
+
+        Args:
+            found: as of `take_gradients`.
+
+        Returns:
+            Where they arrive, and what waits until they have.
+        """
+        arriving: list[Arrived] = []
+        for tensor, _ in found:
             tensor.grad_dtype = tensor.dtype
-            if gradient.is_sparse:
-                tensor.grad = gradient.cpu()
-                continue
-            tensor.grad = self._gradients[id(tensor)]
-            pairs.append((tensor.grad, gradient))
-        self._leaving += [gradient for _, gradient in pairs]  # until they have been copied
-        if pairs:
-            self._to_host.copy(pairs)
+            arriving.append((tensor, self._gradients[id(tensor)]))
+        pairs = [(own, gradient) for (_, own), (_, gradient) in zip(arriving, found, strict=True)]
+        self._leaving += [gradient for _, gradient in found]  # until they have been copied
+        mark = self._to_host.copy(pairs) if pairs else None
+        return arriving, partial(self._to_host.finish, mark)
 
     def wait(self) -> None:
         """Let the host wait until the gradients are there."""
@@ -93,14 +107,15 @@ class HostTensors:
         self._leaving.clear()
 
     @torch.no_grad()
-    def send(self, found: Sequence[Pair]) -> None:
+    def send(self, found: Sequence[Pair], is_early: bool = False) -> None:
         """Begin to copy stepped tensors to the device, which computes on once they are there.
 
         Args:
             found: where to, and a tensor in host memory, of any type.
+            is_early: whether what the device has still to compute does not read them.
         """
         pairs = [(target, self._staged(source.detach(), target.dtype)) for target, source in found]
-        self._open.append(self._to_device.copy(pairs))
+        self._open.append(self._to_device.copy(pairs, is_ahead=is_early))
         while len(self._open) > MOST_SENT:
             self._to_device.finish(self._open.popleft())
 
@@ -114,83 +129,3 @@ class HostTensors:
         if not self._is_pinned:
             return source
         return torch.empty(source.shape, dtype=dtype, pin_memory=True).copy_(source)
-
-
-def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of some tensors, and then of the others, is the step of all.
-
-    torch's own optimizers step each tensor by its own state; another class may count its steps, or
-    look across tensors.
-
-    Args:
-        optimizer: of any class.
-    """
-    own = type(optimizer)
-    return own.__module__.startswith("torch.optim.") and own is not torch.optim.LBFGS
-
-
-class StepInParts:
-    """The step of an optimizer, one part of its tensors after another.
-
-    Args:
-        optimizer: of tensors in host memory, which `steps_in_parts`.
-        send: is called with each part that was stepped, while it is in memory.
-        files: have the states; None where they are in memory.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        send: Callable[[Sequence[nn.Parameter]], None],
-        files: FileStates | None,
-    ) -> None:
-        self._step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
-        self._send, self._files = send, files
-        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
-        self._last: list[nn.Parameter] = []
-        optimizer.register_step_pre_hook(lambda own, *_: self._before(own))
-        optimizer.register_step_post_hook(lambda own, *_: self._after(own))
-
-    def _before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step all parts but the last, which the step itself finds with gradients alone."""
-        own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self._gradients = {t: t.grad for t in own if t.grad is not None}
-        for tensor in self._gradients:
-            tensor.grad = None
-        parts = _parts(list(self._gradients)) or [[]]
-        if self._files is not None:
-            self._files.prefetch(optimizer, parts[0])
-        for part, following in zip(parts, [*parts[1:], None], strict=True):
-            if self._files is not None:
-                self._files.enter(optimizer, part)
-                if following is not None:
-                    self._files.prefetch(optimizer, following)
-            self._give(part)
-            if following is not None:
-                self._step(optimizer)
-                self._end(optimizer, part)
-        self._last = parts[-1]
-
-    def _give(self, part: Sequence[nn.Parameter]) -> None:
-        for tensor in part:
-            tensor.grad = self._gradients[tensor]
-
-    def _end(self, optimizer: torch.optim.Optimizer, part: Sequence[nn.Parameter]) -> None:
-        for tensor in part:
-            tensor.grad = None
-        self._send(part)
-        if self._files is not None:
-            self._files.leave(optimizer, part)
-
-    def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give all tensors their gradients back, which the loop may read."""
-        self._end(optimizer, self._last)
-        self._give(list(self._gradients))
-        self._gradients, self._last = {}, []
-        if self._files is not None:
-            self._files.finish()
-
-
-def _parts(tensors: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Tensors that are stepped at a time, in order."""
-    return [[tensors[n] for n in part] for part in in_parts([own.nbytes for own in tensors])]

@@ -26,6 +26,7 @@ from merak.core.gradients import is_low_precision
 from merak.core.shards import OptimizerTensor, RowShard
 from merak.engine.comm.row_shards import rows_of, shard_rows
 from merak.engine.zero.fsdp import FsdpParameters
+from merak.engine.zero.host_steps import Arrived, StepInParts
 from merak.engine.zero.host_tensors import HostTensors
 from merak.engine.zero.param_all_gather import ParamAllGather
 from merak.engine.zero.replica_groups import ReplicaGroups
@@ -136,9 +137,12 @@ class OptimizerParams:
         optimizer_params = {name: p for name, p in parameters.items() if p.requires_grad}
         self.items = {name: self._make(name, p) for name, p in optimizer_params.items()}
         self._by_parameter = {id(item.parameter): item for item in self.items.values()}
-        self._early: list[nn.Parameter] = []
+        self._early: list[Arrived] = []
         self._by_tensor = {id(item.tensor): item for item in self.items.values()}
         self._sent: set[int] = set()
+        # Of optimizers in host memory, those that may step some tensors while the backward runs.
+        self.in_parts: list[StepInParts] = []
+        self._steps_early: list[StepInParts] = []
         # Whole parameters that an optimizer steps here in place of all ranks' pieces, by name.
         self.whole_tensors: dict[str, nn.Parameter] = {}
         self.start_step()
@@ -192,15 +196,20 @@ class OptimizerParams:
 
     def start_step(self) -> None:
         """Prepare the parameters for the gradients of a step."""
-        for tensor in self._early:  # of this step, if it has been aborted before
-            tensor.grad = None
-        self._early.clear()
+        self._early.clear()  # of this step, if it has been aborted before
+        self._sent.clear()
+        for own in self.in_parts:
+            own.forget()
         with torch._C.DisableTorchFunctionSubclass():  # which follows scripts, and takes its time
             for item in self.items.values():
                 dtype = self._precision.reduce_dtype(item.parameter)
                 for leaf in (item.parameter, item.leaf, item.tensor):
                     if leaf.grad is None:
                         leaf.grad_dtype = dtype
+
+    def begin_early_steps(self) -> None:
+        """Let optimizers step what leaves early in this step, before its other gradients."""
+        self._steps_early = [own for own in self.in_parts if own.begin()]
 
     def leave_early(self, final: Iterable[nn.Parameter]) -> None:
         """Begin to copy gradients to host memory that are final before the step's others.
@@ -215,10 +224,16 @@ class OptimizerParams:
                 item = self._by_parameter.get(id(parameter))
                 if item is None or item.leaf.grad is None or not parameter.requires_grad:
                     continue
+                if item.leaf.grad.is_sparse:
+                    continue
+                if self._steps_early and may_be_written(parameter):
+                    item.take_written()
                 leaving.append((item.tensor, item.leaf.grad.to(item.tensor.dtype)))
                 item.leaf.grad = None
-            self.host.take_gradients(leaving)
-        self._early += [tensor for tensor, _ in leaving]
+            arriving, arrive = self.host.copy_gradients(leaving)
+        self._early += arriving
+        for own in self._steps_early:
+            own.add(arriving, arrive)
 
     def take_gradients(self, loss_scale: float | torch.Tensor = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
@@ -243,6 +258,9 @@ class OptimizerParams:
             torch._foreach_mul_(gradients, 1.0 / loss_scale)
         gradients.clear()  # so that each goes as soon as it has been converted
         leaving: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for own in self._steps_early:
+            own.join()  # before other tensors have gradients, which it would step as well
+        self._steps_early = []
         with torch._C.DisableTorchFunctionSubclass():
             for source, item in zip(sources, self.items.values(), strict=True):
                 gradient, source.grad = source.grad, None
@@ -257,6 +275,8 @@ class OptimizerParams:
             if self.host is not None:
                 self.host.take_gradients(leaving)
                 self.host.wait()
+                for tensor, gradient in self._early:
+                    tensor.grad = gradient
                 self._early.clear()
 
     def clear_gradients(self) -> None:
@@ -293,7 +313,8 @@ class OptimizerParams:
     def take_written(self) -> None:
         """Take over what a script has written into parameters that have masters."""
         for item in self.items.values():
-            if item.is_copy and may_be_written(item.parameter):
+            is_sent = id(item.tensor) in self._sent  # and stepped, after it was looked at
+            if item.is_copy and not is_sent and may_be_written(item.parameter):
                 item.take_written()
 
     @torch.no_grad()
@@ -309,15 +330,16 @@ class OptimizerParams:
         if self._param_all_gather is not None:
             self._param_all_gather.start()
 
-    def send(self, stepped: Sequence[nn.Parameter]) -> None:
+    def send(self, stepped: Sequence[nn.Parameter], is_early: bool = False) -> None:
         """Begin to copy some stepped tensors in host memory into the parameters.
 
         Args:
             stepped: of them, a part of what `sync_model_params` copies.
+            is_early: whether the device still computes, with other parameters than these.
         """
         assert self.host is not None
         items = [self._by_tensor[id(tensor)] for tensor in stepped if id(tensor) in self._by_tensor]
-        self.host.send([(item.own_rows(), item.tensor) for item in items])
+        self.host.send([(item.own_rows(), item.tensor) for item in items], is_early)
         self._sent.update(id(item.tensor) for item in items)
 
     @contextmanager

@@ -70,11 +70,27 @@ def folder_of(home: str | None) -> str | None:
     return home if is_away(home) and home != HOST else None
 
 
-def in_parts(sizes: Sequence[int]) -> list[range]:
+def steps_beside_backward(*, clips: bool, scales: bool, skips: bool, locates: bool) -> bool:
+    """Whether a tensor may be stepped in host memory before all gradients of a step are known.
+
+    Its gradient is final once the last microbatch's backward of its segment, and the reduction over
+    replicas, have ended. It waits for all others where these decide on the step.
+
+    Args:
+        clips: whether gradients are clipped by the norm of all of them.
+        scales: whether fp16's loss scale may have overflowed in any of them.
+        skips: whether a step that is not finite is left out (`nan_policy="skip"`).
+        locates: whether such a step runs once more, on the same weights (`locate_nan`).
+    """
+    return not (clips or scales or skips or locates)
+
+
+def in_parts(sizes: Sequence[int], is_open: bool = False) -> list[range]:
     """Numbers of the tensors that are stepped at a time, in order, of `PART_BYTES` or more.
 
     Args:
         sizes: bytes of each tensor that is stepped.
+        is_open: whether more tensors come: the last part is what is not enough for one, or empty.
     """
     starts, held = list[int](), PART_BYTES
     for number, num_bytes in enumerate(sizes):
@@ -82,7 +98,10 @@ def in_parts(sizes: Sequence[int]) -> list[range]:
             starts.append(number)
             held = 0
         held += num_bytes
-    return [range(*own) for own in pairwise([*starts, len(sizes)])]
+    found = [range(*own) for own in pairwise([*starts, len(sizes)])]
+    if is_open and held >= PART_BYTES:
+        found.append(range(len(sizes), len(sizes)))
+    return found
 
 
 def shared_out(home: str | None, sizes: Collection[int]) -> tuple[int, int]:

@@ -221,7 +221,7 @@ def step_parts(workload: Workload, cluster: Cluster, candidate: Candidate) -> St
     seconds = durations(schedule, table, costs)
     busy = np.bincount(table.rank, weights=seconds, minlength=candidate.pp)
     is_apart = schedule.is_synchronous
-    update_s = _rank_updates_s(workload, cluster, candidate, laid, zero, clips=False)
+    update_s = _rank_updates_s(workload, cluster, candidate, laid, zero, may_wait=False)
     pipe = schedule.pipes[0]
     return StepParts(
         busy_s=tuple(map(float, busy)),
@@ -479,7 +479,7 @@ def _updates_s(
             zero,
             workload.is_optimizer_fused,
             home,
-            clips=False,
+            waits=False,
         )
         for memory, device in zip(laid.memory, laid.devices, strict=True)
         for own in memory.stages
@@ -506,13 +506,24 @@ def _rank_updates_s(
     laid: _Laid,
     zero: ZeroSharding,
     *,
-    clips: bool = True,
+    may_wait: bool = True,
 ) -> list[float]:
-    """Seconds of the one update behind a step on every pp rank."""
+    """Seconds of the one update on every pp rank, behind the step or beside its last backward."""
     ranks = zip(laid.memory, laid.devices, strict=True)
     held = [([(laid.stages[own.stage], own) for own in m.stages], device) for m, device in ranks]
     home, is_fused = home_of(cluster, candidate.offload_optimizer), workload.is_optimizer_fused
-    return [update_seconds(*own, zero, is_fused, home, clips=clips) for own in held]
+    waits = may_wait and not workload.steps_beside_backward
+    return [
+        update_seconds(
+            *own,
+            zero,
+            is_fused,
+            home,
+            waits=waits,
+            backward_s=sum(stage.whole.backward_s for stage, _ in own[0]),
+        )
+        for own in held
+    ]
 
 
 def _busy(simulation: Simulation, seconds: np.ndarray) -> np.ndarray:

@@ -70,7 +70,8 @@ def update_seconds(
     is_fused: bool,
     home: Home,
     *,
-    clips: bool = True,
+    waits: bool = True,
+    backward_s: float = 0.0,
 ) -> float:
     """Seconds of the optimizer's step and of clipping.
 
@@ -80,7 +81,9 @@ def update_seconds(
         zero: what replicas shard.
         is_fused: whether the optimizer is fused.
         home: what has the state of stages whose memory says that the device has not.
-        clips: whether gradients are clipped before.
+        waits: whether it waits for all gradients, whose norm is computed, and which are clipped.
+        backward_s: of the last microbatch's backward, beside which gradients leave the device. An
+            update that waits for none runs there, too.
     """
     trained = {
         name: meta
@@ -95,13 +98,16 @@ def update_seconds(
     gradients = sum(zero.gradient_bytes(trained).values()) / zero.degree
     parameters = sum(meta.num_bytes for meta in trained.values()) / zero.degree
     passes = 1.0 if is_fused else FOREACH_PASSES
-    clipping = 3 * gradients if clips else 0.0
+    clipping = 3 * gradients if waits else 0.0
     if away := sum(memory.host for _, memory in stages):
-        # Gradients arrive whole before their norm is known; parameters leave beside the next part.
+        # Parameters leave beside the next part; the last part has no backward beside it.
         step_s = (passes * (2 * away - gradients) + clipping) / home.memory_bytes_per_s
         files_s, up_s = away / home.file_bytes_per_s, parameters / device.host_bytes_per_s
-        last_s = (up_s + files_s) * min(1.0, PART_BYTES / away)
-        return gradients / device.host_bytes_per_s + max(step_s, up_s, files_s) + last_s
+        part = min(1.0, PART_BYTES / away)
+        beside_s, behind_s = gradients / device.host_bytes_per_s, max(step_s, up_s, files_s)
+        if not waits:
+            beside_s, behind_s = beside_s + behind_s, 0.0
+        return max(beside_s * part, beside_s - backward_s) + behind_s + (up_s + files_s) * part
     stepped = 2 * state + gradients + 2 * parameters
     if device.calibration is not None:
         passes *= device.calibration.update(parameters)

@@ -54,6 +54,8 @@ class Workload:
         common: the options that all of its layouts have.
         features: tensor parallel attributes that override those derived from the model.
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
+        steps_beside_backward: as of `merak.plan.optimizer.home`: its loop clips no gradients, and
+            leaves no step out.
     """
 
     source: GraphSource
@@ -65,6 +67,7 @@ class Workload:
     common: ParallelOptions = field(default_factory=ParallelOptions)
     features: Features | None = None
     kernels: KernelChoice = field(default_factory=KernelChoice)
+    steps_beside_backward: bool = False
     _known: dict[Hashable, Any] = field(init=False, default_factory=dict)
     _traced: RepeatedGraphs | None = field(init=False, default=None)
     _parallel: dict[Form, TensorParallel] = field(init=False, default_factory=dict)

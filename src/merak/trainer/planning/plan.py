@@ -51,6 +51,7 @@ from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.optimizer_like import similar_optimizer
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.subclass.traced_loss import in_first_step
+from merak.trainer.unsupported import steps_beside_backward
 
 _ADVICE = "replan=True goes on in it behind the next checkpoint"
 
@@ -138,6 +139,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
         optimizer=partial(similar_optimizer, trainer),
         common=common_options(args),
         features=parse_features(args.feature_dict) if args.feature_dict else None,
+        steps_beside_backward=steps_beside_backward(args),
     )
 
 

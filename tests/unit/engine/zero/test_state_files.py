@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from merak.core.errors import ArgumentsError, MerakError, TrainingError
-from merak.engine.zero.host_tensors import HostTensors, StepInParts
+from merak.engine.zero.host_steps import Arrived, StepInParts
+from merak.engine.zero.host_tensors import HostTensors
 from merak.engine.zero.state_files import StateFile
 from merak.plan.optimizer import home
 from tests.unit.engine.segments.test_activation_offload import engine_of
@@ -31,15 +33,32 @@ def test_tensors_come_back_by_reads_and_by_the_map(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # the file has no name
 
 
-def trained(folder: str | None, make: Any) -> list[torch.Tensor]:
+def step_early(parts: StepInParts, arriving: list[Arrived], arrive: Any) -> None:
+    """Step some tensors as beside a backward, and wait until they are."""
+    parts.add(arriving, arrive)
+    for future, _ in parts._running:
+        future.result()
+    parts.join()
+    for tensor, gradient in arriving:
+        tensor.grad = gradient
+
+
+def trained(folder: str | None, make: Any, is_early: bool = False) -> list[torch.Tensor]:
     draws = torch.Generator().manual_seed(1)
     host = HostTensors(torch.device("cpu"), folder)
     shapes = [(5, 4), (3,), (), (100, 30)]
     own = [host.copy_of(torch.randn(shape, generator=draws), torch.float32) for shape in shapes]
     optimizer = make(own)
-    StepInParts(optimizer, lambda part: None, host.file_states())
+    parts = StepInParts(optimizer, lambda *_, **__: None, host.file_states())
+    parts.note_hooks()
     for _ in range(3):
-        host.take_gradients([(p, torch.randn(p.shape, generator=draws)) for p in own])
+        found = [(p, torch.randn(p.shape, generator=draws)) for p in own]
+        if is_early:
+            optimizer.zero_grad()
+            assert parts.begin()
+            step_early(parts, *host.copy_gradients(found[:2]))
+            del found[:2]
+        host.take_gradients(found)
         host.wait()
         optimizer.step()
     states = [v for p in own for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
@@ -62,8 +81,47 @@ def test_steps_in_parts_are_the_step(
     whole = trained(None, make)
     monkeypatch.setattr(home, "PART_BYTES", 16)
     for folder in (None, str(tmp_path)):
-        found = trained(folder, make)
-        assert len(found) == len(whole) and all(map(torch.equal, found, whole))
+        for is_early in (False, True):
+            found = trained(folder, make, is_early)
+            assert len(found) == len(whole) and all(map(torch.equal, found, whole))
+
+
+def test_what_was_stepped_beside_the_backward_may_not_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(home, "PART_BYTES", 16)
+    host = HostTensors(torch.device("cpu"))
+    first, second = (host.copy_of(torch.ones(8), torch.float32) for _ in range(2))
+    optimizer, sent = torch.optim.SGD([first, second], lr=1.0), list[tuple[int, bool]]()
+    parts = StepInParts(optimizer, lambda own, is_early: sent.append((len(own), is_early)), None)
+    parts.note_hooks()
+
+    def step(change: Callable[[], None]) -> None:
+        optimizer.zero_grad()
+        assert parts.begin()
+        step_early(parts, *host.copy_gradients([(first, torch.ones(8))]))
+        host.take_gradients([(second, torch.ones(8))])
+        change()
+        optimizer.step()
+
+    def change_rate() -> None:
+        optimizer.param_groups[0]["lr"] = 2.0
+
+    def change_gradient() -> None:
+        assert first.grad is not None
+        first.grad.mul_(2.0)
+
+    step(lambda: None)
+    assert first.tolist() == second.tolist() == [0.0] * 8 and sent == [(1, True), (1, False)]
+    with pytest.raises(TrainingError, match=r"^gradients have been changed between the backward"):
+        step(change_gradient)
+    with pytest.raises(TrainingError, match=r"^the optimizer's options have been changed .* clip"):
+        step(change_rate)
+    assert not parts.begin()  # its gradients are added to
+    optimizer.zero_grad()
+    assert parts.begin()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not parts.begin()  # a script's own hook belongs before the first part
 
 
 def test_a_full_disk_says_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,3 +258,17 @@ def test_optimizers_in_host_memory_take_time_for_memory(llama: Workload, zero: i
     assert device.compute_s == host.compute_s
     (held,) = memory_of(llama, cluster(), replace(own, offload_optimizer="/local/states"))
     assert 0 < held.host.optimizer <= held.disk_bytes
+
+
+def test_an_update_that_waits_for_nothing_runs_beside_the_backward(llama: Workload) -> None:
+    """Its last part alone, and what is longer than a backward, come behind the step."""
+    own = Candidate(microbatch=4, num_microbatches=4, offload_optimizer="cpu")
+    beside = replace(llama, steps_beside_backward=True)
+    beside._traced, beside._parallel = llama._traced, llama._parallel
+    late, early = (price(job, cluster(), own) for job in (llama, beside))
+    assert early.optimizer_s < late.optimizer_s and early.compute_s == late.compute_s
+    on_device = replace(own, offload_optimizer="off")
+    assert (
+        price(beside, cluster(), on_device).optimizer_s
+        < price(llama, cluster(), on_device).optimizer_s
+    )  # no gradients are clipped
