@@ -21,6 +21,8 @@ from tests.multirank.ranks import RankPool
 
 WIDTH, DEPTH = 128, 8
 PHI = DEPTH * WIDTH * WIDTH
+GATHERED = 2 / DEPTH
+"""Bytes per parameter of the first layer, which a backward leaves gathered for the next forward."""
 
 
 class Square(nn.Module):
@@ -121,7 +123,9 @@ def count_beside(
     compute = engine._state.microbatches.compute_batch_only
 
     def note(microbatch: Any) -> None:
-        engine._state.reducer.wait()  # what is under way is two buckets at most
+        engine._state.reducer.wait()  # what is under way is two buckets at most,
+        if engine._state.fsdp is not None:
+            engine._state.fsdp.order.take_reductions()  # or a segment's gradients
         seen.append(held_at_last(before) / PHI)
         compute(microbatch)
 
@@ -145,7 +149,8 @@ def test_bytes_fall_as_the_formulas_say(pool: RankPool, degree: int) -> None:
     for rank in pool.run(count_all, degree, list(formulas)):
         for (choice, expected), ((_, between), after) in zip(formulas.items(), rank):
             # A batch, and counts of steps.
-            assert expected <= between <= 1.03 * expected, choice
+            begun = expected + (GATHERED if choice[0] == 3 else 0)
+            assert begun <= between <= 1.03 * begun, choice
             # When all is done, shares of the gradients are left in the masters' type.
             final = {0: 18, 3: 16 / degree}.get(choice[0], 2 + 16 / degree)
             assert final <= after <= 1.03 * final, choice
@@ -160,5 +165,5 @@ def count_mixed() -> tuple[list[float], float]:
 def test_tied_and_frozen_parameters_are_in_shares(pool: RankPool) -> None:
     expected = (5 * 16 + 2 * 2) / DEPTH / 2  # five weights are trained, and two frozen
     for (_, between), after in pool.run(count_mixed, 2):
-        assert expected <= between <= 1.03 * expected
+        assert expected + GATHERED <= between <= 1.03 * (expected + GATHERED)
         assert expected <= after <= 1.03 * expected
