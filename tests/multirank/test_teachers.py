@@ -128,7 +128,7 @@ def test_teachers_follow_as_in_one_process(
     size = int(torch.tensor(list(degrees.values())).prod())
     losses, weights = alone(average_by_hand)
     first, *others = pool.run(trained, size, degrees, by_hand, options)
-    torch.testing.assert_close(first[0], losses)
+    torch.testing.assert_close(torch.tensor(first[0]), torch.tensor(losses))
     torch.testing.assert_close(first[1], dict(weights))
     assert all(other[0] == first[0] for other in others)
 
