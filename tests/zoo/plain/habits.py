@@ -110,9 +110,8 @@ class Discriminator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         bounded = nn.utils.spectral_norm
-        self.layers = nn.ModuleList(
-            [bounded(nn.Conv2d(3, 8, 4, 2, 1)), bounded(nn.Conv2d(8, 16, 4, 2, 1))]
-        )
+        sizes = ((3, 8, 4, 2), (8, 16, 4, 2), (16, 16, 3, 1))  # enough to be cut inside
+        self.layers = nn.ModuleList(bounded(nn.Conv2d(*own, padding=1)) for own in sizes)
         self.last, self.head = nn.Conv2d(17, 16, 3, padding=1), nn.Linear(256, 1)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
