@@ -17,8 +17,10 @@ WRAPPED = Case("SFT", {"packing": True, "packing_strategy": "wrapped", "max_leng
 PACKED = Case("SFT", {"packing": True, "pad_to_multiple_of": None}, lora=True)
 PREFERS = Case("DPO", {"eval_strategy": "steps"}, lora=True)
 PRECOMPUTED = Case("DPO", {"precompute_ref_log_probs": True})
+BESIDE = Case("DPO", {"eval_strategy": "steps"}, reference=True)
+SYNCED = Case("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 3}, reference=True)
 REWARDS = Case("Reward")
-ALL = [PADDED, PACKED, PREFERS, PRECOMPUTED, REWARDS]
+ALL = [PADDED, PACKED, PREFERS, PRECOMPUTED, BESIDE, SYNCED, REWARDS]
 
 
 def expect_equal(found: Outcome, expected: Outcome) -> None:
@@ -36,7 +38,7 @@ def expect_equal(found: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        pytest.param((1, 1, 2), [WRAPPED], id="pp-wrapped"),
+        pytest.param((1, 1, 2), [WRAPPED, SYNCED], id="pp-essential"),
         slow((1, 1, 2), ALL, id="pp"),
         slow((1, 2, 1), ALL, id="tp"),
         slow((2, 1, 1), ALL, id="dp"),

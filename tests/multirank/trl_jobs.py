@@ -26,11 +26,12 @@ TEXTS = ("the quick brown fox", "jumps over", "a lazy dog sleeps now", "hello wo
 
 @dataclass(frozen=True)
 class Case:
-    """A training: the kind of trainer, its arguments, and whether it trains adapters."""
+    """A training: the kind of trainer, its arguments, adapters, and a reference model."""
 
     kind: str
     arguments: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    reference: bool = False
 
 
 @dataclass
@@ -113,6 +114,8 @@ def given_to(case: Case) -> dict[str, Any]:
         "eval_dataset": samples(6),
         "processing_class": tokenizer(),
     }
+    if case.reference:
+        found["ref_model"] = model()
     if case.lora:
         from peft import LoraConfig
 

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import trl
-from accelerate.utils import is_peft_model  # type: ignore[import-untyped]
 from datasets import Dataset  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from merak.arguments import arguments_for
 from merak.core.errors import ArgumentsError
 from merak.trainer import MerakTrainer
 from merak.trainer.unsupported import refuse_other_arguments
 from merak.trl.head import plain_head
+from merak.trl.reference import SyncReference, hold_reference
 
 SFTConfig = arguments_for(trl.SFTConfig)
 DPOConfig = arguments_for(trl.DPOConfig)
@@ -126,17 +127,17 @@ class WithReference(OnRanks):
     """Columns of what a reference model gives, as TRL adds them to a dataset."""
     _computes_reference: bool = False  # whether an evaluation is one of the reference
 
-    def _check(self, **given: Any) -> None:
-        super()._check(**given)
-        has_adapters = given.get("peft_config") is not None or is_peft_model(given["model"])
-        is_second = given.get("ref_model") is not None
-        if is_second or not (has_adapters or given["args"].precompute_ref_log_probs):
-            raise ArgumentsError(
-                f"{type(self).__name__} would keep a second whole model beside the one that it "
-                f"trains, {'given as ref_model' if is_second else 'its reference'}, which the "
-                "stages do not hold; set precompute_ref_log_probs=True and no ref_model, or train "
-                "adapters (peft_config), without which the model is its own reference."
-            )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make TRL's trainer; a reference that it keeps becomes a part of the model."""
+        super().__init__(*args, **kwargs)
+        self._hold_reference()
+        if self.pop_callback(SyncRefModelCallback) is not None:
+            self.add_callback(SyncReference)
+
+    def _hold_reference(self) -> None:
+        reference = getattr(self, "ref_model", None)
+        if reference is not None:
+            hold_reference(self.model, reference)
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         """Compute log-probabilities of the reference as an evaluation, and add them to a dataset.
@@ -148,6 +149,7 @@ class WithReference(OnRanks):
                 "precompute_ref_log_probs=True computes a whole dataset before training, which is "
                 f"no stream, but the {name} dataset is one; leave it out."
             )
+        self._hold_reference()
         empty = dataset
         for column in self._columns:
             empty = empty.add_column(column, np.zeros(len(dataset), np.float32))
@@ -177,7 +179,7 @@ class WithReference(OnRanks):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         own: Any = self
         with plain_head():
-            found = own.compute_ref_log_probs(model, inputs)
+            found = own.compute_ref_log_probs(own.ref_model or model, inputs)
         return found[0].sum(), dict(zip(self._columns, found, strict=True))
 
 

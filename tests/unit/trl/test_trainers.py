@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset  # type: ignore[import-untyped]
+from safetensors import safe_open
 
 import merak
 from merak.core.errors import ArgumentsError, PackageError
@@ -58,10 +60,23 @@ def test_offloading_by_autograd_is_refused(given: dict[str, Any]) -> None:
         merak.trl.SFTTrainer(language_model(), args=args, train_dataset=pairs(1))
 
 
-def test_a_second_whole_model_is_refused(given: dict[str, Any]) -> None:
-    args = merak.trl.DPOConfig(**given)
-    rest = {"args": args, "train_dataset": pairs(2), "processing_class": tokenizer()}
-    with pytest.raises(ArgumentsError, match=r"beside .* its reference, .* precompute_ref_log_pro"):
-        merak.trl.DPOTrainer(language_model(), **rest)
-    with pytest.raises(ArgumentsError, match=r"given as ref_model"):
-        merak.trl.DPOTrainer(language_model(), language_model(), **rest)
+def test_a_reference_is_in_checkpoints_and_in_no_model_file(given: dict[str, Any]) -> None:
+    given |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "learning_rate": 0.1}
+    args = merak.trl.DPOConfig(**given, max_steps=2, save_steps=1, pad_to_multiple_of=24)
+
+    def trainer() -> Any:
+        rest = {"args": args, "train_dataset": pairs(16), "processing_class": tokenizer()}
+        return merak.trl.DPOTrainer(language_model(), language_model(), **rest)
+
+    initial = dict(language_model().named_parameters())  # whose seed no trainer sees
+    whole, resumed = trainer(), trainer()
+    whole.train()
+    assert whole.gather_state_dict().keys() == initial.keys()
+    folder = Path(args.output_dir) / "checkpoint-1"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert set(file.keys()) <= set(initial)
+    resumed.train(resume_from_checkpoint=str(folder))
+    found, expected = (dict(one.model.named_parameters()) for one in (resumed, whole))
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter)
+        assert not torch.equal(parameter, initial[name.removeprefix("reference.module.")])

@@ -79,7 +79,7 @@ def _pairs(model: nn.Module, teacher: str, student: str) -> list[Pair]:
     followed = dict(modules[student].named_parameters(remove_duplicate=False))
     pairs: dict[str, str] = {}
     for name, parameter in modules[teacher].named_parameters(remove_duplicate=False):
-        own, other = f"{teacher}.{name}", f"{student}.{name}"
+        own, other = f"{teacher}.{name}", f"{student}.{name}".lstrip(".")
         if name not in followed:
             raise ArgumentsError(f"{own} has no parameter to follow: there is no {other}.")
         if parameter is followed[name]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from merak.core.errors import WeightsError
 from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import join
 from merak.graph.weights.holders import find_holders, first_names, named_tensors, shard_shape
-from merak.graph.weights.laid_out import Part, like, part_of, remove_refusals
+from merak.graph.weights.laid_out import Part, like, methods_allowed, part_of, remove_refusals
 from merak.graph.weights.rank_agreement import transfer_device
 
 
@@ -30,12 +30,22 @@ def gather_state_dict(model: nn.Module, part: Part) -> dict[str, torch.Tensor]:
     Returns:
         Parameters and persistent buffers by all of their names; nothing on other ranks.
     """
-    firsts = first_names(named_tensors(model))
+    names = _state_names(model)
     whole = {}
-    for name, value in _whole_tensors(model, part):
+    for name, value in _whole_tensors(model, part, frozenset(names.values())):
         if part.mesh.rank == 0:
             whole[name] = value.cpu()
-    return {name: whole[first] for name, first in firsts.items() if first in whole}
+    return {name: whole[first] for name, first in names.items() if first in whole}
+
+
+def _state_names(model: nn.Module) -> dict[str, str]:
+    """First name of every tensor by each of its names, without what the state dict leaves out."""
+    firsts = first_names(named_tensors(model))
+    with methods_allowed(model):
+        keys = model.state_dict(keep_vars=True).keys()
+    if not keys <= firsts.keys():  # a state dict of names of its own
+        return firsts
+    return {name: first for name, first in firsts.items() if name in keys}
 
 
 @during("gathering the weights")
@@ -89,13 +99,15 @@ def make_whole(model: nn.Module) -> None:
         slots[attribute] = made[first]
 
 
-def _whole_tensors(model: nn.Module, part: Part) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the state dict by its first name, one after another, on all ranks."""
+def _whole_tensors(
+    model: nn.Module, part: Part, names: Collection[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of the model by their first names, one after another, on all ranks."""
     mesh = part.mesh
     device = transfer_device(mesh.device)
     holders = find_holders(model, part.held, part.shards, mesh)
     own = named_tensors(model)
-    for name in sorted(holders):
+    for name in sorted(holders.keys() if names is None else holders.keys() & names):
         held = holders[name]
         pieces = []
         for index, rank in enumerate(held.ranks):
