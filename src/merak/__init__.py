@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
     from merak.engine.optimizer.one_bit import OneBitAdam, OneBitLamb
-    from merak.engine.parameters.gathered import gathered_parameters
+    from merak.engine.parameters.gathered import gathered_parameters, stream_weights
     from merak.engine.parameters.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
     from merak.graph.weights.empty_weights import empty_weights
@@ -41,6 +41,7 @@ _HOMES = {
     "empty_weights": "merak.graph.weights.empty_weights",
     "init": "merak.core.start.init",
     "parallelize": "merak.parallel",
+    "stream_weights": "merak.engine.parameters.gathered",
 }
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "gathered_parameters",
     "init",
     "parallelize",
+    "stream_weights",
 ]
 
 

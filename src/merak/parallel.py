@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.optimizer.second_step import refuse_second_steps
+from merak.engine.parameters.gathered import stream_weights
 from merak.engine.planning.own_loop import plan_loop
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.planning.replan import PlanWatch
@@ -372,6 +373,20 @@ class ParallelModel:
             Parameters and persistent buffers by name; nothing on other ranks.
         """
         return self.engine.gather_state_dict()
+
+    def stream_weights(self, rank: int | None = 0) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Iterate over the model's whole weights; all ranks do so together.
+
+        Args:
+            rank: which gets the tensors; None for every rank.
+
+        Returns:
+            As of `merak.stream_weights`.
+
+        Raises:
+            ArgumentsError: as of `merak.stream_weights`.
+        """
+        return stream_weights(self.model, rank)
 
     def _step_optimizer(self) -> None:
         if self.optimizer is not None:

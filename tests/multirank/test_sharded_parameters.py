@@ -99,6 +99,67 @@ def test_whole_parameters_are_read_and_written_as_in_one_process(
     torch.testing.assert_close(first[1], dict(weights), rtol=1e-4, atol=1e-6)
 
 
+class Tied(nn.Module):
+    """A model of tokens whose head is its embedding, with a buffer that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.count += 1
+        logits = self.head(self.layers(self.embedding(x)))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())}
+
+
+Streamed = tuple[list[str], dict[str, torch.Tensor], dict[str, torch.Tensor], str]
+
+
+@as_script
+@not_shared()
+def streamed(degrees: dict[str, int], options: dict[str, Any]) -> Streamed:
+    """Names and tensors that this rank gets, and the whole state dict on rank 0."""
+    import merak
+
+    merak.init(device="cpu", **degrees)
+    batch = {"x": torch.arange(32).view(4, 8) % 16}
+    parallel = merak.parallelize(Tied(), batch, optimizer=sgd, num_microbatches=2, **options)
+    parallel.step(batch)
+    names, tensors = [], {}
+    for name, tensor in parallel.stream_weights(rank=1):
+        names.append(name)
+        if tensor is not None:
+            tensors[name] = tensor.clone()
+    assert all(tensor is not None for _, tensor in merak.stream_weights(parallel.model, None))
+    try:
+        parallel.stream_weights(rank=2)
+    except ArgumentsError as error:
+        return names, tensors, parallel.gather_state_dict(), str(error)
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        slow({"pp": 2}, {}),
+        slow({"tp": 2}, {}),
+        slow({"dp": 2}, {"zero": 3}),
+    ],
+)
+def test_weights_are_streamed_whole_to_one_rank(
+    pool: RankPool, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    first, second = pool.run(streamed, 2, degrees, options)
+    assert first[0] == second[0] and not first[1]
+    assert second[1].keys() == first[2].keys() == Tied().state_dict().keys()
+    torch.testing.assert_close(second[1], first[2], rtol=0, atol=0)
+    assert first[3] == "rank=2 is none of the 2 ranks; use 0 to 1, or None for all."
+
+
 @as_script
 def refused(degrees: dict[str, int], zero: int) -> dict[str, str]:
     """What a loop of one's own hears of what it does with shards."""

@@ -64,6 +64,17 @@ def test_parameters_of_a_model_on_one_device_are_whole() -> None:
         pass
 
 
+def test_a_model_on_one_device_is_streamed_by_the_names_of_its_state_dict() -> None:
+    model = pair()
+    model["online"].register_buffer("count", torch.ones(2))
+    model["online"].register_buffer("scratch", torch.ones(2), persistent=False)
+    model["head"] = nn.Linear(4, 4)
+    model["head"].weight = model["online"][0].weight
+    found = dict(merak.stream_weights(model))
+    assert found.keys() == model.state_dict().keys()
+    torch.testing.assert_close(found, dict(model.state_dict()))
+
+
 def test_replicas_with_models_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, engine = pair(), SimpleNamespace(local_steps=object())
     for module in (teacher, gathered):
@@ -75,3 +86,5 @@ def test_replicas_with_models_of_their_own_are_refused(monkeypatch: pytest.Monke
         merak.gathered_parameters(model),
     ):
         pass
+    with pytest.raises(ArgumentsError, match=r"stream_weights needs .* leave local_steps out"):
+        merak.stream_weights(model)

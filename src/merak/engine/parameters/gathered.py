@@ -1,4 +1,4 @@
-"""Whole parameters of a laid out model, to read or to write between steps."""
+"""Whole parameters of a laid out model, to read or to write between steps, at once or in turn."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from merak.engine.comm.row_shards import rows_of
 from merak.engine.engine import Engine
 from merak.engine.parameters.held import Held, fetch, held_parameters
 from merak.engine.state import EngineState
+from merak.graph.weights.gather_weights import state_names, whole_tensors
 from merak.graph.weights.holders import first_names, named_tensors
 from merak.graph.weights.laid_out import engine_of
 
@@ -46,12 +47,7 @@ def gathered_parameters(
         named = dict(model.named_parameters(remove_duplicate=False))
         yield {name: named[name].detach() for name in wanted}
         return
-    if engine.local_steps is not None:
-        raise ArgumentsError(
-            "gathered_parameters needs parameters that are the same on all replicas, and with "
-            "local_steps each has its own between rounds; leave local_steps out."
-        )
-    engine.optimizer_params.wait()
+    _await_update(engine, "gathered_parameters")
     state, held = engine._state, held_parameters(model, engine)
     if unread := [name for name in wanted if firsts[name] not in held and names is not None]:
         raise ArgumentsError(f"no operator reads {unread[0]}, so that no rank has it.")
@@ -67,6 +63,74 @@ def gathered_parameters(
     for name in values:
         if name in writers:
             _write(state, firsts[name], held[firsts[name]], values[name], writers[name])
+
+
+def stream_weights(
+    model: nn.Module, rank: int | None = 0
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Iterate over a model's weights, whole and one after another; all ranks do so together.
+
+    For what takes weights between steps, such as an engine that generates. No rank holds more than
+    one whole tensor beside its own part, in every layout.
+
+    Args:
+        model: the user's, as the trainer or `merak.parallelize` got it.
+        rank: which gets the tensors; None for every rank.
+
+    Returns:
+        Iterator over the names of the state dict, parameters first, in the same order on all
+        ranks, each with its whole tensor on the rank's device, or None on other ranks. Tied
+        parameters come under every name. A tensor may be the model's own: read it, and copy what
+        is to last behind the next one. Each rank takes part until the iterator ends.
+
+    Raises:
+        ArgumentsError: there is no such rank, or replicas have models of their own
+            (`local_steps`).
+    """
+    engine: Engine | None = engine_of(model)
+    if engine is None:
+        named = named_tensors(model)
+        return ((name, named[first].detach()) for name, first in state_names(model).items())
+    _await_update(engine, "stream_weights")
+    mesh = engine.mesh
+    if rank is not None and not 0 <= rank < mesh.world_size:
+        raise ArgumentsError(
+            f"{rank=} is none of the {mesh.world_size} ranks; use 0 to {mesh.world_size - 1}, or "
+            "None for all."
+        )
+    gets = rank is None or rank == mesh.rank
+    return ((name, value if gets else None) for name, value in _streamed(model, engine))
+
+
+def _streamed(model: nn.Module, engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of the state dict that ranks hold, by every name, on all ranks."""
+    names: dict[str, list[str]] = {}
+    for name, first in state_names(model).items():
+        names.setdefault(first, []).append(name)
+    state, held = engine._state, held_parameters(model, engine)
+    for first in [name for name in names if name in held]:
+        value = fetch(state, first, held[first], range(state.mesh.pp), None)
+        assert value is not None
+        yield from ((name, value) for name in names[first])
+        del value
+    tensors = named_tensors(model)
+    buffers = {n for n in names if not isinstance(tensors[n], nn.Parameter)}
+    for first, value in whole_tensors(model, engine.part, buffers):
+        yield from ((name, value) for name in names[first])
+
+
+def _await_update(engine: Engine, what: str) -> None:
+    """Wait for the last update, of which every replica has the same parameters.
+
+    Raises:
+        ArgumentsError: they have their own (`local_steps`).
+    """
+    if engine.local_steps is not None:
+        raise ArgumentsError(
+            f"{what} needs parameters that are the same on all replicas, and with "
+            "local_steps each has its own between rounds; leave local_steps out."
+        )
+    engine.optimizer_params.wait()
 
 
 def _wanted(

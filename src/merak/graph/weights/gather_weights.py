@@ -30,16 +30,20 @@ def gather_state_dict(model: nn.Module, part: Part) -> dict[str, torch.Tensor]:
     Returns:
         Parameters and persistent buffers by all of their names; nothing on other ranks.
     """
-    names = _state_names(model)
+    names = state_names(model)
     whole = {}
-    for name, value in _whole_tensors(model, part, frozenset(names.values())):
+    for name, value in whole_tensors(model, part, frozenset(names.values())):
         if part.mesh.rank == 0:
             whole[name] = value.cpu()
     return {name: whole[first] for name, first in names.items() if first in whole}
 
 
-def _state_names(model: nn.Module) -> dict[str, str]:
-    """First name of every tensor by each of its names, without what the state dict leaves out."""
+def state_names(model: nn.Module) -> dict[str, str]:
+    """First name of every tensor by each of its names, without what the state dict leaves out.
+
+    Args:
+        model: the user's, laid out or not.
+    """
     firsts = first_names(named_tensors(model))
     with methods_allowed(model):
         keys = model.state_dict(keep_vars=True).keys()
@@ -59,7 +63,7 @@ def whole_copy(model: nn.Module, part: Part, device: torch.device) -> nn.Module:
     """
     named = named_tensors(model)
     new: dict[int, Any] = {}  # a tensor's id → what the copy has in its place, also where tied
-    for name, value in _whole_tensors(model, part):
+    for name, value in whole_tensors(model, part):
         new[id(named[name])] = like(named[name], value.to(device))
     return copy.deepcopy(model, new).to(device)
 
@@ -87,7 +91,7 @@ def make_whole(model: nn.Module) -> None:
     named = named_tensors(model)
     firsts = first_names(named)
     with nullcontext() if engine is None else engine.whole_model():
-        values = {name: value.cpu() for name, value in _whole_tensors(model, part)}
+        values = {name: value.cpu() for name, value in whole_tensors(model, part)}
     if engine is not None:
         engine.retire()
     remove_refusals(model)
@@ -99,10 +103,16 @@ def make_whole(model: nn.Module) -> None:
         slots[attribute] = made[first]
 
 
-def _whole_tensors(
+def whole_tensors(
     model: nn.Module, part: Part, names: Collection[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the model by their first names, one after another, on all ranks."""
+    """Tensors of the model by their first names, one after another, on all ranks.
+
+    Args:
+        model: the user's, unsharded over replicas.
+        part: what this rank has of it.
+        names: first names of those that are asked for; None for all that a rank holds.
+    """
     mesh = part.mesh
     device = transfer_device(mesh.device)
     holders = find_holders(model, part.held, part.shards, mesh)
