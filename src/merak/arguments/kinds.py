@@ -82,7 +82,7 @@ def kind_problems(arguments: object, cls: type) -> Iterator[str]:
         arguments: a dataclass instance.
         cls: the dataclass whose fields are looked at, of which `arguments` may be a subclass.
     """
-    hints = _hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         if field.name in OWN_CHECKS or not field.init:
             continue
@@ -90,8 +90,6 @@ def kind_problems(arguments: object, cls: type) -> Iterator[str]:
         if value is field.default:
             continue
         hint = hints[field.name]
-        if field.name in ALSO:
-            hint = hint | ALSO[field.name]
         if field.name in PATHS and isinstance(value, os.PathLike):
             continue
         is_bit = isinstance(value, Integral) and value in (0, 1)
@@ -103,8 +101,30 @@ def kind_problems(arguments: object, cls: type) -> Iterator[str]:
 
 
 @lru_cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def hints_of(cls: type) -> dict[str, Any]:
+    """What the fields of arguments take: their annotations, and the kinds beside them.
+
+    Args:
+        cls: the dataclass.
+    """
+    return {
+        name: hint | ALSO[name] if name in ALSO else hint
+        for name, hint in typing.get_type_hints(cls).items()
+    }
+
+
+def choices_of(field: dataclasses.Field[Any], hint: Any) -> tuple[Any, ...]:
+    """The values that a field may have besides None, True and False; empty for any of its type.
+
+    Args:
+        field: of arguments.
+        hint: as of `hints_of`.
+    """
+    choices = tuple(field.metadata.get("choices") or CHOICES.get(field.name, ()))
+    for option in _parts(hint):
+        if isinstance(option, type) and issubclass(option, Enum):
+            choices = tuple(member.value for member in option)
+    return choices
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
@@ -123,12 +143,9 @@ def _is_named(kind: Any) -> bool:
 
 def _choice_problem(field: dataclasses.Field[Any], value: object, hint: Any) -> Iterator[str]:
     """Yield the sentence that refuses a value of the right type that is no choice."""
-    choices = tuple(field.metadata.get("choices") or CHOICES.get(field.name, ()))
-    for option in _parts(hint):
-        if isinstance(option, type) and issubclass(option, Enum):
-            choices = tuple(member.value for member in option)
     plain = value.value if isinstance(value, Enum) else value
-    choices = tuple(own for own in choices if own == plain or is_accepted(field.name, own))
+    known = choices_of(field, hint)
+    choices = tuple(own for own in known if own == plain or is_accepted(field.name, own))
     if not choices or plain is None or isinstance(plain, bool) or plain in choices:
         return
     named = " or ".join(repr(choice) for choice in choices)

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, replace
 from merak.cli.options import argument, backend, device, json_output, option, takes, words
 from merak.cli.output import show, stdout_to_stderr
 from merak.cli.recipe.ready import READY
-from merak.cli.recipe.report import TrainReport
+from merak.cli.recipe.report import DryRunReport, TrainReport
 from merak.core.units import counted
 
 
@@ -34,6 +34,9 @@ class TrainRequest:
     resume: bool = option(
         False, "--resume", "", "Go on from the newest valid checkpoint in output_dir, if any."
     )
+    dry_run: bool = option(
+        False, "--dry-run", "", "Check the recipe and say what would start, and start nothing."
+    )
     backend: str | None = backend()
     device: str | None = device()
     as_json: bool = json_output()
@@ -45,13 +48,14 @@ def train(request: TrainRequest) -> None:
 
     Starts the ranks on this machine, or joins those that torchrun started.
     """
-    from merak.cli.recipe.job import Job, check_job, fetched, num_ranks, run_job
+    from merak.cli.recipe.job import Job, check_job, described, fetched, num_ranks, run_job
     from merak.cli.recipe.layout_check import check_layout
     from merak.cli.recipe.recipe import read_recipe
     from merak.core.announce import announce, show_announcements
     from merak.core.health import failure
     from merak.launch.ranks import Work, run_ranks, under_torchrun
 
+    _refuse_dry_rank(request)
     if under_torchrun():
         failure.install()  # of all ranks, the first to fail is the one that reports
     with stdout_to_stderr():
@@ -61,10 +65,15 @@ def train(request: TrainRequest) -> None:
         job = Job(recipe, request.backend, request.device, resumes)
         if not under_torchrun():
             check_job(job)  # once, and before ranks are started
-        job = replace(job, recipe=fetched(recipe))
         ranks = num_ranks(job)
         if ranks > 1 and not under_torchrun():
             check_layout(request.recipe, recipe)
+        planned = described(job) if request.dry_run else None
+    if planned is not None:
+        show(planned, _dry_page, request.as_json)
+        return
+    with stdout_to_stderr():
+        job = replace(job, recipe=fetched(recipe))
         if under_torchrun() or (ranks == 1 and not max_restarts):
             report = run_job(job)
         else:
@@ -94,6 +103,33 @@ def _max_restarts(request: TrainRequest) -> int:
             "to torchrun."
         )
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def _refuse_dry_rank(request: TrainRequest) -> None:
+    from merak.core.errors import CommandError
+    from merak.launch.ranks import under_torchrun
+
+    if request.dry_run and under_torchrun():
+        raise CommandError(
+            "--dry-run starts no ranks, and torchrun has started this one; run `merak train … "
+            "--dry-run` by itself."
+        )
+
+
+def _dry_page(report: DryRunReport) -> str:
+    degrees = ", ".join(
+        f"{axis}={'as planned' if degree is None else degree}"
+        for axis, degree in report.degrees.items()
+    )
+    begins = "anew" if report.checkpoint is None else f"from {report.checkpoint}"
+    return "\n".join(
+        (
+            f"{report.model} with {report.parameters:,} parameters, on data of {report.data}",
+            f"{counted(report.ranks, 'rank')} on {report.device}: {degrees}",
+            f"begins {begins}; results go to {report.output_dir}",
+            "nothing was started",
+        )
+    )
 
 
 def _page(report: TrainReport) -> str:

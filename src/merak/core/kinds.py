@@ -1,4 +1,4 @@
-"""Values of files and their type hints: what fits, and objects made of JSON with types checked."""
+"""Values of files and their type hints: what fits, as JSON schema too, and objects made of JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
+from enum import Enum
 from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -76,6 +77,46 @@ _KINDS: Mapping[Any, str] = {
     type(None): "null",
 }
 """What a field should be, by its type."""
+
+
+def json_schema(hint: Any) -> dict[str, Any]:
+    """JSON schema of the values that are of a type; empty, so that any is, for one of no file.
+
+    Args:
+        hint: as of `fits`.
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = [json_schema(option) for option in inner]
+        if all(set(option) == {"type"} for option in options):
+            return {"type": [option["type"] for option in options]}
+        return {} if {} in options else {"anyOf": options}
+    if origin is Literal:
+        return {"enum": list(inner)}
+    kind = origin or hint
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return {"enum": [choice.value for choice in kind]}
+    if kind not in _JSON_TYPES:
+        return {}
+    found: dict[str, Any] = {"type": _JSON_TYPES[kind]}
+    if kind is list and inner and (each := json_schema(inner[0])):
+        found["items"] = each
+    if kind in (dict, Mapping) and inner and (each := json_schema(inner[1])):
+        found["additionalProperties"] = each
+    return found
+
+
+_JSON_TYPES: Mapping[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+    Mapping: "object",
+    type(None): "null",
+}
 
 
 def from_fields(kind: type[Data], value: object, name: str = "") -> Data:

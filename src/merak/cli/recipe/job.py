@@ -16,8 +16,9 @@ from merak.arguments.folders import make_output_folder
 from merak.cli.recipe.data.tokenizer import check_tokenizer, tokenizer_name
 from merak.cli.recipe.draft import draft_of
 from merak.cli.recipe.parts import check_data, make_parts
+from merak.cli.recipe.planned_job import PlannedJob
 from merak.cli.recipe.recipe import model_of
-from merak.cli.recipe.report import TrainReport
+from merak.cli.recipe.report import DryRunReport, TrainReport
 from merak.cli.recipe.schema import Recipe
 from merak.core.announce import show_announcements
 from merak.core.elastic import AUTO_PLAN
@@ -102,13 +103,43 @@ def _check(job: Job) -> None:
 def _check_arguments(recipe: Recipe, device: torch.device, ranks: int) -> None:
     _, args = draft_of(recipe, device, ranks)
     refuse_no_steps(args)
-    checkpoint_to_resume(
-        args.resume_from_checkpoint,
-        str(args.output_dir),
-        allow_pickled=args.allow_pickled_checkpoint,
-        reads_all=False,
-    )
+    _found_checkpoint(args.resume_from_checkpoint, args)
     make_output_folder(str(args.output_dir))
+
+
+def _found_checkpoint(request: Any, args: Any) -> str | None:
+    """The checkpoint that a job would go on from, of which only what is quick is checked."""
+    allows = args.allow_pickled_checkpoint
+    folder = str(args.output_dir)
+    return checkpoint_to_resume(request, folder, allow_pickled=allows, reads_all=False)
+
+
+def described(job: Job) -> DryRunReport:
+    """What a job would do that is not started.
+
+    A tokenizer that is still to be trained has as many entries as the recipe allows it.
+
+    Args:
+        job: that `check_job` has checked.
+    """
+    recipe, own, device = job.recipe, job.recipe.parallel, device_of(job.device)
+    source = model_of(PlannedJob("", recipe).model)
+    with merak.empty_weights():
+        parameters = sum(one.numel() for one in source.build().parameters())
+    degrees: dict[str, int | None] = {**own.axes(), "ep": own.ep or 1}
+    if recipe.plan == AUTO_PLAN:
+        degrees = {axis: getattr(own, axis) for axis in degrees}
+    _, args = draft_of(recipe, device, num_ranks(job))
+    return DryRunReport(
+        model=source.model_class.__name__,
+        parameters=parameters,
+        data=recipe.data.source,
+        ranks=num_ranks(job),
+        degrees=degrees,
+        device=device.type,
+        output_dir=str(recipe.output_dir),
+        checkpoint=_found_checkpoint(_to_resume(job, args), args),
+    )
 
 
 def num_ranks(job: Job) -> int:

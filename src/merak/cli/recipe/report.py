@@ -1,4 +1,4 @@
-"""Report of a training run, as `merak train` prints it."""
+"""Reports of `merak train`: of a training run, and of one that would be."""
 
 from __future__ import annotations
 
@@ -25,3 +25,28 @@ class TrainReport:
     checkpoint: str
     eval_loss: float | None
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """Report of a job that was checked, and not started.
+
+    Args:
+        model: class of the model.
+        parameters: elements of all its parameters, without adapters.
+        data: where its samples come from.
+        ranks: that would start here.
+        degrees: by axis; None for those that `plan: auto` would choose.
+        device: type of the devices that they would compute on.
+        output_dir: folder of the results.
+        checkpoint: that it would go on from; None for a new start.
+    """
+
+    model: str
+    parameters: int
+    data: str
+    ranks: int
+    degrees: dict[str, int | None]
+    device: str
+    output_dir: str
+    checkpoint: str | None
