@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from examples.training import adversarial, gan, lr_finder, pairs
+from examples.training import adversarial, gan, lr_finder, pairs, rollouts
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
 
@@ -53,7 +53,9 @@ def test_gan(degrees: dict[str, int], pool: RankPool) -> None:
 MODELS = {
     "pairs": (lambda: pairs.Preference(pairs.language_model()), pairs),
     "adversarial": (adversarial.classifier, adversarial),
+    "rollouts": (rollouts.language_model, rollouts),
 }
+LOSSES = {"adversarial": adversarial.Adversarial, "rollouts": rollouts.Grpo}
 
 
 def trained(name: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -62,18 +64,29 @@ def trained(name: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor
 
     build, module = MODELS[name]
     args = merak.MerakArguments(**module.settings(folder, NUM_STEPS), use_cpu=True)
-    cls = adversarial.AdversarialTrainer if name == "adversarial" else merak.MerakTrainer
-    trainer = cls(model=build(), args=args, train_dataset=module.dataset())
+    own = {"adversarial": adversarial.AdversarialTrainer, "rollouts": rollouts.GrpoTrainer}
+    cls = own.get(name, merak.MerakTrainer)
+    trainer = cls(model=build(), args=args, train_dataset=samples(name, folder))
     trainer.train()
     return losses_of(trainer), trainer.engine.gather_state_dict()
 
 
+def samples(name: str, folder: str) -> Any:
+    """The dataset of an example, which may write a file for it."""
+    if name != "rollouts":
+        return MODELS[name][1].dataset()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return rollouts.read(rollouts.made_up(Path(folder) / f"{rank}.jsonl"))
+
+
 def losses_of(trainer: Any) -> list[float]:
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    """Losses, and what the loss has kept."""
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return [*losses, *getattr(trainer, "clipped", [])]
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["pairs", "adversarial", slow("rollouts")])
 def test_losses_of_a_trainer(
     name: str, degrees: dict[str, int], pool: RankPool, tmp_path: Path
 ) -> None:
@@ -82,12 +95,13 @@ def test_losses_of_a_trainer(
     args = transformers.TrainingArguments(
         **module.settings(str(tmp_path / "one"), NUM_STEPS), use_cpu=True
     )
-    losses = (adversarial.Adversarial,) if name == "adversarial" else ()
+    losses = (LOSSES[name],) if name in LOSSES else ()
     own = type("Own", (*losses, transformers.Trainer), {})
-    trainer = own(model=build(), args=args, train_dataset=module.dataset())
+    trainer = own(model=build(), args=args, train_dataset=samples(name, str(tmp_path / "one")))
     trainer.train()
     found, *_ = pool.run(on_mesh, 2, trained, degrees, name, str(tmp_path / "two"))
-    assert found[0] == pytest.approx(losses_of(trainer), rel=1e-4) and len(found[0]) == NUM_STEPS
+    assert found[0] == pytest.approx(losses_of(trainer), rel=1e-4)
+    assert len(found[0]) == (5 if name == "rollouts" else 1) * NUM_STEPS
     assert_same(found[1], trainer.model.state_dict())
 
 
