@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from merak.cli.model import parameter_type
 from merak.cli.options import argument, json_output, option, takes
@@ -41,13 +41,27 @@ class ExportReport:
 class ExportRequest:
     """Request to export a checkpoint."""
 
-    checkpoint: Path = argument(MISSING, "CHECKPOINT", "A checkpoint-… folder, of any layout.")
+    checkpoint: Path = argument(
+        MISSING,
+        "CHECKPOINT",
+        "A checkpoint-… folder, of any layout; with --merge also a model's own.",
+    )
     out: Path = argument(MISSING, "OUT", "The folder to write.")
     max_shard_size: str | None = option(
         None, "--max-shard-size", "SIZE", "Most of a file, such as 5GB; files as in the checkpoint."
     )
     dtype: str | None = option(
         None, "--dtype", "|".join(PARAMETER_TYPES), "Type of floating point tensors; their own."
+    )
+    merge: bool = option(
+        False, "--merge", "", "Of adapters: write the whole model, with them merged into it."
+    )
+    base: str | None = option(
+        None,
+        "--base",
+        "M",
+        "With --merge, the model that the adapters were trained beside: a folder, or a name of the "
+        "hub; the one that they name.",
     )
     overwrite: bool = option(
         False, "--overwrite", "", "Replace the model in a folder that is not empty."
@@ -59,7 +73,8 @@ class ExportRequest:
 def export(request: ExportRequest) -> None:
     """Export a checkpoint as a folder that from_pretrained reads.
 
-    Needs one process, no accelerator, and memory for one tensor. Checks the files first.
+    Needs one process, no accelerator, and memory for one tensor, or with --merge for the model.
+    Checks the files first.
     """
     with stdout_to_stderr():
         report = export_report(request)
@@ -74,23 +89,48 @@ def export_report(request: ExportRequest) -> ExportReport:
 
     Raises:
         CommandError: a size or type that is none.
-        WeightsError: as of `merak.checkpoint.pretrained.export.export_checkpoint`.
+        WeightsError: as of `merak.checkpoint.pretrained.export.export_checkpoint`, and
+            `merged.export_merged` beside it.
     """
-    max_shard_size, dtype = _num_bytes(request.max_shard_size), _dtype(request.dtype)
+    options: dict[str, Any] = {
+        "max_shard_size": _num_bytes(request.max_shard_size),
+        "dtype": _dtype(request.dtype),
+        "overwrite": request.overwrite,
+    }
+    if request.base is not None and not request.merge:
+        raise CommandError(f"--base {request.base} is for --merge; add it, or leave --base out.")
     from merak.checkpoint.pretrained.export import export_checkpoint
+    from merak.checkpoint.pretrained.merged import export_merged
 
     started = time.perf_counter()
-    found = export_checkpoint(
-        request.checkpoint,
-        request.out,
-        max_shard_size=max_shard_size,
-        dtype=dtype,
-        overwrite=request.overwrite,
-    )
+    checkpoint, out = request.checkpoint, request.out
+    if request.merge:
+        found = export_merged(checkpoint, out, _load_base, request.base, **options)
+    else:
+        found = export_checkpoint(checkpoint, out, **options)
     seconds = time.perf_counter() - started
     return ExportReport(
         str(request.out), list(found.files), found.parameters, found.num_bytes, seconds
     )
+
+
+def _load_base(name: str) -> Any:
+    """The model of a folder, or of the hub, with its weights."""
+    from merak.zoo.hub import first_words
+    from merak.zoo.model_source import resolve_model
+
+    source = resolve_model(name)
+    if source.weights is None:
+        raise CommandError(
+            f"{name} has no weights that adapters could be merged into; give the folder of the "
+            "model that they were trained beside, or its name on the hub, with --base."
+        )
+    try:
+        return source.model_class.from_pretrained(
+            source.weights, config=source.config, dtype="auto"
+        )
+    except OSError as cause:
+        raise CommandError(f"{name} cannot be read: {first_words(cause)}.") from cause
 
 
 def _num_bytes(text: str | None) -> int | None:

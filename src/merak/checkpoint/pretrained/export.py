@@ -51,7 +51,9 @@ _OF_TRAINING = {
     TRAINING_ARGS_NAME,
     "training_args.json",
 }
-_ADAPTER = "adapter_model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of adapters, as peft names them."""
+
 _CHUNK_BYTES = 2**24
 
 
@@ -110,7 +112,7 @@ def export_checkpoint(
             empty or lies inside it.
         SavingError: the target cannot be written.
     """
-    _check_target(checkpoint, target, overwrite)
+    check_target(checkpoint, target, overwrite)
     names = _model_files(checkpoint)
     stored = {name: _read_header(checkpoint, name) for name in names if _holds_tensors(name)}
     _check_index(checkpoint, names)
@@ -141,7 +143,17 @@ def export_checkpoint(
     return Exported(files, sum(math.prod(meta.shape) for meta in metas), num_bytes)
 
 
-def _check_target(checkpoint: Path, target: Path, overwrite: bool) -> None:
+def check_target(checkpoint: Path, target: Path, overwrite: bool) -> None:
+    """Refuse a folder that cannot be written, or must not be.
+
+    Args:
+        checkpoint: that is exported.
+        target: the folder.
+        overwrite: as of `export_checkpoint`.
+
+    Raises:
+        WeightsError: it is a file, is not empty, or lies inside the checkpoint.
+    """
     place, source = target.resolve(), checkpoint.resolve()
     if place == source or source in place.parents:
         raise WeightsError(
@@ -163,11 +175,11 @@ def _model_files(checkpoint: Path) -> list[str]:
         raise WeightsError(f"{checkpoint} is no folder; name a checkpoint-… folder.")
     if (checkpoint / MANIFEST).is_file():
         files = read_manifest(checkpoint).files
-        names = [name for name in sorted(files) if _is_of_model(name)]
+        names = [name for name in sorted(files) if is_of_model(name)]
         if (problem := damage(checkpoint, files, names)) is not None:
             raise _damaged(checkpoint, problem)
     elif (checkpoint / EARLIER_FOLDER / ".metadata").is_file():
-        names = [name for name in inner_files(checkpoint) if _is_of_model(name)]
+        names = [name for name in inner_files(checkpoint) if is_of_model(name)]
     else:
         raise WeightsError(
             f"{checkpoint} is no checkpoint of Merak ({MANIFEST}, which is written last, is "
@@ -180,14 +192,19 @@ def _model_files(checkpoint: Path) -> list[str]:
     return names
 
 
-def _is_of_model(name: str) -> bool:
+def is_of_model(name: str) -> bool:
+    """Whether a file of a checkpoint is its model's, and not its training's.
+
+    Args:
+        name: of the file, in its folder.
+    """
     if name in _OF_TRAINING or name.startswith(("rank-", f"{EARLIER_FOLDER}/", "rng_state")):
         return False
     return not any(part.startswith(".") for part in name.split("/"))
 
 
 def _holds_tensors(name: str) -> bool:
-    return is_weights(name) or Path(name).name == _ADAPTER
+    return is_weights(name) or Path(name).name == ADAPTER
 
 
 def _read_header(checkpoint: Path, name: str) -> dict[str, _Source]:
