@@ -23,7 +23,7 @@ from merak.core.errors import ArgumentsError
 from merak.trainer import MerakTrainer
 from merak.trainer.unsupported import refuse_other_arguments
 from merak.trl.head import plain_head
-from merak.trl.reference import SyncReference, hold_reference
+from merak.trl.reference import NAME, SyncReference, hold_reference
 
 SFTConfig = arguments_for(trl.SFTConfig)
 DPOConfig = arguments_for(trl.DPOConfig)
@@ -138,6 +138,14 @@ class WithReference(OnRanks):
         reference = getattr(self, "ref_model", None)
         if reference is not None:
             hold_reference(self.model, reference)
+
+    def _estimate_flops(self) -> float:
+        """Operations of the model that is trained, as TRL counts them."""
+        held = self.model._modules.pop(NAME, None)
+        try:
+            return super()._estimate_flops()
+        finally:
+            self.model._modules |= {} if held is None else {NAME: held}
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         """Compute log-probabilities of the reference as an evaluation, and add them to a dataset.

@@ -68,9 +68,12 @@ def test_a_reference_is_in_checkpoints_and_in_no_model_file(given: dict[str, Any
         rest = {"args": args, "train_dataset": pairs(16), "processing_class": tokenizer()}
         return merak.trl.DPOTrainer(language_model(), language_model(), **rest)
 
-    initial = dict(language_model().named_parameters())  # whose seed no trainer sees
+    alone = language_model()  # whose seed no trainer sees
+    initial = dict(alone.named_parameters())
+    per_token = 6 * alone.num_parameters(exclude_embeddings=True)
     whole, resumed = trainer(), trainer()
     whole.train()
+    assert whole._flops_per_token == per_token > 0
     assert whole.gather_state_dict().keys() == initial.keys()
     folder = Path(args.output_dir) / "checkpoint-1"
     with safe_open(folder / "model.safetensors", "pt") as file:
