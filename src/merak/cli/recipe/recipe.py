@@ -14,6 +14,7 @@ import torch
 
 from merak.arguments.former import ARGUMENTS, accepted_arguments
 from merak.cli.recipe.draft import AUTO_BF16
+from merak.cli.recipe.foreign.translate import translated
 from merak.cli.recipe.ready import READY, ready_text
 from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_source, with_overrides
@@ -90,6 +91,7 @@ def read_recipe(
         written = dataclasses.replace(
             written, origins=dataclasses.replace(written.origins, is_ready=True)
         )
+    written = translated(written)
     written = with_overrides(written, overrides) if overrides else written
     return _checked(written if needs_data else _without_source(written))
 

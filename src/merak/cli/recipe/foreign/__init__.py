@@ -1,0 +1,1 @@
+"""Training files of other tools, read as recipes."""

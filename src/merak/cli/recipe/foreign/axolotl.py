@@ -1,0 +1,148 @@
+"""Training files of Axolotl.
+
+Source: the options that Axolotl 0.13 documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from merak.cli.recipe.foreign.tool import (
+    COMMON,
+    Tool,
+    Whole,
+    as_it_is,
+    chat_template,
+    fraction,
+    mapped,
+    only,
+    to_argument,
+)
+from merak.cli.recipe.schema import CHAT, SEPARATE, TEXT, UNPACKED
+
+_CHATS = ("alpaca", "chat_template", "sharegpt")
+_LORA = {
+    "lora_r": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+    "lora_fan_in_fan_out": "fan_in_fan_out",
+    "peft_use_dora": "use_dora",
+    "peft_use_rslora": "use_rslora",
+    "peft_layers_to_transform": "layers_to_transform",
+}
+_COLUMNS = ("messages", "conversations")
+_TAKEN = ("path", "type", "name", "split", "data_files", "ds_type", "field", "field_messages")
+
+
+def _whole(given: Mapping[str, Any]) -> Whole:
+    made = Whole(read={"datasets", "pretraining_dataset", "adapter", "lora_target_linear", *_LORA})
+    _data(given, made)
+    if given.get("adapter") == "lora":
+        for name, own in _LORA.items():
+            if given.get(name) is not None:
+                made.found["lora", own] = given[name], name
+        if given.get("lora_target_linear"):
+            made.found["lora", "target_modules"] = "all-linear", "lora_target_linear"
+        made.found["lora", "task_type"] = "CAUSAL_LM", "adapter"
+    packed = SEPARATE if given.get("sample_packing") else UNPACKED
+    made.read.add("sample_packing")
+    made.found["data", "packing"] = packed, "sample_packing"
+    for name, value in (("val_set_size", 0), ("sequence_len", 2048)):
+        if given.get(name) is None:  # as Axolotl has it
+            made.found[_FIELDS[name][0]] = value, name
+    return made
+
+
+def _data(given: Mapping[str, Any], made: Whole) -> None:
+    """Read the one dataset."""
+    name = "datasets" if given.get("datasets") else "pretraining_dataset"
+    every = given.get(name) or []
+    every = every if isinstance(every, list) else [every]
+    if name == "pretraining_dataset" and every:
+        one = every[0] if isinstance(every[0], Mapping) else {"path": every[0]}
+        every = [{"type": "completion", **one}, *every[1:]]
+        made.found["data", "streaming"] = True, name
+    if len(every) != 1 or not isinstance(every[0], Mapping):
+        made.problems.append(
+            (name, f"{name} has {len(every)} entries, and a recipe has one dataset; join them.")
+        )
+        return
+    one = every[0]
+    files = one.get("data_files")
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    made.found["data", "source"] = (files if isinstance(files, str) else one.get("path")), name
+    for theirs, own in (("name", "subset"), ("split", "split")):
+        if one.get(theirs) is not None:
+            made.found["data", own] = one[theirs], name
+    kind = one.get("type")
+    if kind == "completion":
+        made.found["data", "format"] = TEXT, name
+        made.found["data", "column"] = one.get("field") or "text", name
+    elif isinstance(kind, str) and kind.partition(".")[0] in _CHATS:
+        made.found["data", "format"] = CHAT, name
+        if one.get("field_messages") not in (None, *_COLUMNS):
+            sentence = f"{name} has messages in {one['field_messages']!r}; rename the column to "
+            made.problems.append((name, f"{sentence}{_COLUMNS[0]}."))
+    else:
+        sentence = f"{name} has the type {kind!r}; use {', '.join(_CHATS)} or completion."
+        made.problems.append((name, sentence))
+    made.left += [f"{name}.{key}" for key in one if key not in _TAKEN]
+
+
+def _is_quantised(value: Any) -> str | None:
+    return "quantised weights are not trained here; set it to false." if value else None
+
+
+def _adapter(value: Any) -> str | None:
+    if value == "lora":
+        return None
+    return f"adapter: {value} is none that a recipe trains; use lora, or leave it out."
+
+
+def _other_training(value: Any) -> str | None:
+    return "a recipe trains on the next token; merak.trl has trainers of preferences and rewards."
+
+
+_FIELDS = {
+    **COMMON,
+    "base_model": (("model", "name"), as_it_is),
+    "tokenizer_config": (("data", "tokenizer"), as_it_is),
+    "sequence_len": (("data", "sequence"), as_it_is),
+    "val_set_size": (("data", "held_out"), fraction),
+    "chat_template": (("data", "chat_template"), chat_template),
+    "train_on_inputs": (("data", "prompt_loss"), as_it_is),
+    "tensor_parallel_size": (("parallel", "tp"), as_it_is),
+    "context_parallel_size": (("parallel", "cp"), as_it_is),
+    "micro_batch_size": to_argument("per_device_train_batch_size"),
+    "eval_batch_size": to_argument("per_device_eval_batch_size"),
+    "num_epochs": to_argument("num_train_epochs"),
+    "optimizer": to_argument("optim"),
+    "lr_scheduler": to_argument("lr_scheduler_type"),
+    "bf16": to_argument("bf16", only(True, False, "auto")),
+    "auto_resume_from_checkpoints": to_argument("resume_from_checkpoint", mapped({True: "auto"})),
+    "saves_per_epoch": to_argument("save_strategy", mapped({1: "epoch"})),
+    "evals_per_epoch": to_argument("eval_strategy", mapped({1: "epoch"})),
+}
+
+AXOLOTL = Tool(
+    name="Axolotl",
+    sign=("base_model",),
+    fields=_FIELDS,
+    refused={
+        "adapter": _adapter,
+        "load_in_4bit": _is_quantised,
+        "load_in_8bit": _is_quantised,
+        "lora_model_dir": lambda _: "adapters begin anew here; leave it out, or merge them first.",
+        "process_reward_model": lambda value: _other_training(value) if value else None,
+        "reward_model": lambda value: _other_training(value) if value else None,
+        "rl": _other_training,
+    },
+    dropped=frozenset(
+        ("deepspeed", "fsdp", "fsdp_config", "local_rank", "debug", "gradient_checkpointing_kwargs")
+    ),
+    whole=_whole,
+)
+"""Axolotl."""
