@@ -133,7 +133,7 @@ def described(job: Job) -> DryRunReport:
     return DryRunReport(
         model=source.model_class.__name__,
         parameters=parameters,
-        data=recipe.data.source,
+        data=recipe.data.name,
         ranks=num_ranks(job),
         degrees=degrees,
         device=device.type,

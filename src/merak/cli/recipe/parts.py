@@ -35,8 +35,9 @@ from merak.cli.recipe.data.images import (
 )
 from merak.cli.recipe.data.isolation import keeps_documents_apart
 from merak.cli.recipe.data.losses import mean_over_labels
+from merak.cli.recipe.data.mixture import find_data
 from merak.cli.recipe.data.objective import Objective, data_format, objective_of
-from merak.cli.recipe.data.records import Records, Source, find_source
+from merak.cli.recipe.data.records import Records, Source
 from merak.cli.recipe.data.spans import SpanCorruption
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
@@ -99,8 +100,8 @@ def make_parts(recipe: Recipe) -> TrainingParts:
     with recipe.origins.located():
         source = model_of(recipe.model)
         args = merak.MerakArguments(**settings(recipe, current_mesh().device))
-        with announced(f"reading {recipe.data.source}"):
-            found = find_source(recipe.data)
+        with announced(f"reading {recipe.data.name}"):
+            found = find_data(recipe.data, args.seed)
             kind = data_format(found, recipe.data, source)
             corpus = _corpus(recipe, source, found, kind, args.seed)
         if corpus.summary:
@@ -128,7 +129,7 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
         CommandError: it does not fit the model, or the recipe.
     """
     data = recipe.data
-    found = find_source(data)
+    found = find_data(data)
     kind = data_format(found, data, source)
     if data.streaming:
         _check_streaming(recipe, kind)

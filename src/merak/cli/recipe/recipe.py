@@ -179,6 +179,10 @@ def _checked(written: Written) -> Recipe:
     origins = written.origins
     sections = _mapping((), written.fields, origins)
     problems: list[MerakError] = []
+    data = sections.get("data")
+    if isinstance(data, Mapping) and data.get("mix") and data.get("source"):
+        sentence = "data.source and data.mix both name data; leave one of them out."
+        problems.append(origins.error(("data", "mix"), sentence))
     for name in sections:
         if name not in SECTIONS:
             meant = _other_section(str(name)) or did_you_mean(str(name), SECTIONS)

@@ -74,6 +74,13 @@ class DataRecipe:
         "`datasets` has saved; the name of a dataset on the Hugging Face hub, with a network; or "
         "`standard-library`, the source files of Python's own library.",
     )
+    mix: list[dict[str, Any]] | None = own(
+        None,
+        "Several datasets of text or of conversations in place of `source`: a list of entries with "
+        "`source`, and perhaps `subset`, `split`, `files`, `column` and `weight`: how often a "
+        "record of it comes, beside the weights of the others; one that ends before these begins "
+        "anew. Without weights, each record comes once.",
+    )
     subset: str | None = own(None, "Configuration of a dataset of the hub.")
     split: str = own("train", "Split to train on, of a saved dataset or one of the hub.")
     eval_split: str | None = own(
@@ -149,6 +156,13 @@ class DataRecipe:
         True,
         "Whether training images are cropped and mirrored at random, instead of at the centre.",
     )
+
+    @property
+    def name(self) -> str:
+        """What the data is called in messages."""
+        if self.mix is None:
+            return self.source
+        return ", ".join(str(one.get("source")) for one in self.mix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,13 +189,18 @@ def test_train_says_what_would_start(
         (AXOLOTL, ("adapter: lora", "adapter: qlora"), 11, "adapter: qlora is none"),
         (AXOLOTL, ("strict: false", "rl: dpo"), 3, "merak.trl has trainers of preferences"),
         (AXOLOTL, ("type: alpaca", "type: pygmalion"), 4, "the type 'pygmalion'"),
-        (AXOLOTL, ("    shards: 2", "  - path: more\n    type: alpaca"), 4, "has 2 entries"),
+        (AXOLOTL, ("    shards: 2", "  - path: x\n    type: completion"), 4, "both text and"),
         (AXOLOTL, ("lora_r: 4", "lora_r: four"), 16, "lora.r='four' should be a whole number"),
         (AXOLOTL, ("num_epochs: 1", "num_epochs: x"), 24, "num_train_epochs='x'"),
         (LLAMA_FACTORY, ("stage: sft", "stage: dpo"), 3, "stage: dpo is none of a recipe"),
         (LLAMA_FACTORY, ("finetuning_type: lora", "finetuning_type: oft"), 5, "oft is none"),
         (LLAMA_FACTORY, ("dataset: identity", "dataset: other"), 8, "'other' is not in"),
-        (LLAMA_FACTORY, ("dataset: identity", "dataset: a,b"), 8, "dataset names 2"),
+        (
+            LLAMA_FACTORY,
+            ("dataset: identity", "dataset: identity,identity\nmix_strategy: interleave_under"),
+            9,
+            "mix_strategy: interleave_under",
+        ),
         (LLAMA_FACTORY, ("max_samples: 1000", "quantization_bit: 4"), 12, "quantised weights"),
     ],
 )
@@ -225,3 +230,15 @@ def test_text_to_continue(tmp_path: Path) -> None:
     kind = AXOLOTL.replace("type: alpaca", "type: completion\n    field: body")
     data = read_recipe(write(tmp_path, kind)).data
     assert (data.format, data.column) == ("text", "body")
+
+
+def test_several_datasets(tmp_path: Path) -> None:
+    file = str(tmp_path / "chats.jsonl")
+    entry = f"  - path: {file}\n    type: chat_template"
+    data = read_recipe(write(tmp_path, AXOLOTL.replace("    shards: 2", entry))).data
+    assert data.mix == [{"source": file}, {"source": file}] and data.format == "chat"
+    text = LLAMA_FACTORY.replace("dataset: identity", "dataset: identity, identity")
+    assert read_recipe(write(tmp_path, text)).data.mix == data.mix
+    text += "mix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n"
+    weights = [one["weight"] for one in read_recipe(write(tmp_path, text)).data.mix or []]
+    assert weights == [0.7, 0.3]

@@ -33,6 +33,7 @@ from merak.cli.recipe.data.encoding import (
     first_bytes,
     texts_of,
 )
+from merak.cli.recipe.data.mixture import Mixture, Renamed, drawn, weights_of
 from merak.cli.recipe.data.objective import Objective
 from merak.cli.recipe.data.records import Records, Source, rows_of
 from merak.cli.recipe.data.tokenizer import load_tokenizer, train_tokenizer, with_template
@@ -78,7 +79,7 @@ class TokenJob:
         packing: `separate`, `joined` or `none`.
         tokenizer: folder or name of the tokenizer, or `train`.
         folder: where what is prepared is stored.
-        seed: of the order in which streamed records are read.
+        seed: of the order in which streamed records, or those of several datasets, are read.
     """
 
     recipe: DataRecipe
@@ -95,7 +96,16 @@ class TokenJob:
         return Encoding(self.recipe, tokenizer, self.objective, self.format, self.packing)
 
     def rows(self, held_out: bool) -> Rows:
-        """Read the records to train on, or those to evaluate with."""
+        """Read the records to train on, or those to evaluate with.
+
+        Of several datasets, each is divided for itself: no record that is drawn twice is in both.
+        """
+        if parts := self.source.parts:
+            alone = [dataclasses.replace(self, source=own.source) for own in parts]
+            if held_out:
+                return itertools.chain.from_iterable(job.rows(held_out=True) for job in alone)
+            again = [functools.partial(job.rows, held_out=False) for job in alone]
+            return drawn(again, weights_of(parts), self.seed)
         limit, column = self.recipe.max_bytes, self.recipe.column
         if self.source.held_out is not None:
             chosen = self.source.held_out if held_out else self.source.train
@@ -173,7 +183,7 @@ def _key(job: TokenJob) -> str:
     recipe = dataclasses.replace(job.recipe, eval_samples=None)  # which changes no sample
     held_out = job.source.held_out
     template = recipe.chat_template
-    content = [
+    content: list[object] = [
         job.source.train.stamp(),
         held_out and held_out.stamp(),
         None if job.tokenizer == TRAIN_TOKENIZER else _stamp(Path(job.tokenizer).expanduser()),
@@ -184,6 +194,8 @@ def _key(job: TokenJob) -> str:
         job.packing,
         dataclasses.asdict(recipe),
     ]
+    if job.source.parts:
+        content.append(job.seed)  # of the order in which they come
     key = json.dumps(content, sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
@@ -236,7 +248,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _too_little(job: TokenJob, part: str, counts: Counts) -> CommandError:
-    source = f"data.source={job.recipe.source!r}"
+    source = f"data.source={job.recipe.name!r}"
     if counts.without_labels:
         return CommandError(
             f"none of the {counts.without_labels} records of {source} has an answer within "
@@ -335,7 +347,7 @@ def stream(job: TokenJob) -> Corpus:
         held_out = train.filter(HeldOut(share, held_out=True))
         if next(iter(held_out), None) is None:
             raise CommandError(
-                f"data.held_out={share:g} of the records of data.source={job.recipe.source!r} are "
+                f"data.held_out={share:g} of the records of data.source={job.recipe.name!r} are "
                 "evaluated with, chosen by their content, but these are none; raise it, or set "
                 "data.held_out=0."
             )
@@ -356,6 +368,8 @@ def stream(job: TokenJob) -> Corpus:
 
 
 def _rows(records: Records) -> datasets.IterableDataset:
+    if isinstance(records, (Mixture, Renamed)):
+        return datasets.IterableDataset.from_generator(_rows_of, gen_kwargs={"records": records})
     rows = records.dataset
     if rows is None:
         read = functools.partial(_rows_of_files, column=records.column)
@@ -363,6 +377,10 @@ def _rows(records: Records) -> datasets.IterableDataset:
             read, gen_kwargs={"files": [str(file) for file in records.files]}
         )
     return rows.to_iterable_dataset() if isinstance(rows, datasets.Dataset) else rows
+
+
+def _rows_of(records: Records) -> Iterator[Mapping[str, Any]]:
+    yield from records
 
 
 def _rows_of_files(files: list[str], column: str) -> Iterable[Mapping[str, Any]]:

@@ -231,7 +231,11 @@ class EncodedRows:
     def __call__(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """Make samples; tokens behind the last whole sample are left out."""
         names = list(rows)
-        records = (dict(zip(names, values)) for values in zip(*rows.values()))
+        # Of several datasets, each has columns of its own.
+        records = (
+            {name: value for name, value in zip(names, values) if value is not None}
+            for values in zip(*rows.values())
+        )
         samples = list(self.encoding.samples(records, self.counts))
         # Lists, of which a collator makes int64, as of rows that were prepared.
         columns = self.encoding.columns

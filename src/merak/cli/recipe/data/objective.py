@@ -63,9 +63,15 @@ def data_format(found: Source, recipe: DataRecipe, source: ModelSource) -> str:
     columns = found.train.columns
     wanted = recipe.format or _format_by_columns(found, columns, recipe, source)
     if wanted == CHAT:
-        conversations.check_chat(columns, recipe.source)
-    if wanted == TEXT:
-        found.train.check_column(recipe.column, recipe.source)
+        for one in found.train.each():
+            conversations.check_chat(one.columns, recipe.name)
+    elif wanted == TEXT:
+        found.train.check_column(recipe.column, recipe.name)
+    elif recipe.mix is not None:
+        raise CommandError(
+            f"data.mix mixes text or conversations, and {recipe.name} has the format {wanted}; "
+            "give one dataset as data.source."
+        )
     return wanted
 
 
@@ -81,12 +87,12 @@ def _format_by_columns(
     is_chat, is_text = conversations.is_chat(columns), recipe.column in columns
     if is_chat and is_text:
         raise CommandError(
-            f"{recipe.source} has both conversations and a column {recipe.column!r} of text; set "
+            f"{recipe.name} has both conversations and a column {recipe.column!r} of text; set "
             "data.format to chat or text."
         )
     if not is_chat and not is_text:
         raise CommandError(
-            f"{recipe.source} has the columns {', '.join(columns)}; {source.name} takes "
+            f"{recipe.name} has the columns {', '.join(columns)}; {source.name} takes "
             f"{source.model_class.main_input_name}, and text is expected in {recipe.column!r}: "
             "set data.column."
         )

@@ -68,6 +68,10 @@ class Records:
         for file in self.files:
             yield from rows_of(file, self.column)
 
+    def each(self) -> tuple[Records, ...]:
+        """The records of each dataset that these are of."""
+        return (self,)
+
     @property
     def columns(self) -> list[str]:
         """Names of the fields, of files those of the first record."""
@@ -103,11 +107,27 @@ class Source:
         train: records to train on.
         held_out: records of the split to evaluate with; None where there is none.
         images: whether the source is a folder of images.
+        parts: the datasets, where there are several; `train` and `held_out` are of all.
     """
 
     train: Records
     held_out: Records | None = None
     images: bool = False
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several datasets.
+
+    Args:
+        source: its records.
+        weight: how often one of its records comes, beside the weights of the others; None for
+            each of its records once.
+    """
+
+    source: Source
+    weight: float | None
 
 
 def find_source(recipe: DataRecipe) -> Source:

@@ -65,31 +65,47 @@ def _data(given: Mapping[str, Any], made: Whole) -> None:
         one = every[0] if isinstance(every[0], Mapping) else {"path": every[0]}
         every = [{"type": "completion", **one}, *every[1:]]
         made.found["data", "streaming"] = True, name
-    if len(every) != 1 or not isinstance(every[0], Mapping):
-        made.problems.append(
-            (name, f"{name} has {len(every)} entries, and a recipe has one dataset; join them.")
-        )
+    if not every or not all(isinstance(one, Mapping) for one in every):
+        made.problems.append((name, f"{name} names no dataset; give it an entry with a path."))
         return
-    one = every[0]
+    kinds = {_format(one, name, made) for one in every}
+    if len(kinds) > 1:
+        sentence = f"{name} has both text and conversations, and a recipe has one format."
+        made.problems.append((name, sentence))
+    made.found["data", "format"] = kinds.pop(), name
+    entries = [_entry(one) for one in every]
+    if len(entries) > 1:
+        made.found["data", "mix"] = entries, name
+    else:
+        made.found |= {("data", key): (value, name) for key, value in entries[0].items()}
+    made.left += dict.fromkeys(f"{name}.{key}" for one in every for key in one if key not in _TAKEN)
+
+
+def _entry(one: Mapping[str, Any]) -> dict[str, Any]:
+    """A dataset as a recipe has it; each of several, without weights, comes once."""
     files = one.get("data_files")
     files = files[0] if isinstance(files, list) and len(files) == 1 else files
-    made.found["data", "source"] = (files if isinstance(files, str) else one.get("path")), name
-    for theirs, own in (("name", "subset"), ("split", "split")):
-        if one.get(theirs) is not None:
-            made.found["data", own] = one[theirs], name
+    found = {
+        "source": files if isinstance(files, str) else one.get("path"),
+        "subset": one.get("name"),
+        "split": one.get("split"),
+        "column": one.get("field") if one.get("type") == "completion" else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _format(one: Mapping[str, Any], name: str, made: Whole) -> str:
+    """The format of a dataset."""
     kind = one.get("type")
     if kind == "completion":
-        made.found["data", "format"] = TEXT, name
-        made.found["data", "column"] = one.get("field") or "text", name
-    elif isinstance(kind, str) and kind.partition(".")[0] in _CHATS:
-        made.found["data", "format"] = CHAT, name
-        if one.get("field_messages") not in (None, *_COLUMNS):
-            sentence = f"{name} has messages in {one['field_messages']!r}; rename the column to "
-            made.problems.append((name, f"{sentence}{_COLUMNS[0]}."))
-    else:
+        return TEXT
+    if not isinstance(kind, str) or kind.partition(".")[0] not in _CHATS:
         sentence = f"{name} has the type {kind!r}; use {', '.join(_CHATS)} or completion."
         made.problems.append((name, sentence))
-    made.left += [f"{name}.{key}" for key in one if key not in _TAKEN]
+    elif one.get("field_messages") not in (None, *_COLUMNS):
+        sentence = f"{name} has messages in {one['field_messages']!r}; rename the column to "
+        made.problems.append((name, f"{sentence}{_COLUMNS[0]}."))
+    return CHAT
 
 
 def _is_quantised(value: Any) -> str | None:

@@ -42,7 +42,8 @@ def _whole(given: Mapping[str, Any]) -> Whole:
     made = Whole(
         read={
             "stage", "finetuning_type", "dataset", "dataset_dir", "lora_target",
-            "additional_target", "packing", "neat_packing", *_LORA,
+            "additional_target", "packing", "neat_packing", "mix_strategy", "interleave_probs",
+            *_LORA,
         }
     )  # fmt: skip
     _data(given, made)
@@ -79,40 +80,72 @@ def _listed(value: Any) -> list[str]:
 
 
 def _data(given: Mapping[str, Any], made: Whole) -> None:
-    """Read the one dataset, as the file beside it says what that is."""
+    """Read the datasets, as the file beside them says what they are."""
     names = _listed(given.get("dataset") or [])
-    if len(names) != 1:
-        made.problems.append(
-            ("dataset", f"dataset names {len(names)}, and a recipe has one dataset; join them.")
-        )
-        return
     folder = Path(str(given.get("dataset_dir") or "data")).expanduser()
     try:
-        entry = read_json(folder / INFO)[names[0]]
+        known = read_json(folder / INFO)
+        every = [known[name] for name in names]
     except (OSError, ValueError, KeyError, TypeError):
-        sentence = f"dataset {names[0]!r} is not in {folder / INFO}, which says what it is"
+        sentence = f"dataset {', '.join(names)!r} is not in {folder / INFO}, which says what it is"
         made.problems.append(("dataset", f"{sentence}; set dataset_dir to its folder."))
         return
-    file, hub = entry.get("file_name"), entry.get("hf_hub_url")
-    made.found["data", "source"] = (str(folder / file) if file else hub), "dataset"
-    for own in ("subset", "split"):
-        if entry.get(own) is not None:
-            made.found["data", own] = entry[own], "dataset"
-    columns, kind = entry.get("columns") or {}, entry.get("formatting", "alpaca")
-    if given.get("stage") == "pt":
-        made.found["data", "format"] = TEXT, "dataset"
-        made.found["data", "column"] = columns.get("prompt", "text"), "dataset"
-        return
-    made.found["data", "format"] = CHAT, "dataset"
-    made.left += [f"{names[0]}.{name}" for name in (*entry, *columns) if name in _UNREAD]
-    others = [own for name, own in columns.items() if _COLUMNS.get(kind, {}).get(name, own) != own]
+    is_text = given.get("stage") == "pt"
+    made.found["data", "format"] = TEXT if is_text else CHAT, "dataset"
+    entries = [_entry(one, folder, is_text) for one in every]
+    if len(entries) > 1:
+        _mix(given, entries, made)
+    else:
+        for key, own in (pair for one in entries for pair in one.items()):
+            made.found["data", key] = own, "dataset"
+    for name, one in zip(names, every, strict=True):
+        columns = one.get("columns") or {}
+        made.left += [f"{name}.{own}" for own in (*one, *columns) if own in _UNREAD]
+        if not is_text:
+            _check_columns(name, one, made)
+
+
+def _mix(given: Mapping[str, Any], entries: list[dict[str, Any]], made: Whole) -> None:
+    """Several datasets: each record once, or drawn with the probabilities that are given."""
+    weights = given.get("interleave_probs")
+    weights = None if weights is None else [float(one) for one in _listed(weights)]
+    strategy = given.get("mix_strategy") or "concat"
+    if strategy == "interleave_under" or (strategy != "concat" and weights is None):
+        made.problems.append(
+            (
+                "mix_strategy",
+                f"mix_strategy: {strategy} leaves out records, or has no interleave_probs; use "
+                "concat, or interleave_over with these.",
+            )
+        )
+    elif strategy != "concat" and weights is not None and len(weights) == len(entries):
+        entries = [one | {"weight": own} for one, own in zip(entries, weights, strict=True)]
+    made.found["data", "mix"] = entries, "dataset"
+
+
+def _entry(one: Mapping[str, Any], folder: Path, is_text: bool) -> dict[str, Any]:
+    """A dataset as a recipe has it."""
+    file, columns = one.get("file_name"), one.get("columns") or {}
+    found = {
+        "source": str(folder / file) if file else one.get("hf_hub_url"),
+        "subset": one.get("subset"),
+        "split": one.get("split"),
+        "column": columns.get("prompt", "text") if is_text else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_columns(name: str, one: Mapping[str, Any], made: Whole) -> None:
+    """Refuse records whose columns or roles a recipe does not know."""
+    columns, kind = one.get("columns") or {}, one.get("formatting", "alpaca")
+    others = [own for key, own in columns.items() if _COLUMNS.get(kind, {}).get(key, own) != own]
     others = [own for own in others if own not in ("prompt", "completion", "messages")]
-    tags = entry.get("tags") or {}
-    others += [tag for name, tag in tags.items() if tag not in _TAGS.get(name, (tag,))]
+    tags = one.get("tags") or {}
+    others += [tag for key, tag in tags.items() if tag not in _TAGS.get(key, (tag,))]
     if kind not in _COLUMNS or others:
         what = f"calls them {', '.join(others)}" if others else f"has the formatting {kind!r}"
         known = "instruction, input and output, or conversations, or messages"
-        sentence = f"dataset {names[0]!r} {what}; name the columns of its records {known}."
+        sentence = f"dataset {name!r} {what}; name the columns of its records {known}."
         made.problems.append(("dataset", sentence))
 
 
