@@ -17,7 +17,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from merak.checkpoint.files import damage, inner_files
 from merak.checkpoint.manifest import MANIFEST, read_manifest
-from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
+from merak.checkpoint.pretrained.placing import written_folder
 from merak.checkpoint.pretrained.splitting import INDEX, index_text, is_weights, split_files
 from merak.checkpoint.pretrained.tensor_file import (
     DamagedFile,
@@ -116,29 +116,19 @@ def export_checkpoint(
     names = _model_files(checkpoint)
     stored = {name: _read_header(checkpoint, name) for name in names if _holds_tensors(name)}
     _check_index(checkpoint, names)
-    unfinished = unfinished_folder(target)
-    try:
-        _check_room(sum((checkpoint / name).stat().st_size for name in names), target)
-        start_folder(target, unfinished)
-        if max_shard_size is None and dtype is None:
-            written: set[str] = set()
-        else:
-            written = _write_again(checkpoint, unfinished, stored, max_shard_size, dtype)
-        for name in names:
-            if name not in written and not (written and name in (*stored, INDEX)):
-                _copy(checkpoint / name, unfinished / name)
+    _check_room(sum((checkpoint / name).stat().st_size for name in names), target)
+    with written_folder(target) as unfinished:
+        written: set[str] = set()
+        try:
+            if max_shard_size is not None or dtype is not None:
+                written = _write_again(checkpoint, unfinished, stored, max_shard_size, dtype)
+            for name in names:
+                if name not in written and not (written and name in (*stored, INDEX)):
+                    _copy(checkpoint / name, unfinished / name)
+        except DamagedFile as error:
+            raise _damaged(checkpoint, str(error)) from error
         files = tuple(inner_files(unfinished))
         num_bytes = sum((unfinished / name).stat().st_size for name in files)
-        place_folder(unfinished, target)
-    except DamagedFile as error:
-        raise _damaged(checkpoint, str(error)) from error
-    except OSError as error:
-        raise SavingError(
-            f"{target} could not be written: {error.strerror or error}; make room, make it "
-            "writable, or name another folder."
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     metas = [source.meta for sources in stored.values() for source in sources.values()]
     return Exported(files, sum(math.prod(meta.shape) for meta in metas), num_bytes)
 

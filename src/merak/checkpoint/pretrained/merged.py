@@ -20,8 +20,8 @@ from merak.checkpoint.pretrained.export import (
     export_checkpoint,
     is_of_model,
 )
-from merak.checkpoint.pretrained.placing import place_folder, start_folder, unfinished_folder
-from merak.core.errors import SavingError, WeightsError
+from merak.checkpoint.pretrained.placing import written_folder
+from merak.core.errors import WeightsError
 from merak.core.files.json_file import read_json
 from merak.core.packages import refuse_missing
 
@@ -58,12 +58,10 @@ def export_merged(
     """
     refuse_missing("peft", "export --merge")
     check_target(checkpoint, target, overwrite)
-    unfinished = unfinished_folder(target)
-    try:
-        with TemporaryDirectory() as folder:
-            adapters, names = _adapters(checkpoint, Path(folder) / "adapters")
-            model = _merged(adapters, load_base, base)
-            start_folder(target, unfinished)
+    with TemporaryDirectory() as folder:
+        adapters, names = _adapters(checkpoint, Path(folder) / "adapters")
+        model = _merged(adapters, load_base, base)
+        with written_folder(target) as unfinished:
             size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             (model if dtype is None else model.to(dtype)).save_pretrained(unfinished, **size)
             for name in names:
@@ -71,16 +69,8 @@ def export_merged(
                 if name not in _OF_ADAPTERS and not place.exists():
                     place.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(adapters / name, place)
-        files = tuple(inner_files(unfinished))
-        num_bytes = sum((unfinished / name).stat().st_size for name in files)
-        place_folder(unfinished, target)
-    except OSError as error:
-        raise SavingError(
-            f"{target} could not be written: {error.strerror or error}; make room, make it "
-            "writable, or name another folder."
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            files = tuple(inner_files(unfinished))
+            num_bytes = sum((unfinished / name).stat().st_size for name in files)
     return Exported(files, sum(own.numel() for own in model.parameters()), num_bytes)
 
 

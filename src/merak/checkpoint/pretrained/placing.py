@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from merak.checkpoint.pretrained.splitting import INDEX, is_weights
+from merak.core.errors import SavingError
 from merak.core.files.private_files import give_usual_modes, sync, sync_folder
 
 
@@ -41,6 +44,30 @@ def start_folder(target: Path, unfinished: Path) -> None:
         raise NotADirectoryError(f"{target} is a file")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
+
+
+@contextmanager
+def written_folder(target: Path) -> Iterator[Path]:
+    """Context that gives the hidden folder of a target, which takes its place at the end.
+
+    Args:
+        target: as in `unfinished_folder`.
+
+    Raises:
+        SavingError: it cannot be written; nothing is left of it.
+    """
+    unfinished = unfinished_folder(target)
+    try:
+        start_folder(target, unfinished)
+        yield unfinished
+        place_folder(unfinished, target)
+    except OSError as error:
+        raise SavingError(
+            f"{target} could not be written: {error.strerror or error}; make room, make it "
+            "writable, or name another folder."
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def place_folder(unfinished: Path, target: Path) -> None:

@@ -232,6 +232,24 @@ def test_text_to_continue(tmp_path: Path) -> None:
     assert (data.format, data.column) == ("text", "body")
 
 
+def test_what_axolotl_takes_for_a_field_that_is_left_out(tmp_path: Path) -> None:
+    text = "base_model: MODEL\ndatasets: [{path: chats.jsonl, type: alpaca}]\nlearning_rate: 1e-4\n"
+    recipe = read_recipe(write(tmp_path, text))
+    assert recipe.lora is None
+    assert (recipe.data.sequence, recipe.data.held_out, recipe.data.packing) == (512, 0, "none")
+    assert recipe.arguments == {
+        "bf16": "auto",
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 1,
+        "optim": "adamw_torch_fused",
+        "lr_scheduler_type": "cosine",
+        "learning_rate": 1e-4,
+        "warmup_steps": 0.03,
+        "output_dir": "./model-out",
+    }
+
+
 def test_several_datasets(tmp_path: Path) -> None:
     file = str(tmp_path / "chats.jsonl")
     entry = f"  - path: {file}\n    type: chat_template"
@@ -242,3 +260,5 @@ def test_several_datasets(tmp_path: Path) -> None:
     text += "mix_strategy: interleave_over\ninterleave_probs: 0.7,0.3\n"
     weights = [one["weight"] for one in read_recipe(write(tmp_path, text)).data.mix or []]
     assert weights == [0.7, 0.3]
+    once = text.replace("interleave_over", "interleave_once")
+    assert read_recipe(write(tmp_path, once)).data.mix == data.mix

@@ -1,6 +1,6 @@
 """Training files of Axolotl.
 
-Source: the options that Axolotl 0.13 documents.
+Source: the options and defaults of Axolotl 0.19.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from merak.cli.recipe.foreign.tool import (
     to_argument,
 )
 from merak.cli.recipe.schema import CHAT, SEPARATE, TEXT, UNPACKED
+from merak.cli.recipe.source import Keys
 
 _CHATS = ("alpaca", "chat_template", "sharegpt")
 _LORA = {
@@ -50,10 +51,16 @@ def _whole(given: Mapping[str, Any]) -> Whole:
     packed = SEPARATE if given.get("sample_packing") else UNPACKED
     made.read.add("sample_packing")
     made.found["data", "packing"] = packed, "sample_packing"
-    for name, value in (("val_set_size", 0), ("sequence_len", 2048)):
-        if given.get(name) is None:  # as Axolotl has it
-            made.found[_FIELDS[name][0]] = value, name
+    for name, value in _DEFAULTS.items():
+        if given.get(name) is None:
+            made.found[_place(name)] = value, name
+    if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
+        made.found["arguments", "warmup_steps"] = 0.03, "warmup_steps"
     return made
+
+
+def _place(name: str) -> Keys:
+    return _FIELDS[name][0] if name in _FIELDS else ("arguments", name)
 
 
 def _data(given: Mapping[str, Any], made: Whole) -> None:
@@ -142,6 +149,19 @@ _FIELDS = {
     "saves_per_epoch": to_argument("save_strategy", mapped({1: "epoch"})),
     "evals_per_epoch": to_argument("eval_strategy", mapped({1: "epoch"})),
 }
+
+_DEFAULTS = {
+    "bf16": "auto",
+    "gradient_accumulation_steps": 1,
+    "lr_scheduler": "cosine",
+    "micro_batch_size": 1,
+    "num_epochs": 1,
+    "optimizer": "adamw_torch_fused",
+    "output_dir": "./model-out",
+    "sequence_len": 512,
+    "val_set_size": 0,
+}
+"""What its fields are where a file leaves them out, and a recipe's are something else."""
 
 AXOLOTL = Tool(
     name="Axolotl",

@@ -1,6 +1,6 @@
 """Training files of LLaMA-Factory.
 
-Source: the arguments that LLaMA-Factory 0.9 documents, and its data/README.md.
+Source: the arguments of LLaMA-Factory 0.9.5, and its data/README.md.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _mix(given: Mapping[str, Any], entries: list[dict[str, Any]], made: Whole) -
     weights = given.get("interleave_probs")
     weights = None if weights is None else [float(one) for one in _listed(weights)]
     strategy = given.get("mix_strategy") or "concat"
-    if strategy == "interleave_under" or (strategy != "concat" and weights is None):
+    once = ("concat", "interleave_once")
+    if strategy == "interleave_under" or (strategy not in once and weights is None):
         made.problems.append(
             (
                 "mix_strategy",
@@ -118,7 +119,7 @@ def _mix(given: Mapping[str, Any], entries: list[dict[str, Any]], made: Whole) -
                 "concat, or interleave_over with these.",
             )
         )
-    elif strategy != "concat" and weights is not None and len(weights) == len(entries):
+    elif strategy not in once and weights is not None and len(weights) == len(entries):
         entries = [one | {"weight": own} for one, own in zip(entries, weights, strict=True)]
     made.found["data", "mix"] = entries, "dataset"
 
