@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from merak import sentence_transformers as sentence_transformers
     from merak import trl as trl
     from merak.arguments import MerakArguments, MerakSeq2SeqArguments, arguments_for
     from merak.core.errors import MerakError
@@ -44,6 +45,9 @@ _HOMES = {
     "stream_weights": "merak.engine.parameters.gathered",
 }
 
+_PACKAGES = ("sentence_transformers", "trl")
+"""Packages with trainers of other libraries', which `import merak` does not import."""
+
 __all__ = [
     "Column",
     "MerakArguments",
@@ -75,8 +79,8 @@ def __getattr__(name: str) -> Any:
         from merak.core.packages import installed_version
 
         return installed_version("merak-train")
-    if name == "trl":  # a package of its own, which `import merak` does not import
-        return import_module("merak.trl")
+    if name in _PACKAGES:
+        return import_module(f"merak.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'merak' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -16,6 +16,9 @@ from transformers import Trainer
 from merak.core.errors import keyword_names, takes_any_name
 from merak.trainer.unsupported import in_one_sentence
 
+_PARAMETERS = ("params", "model", "optimizer_dict")
+"""Arguments of an optimizer by which a trainer gives the parameters, as transformers takes them."""
+
 
 def similar_optimizer(
     trainer: Trainer, parameters: Iterable[nn.Parameter]
@@ -37,7 +40,8 @@ def similar_optimizer(
     model: Any = trainer.model  # of any module, whatever transformers declares
     chosen = trainer.optimizer_cls_and_kwargs
     cls, kwargs = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-    made: torch.optim.Optimizer = cls(parameters, **kwargs)
+    plain = {name: value for name, value in kwargs.items() if name not in _PARAMETERS}
+    made: torch.optim.Optimizer = cls(parameters, **plain)
     return made
 
 

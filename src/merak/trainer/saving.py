@@ -240,13 +240,23 @@ class Saving(Pushing):
             step = partial(super().save_model, folder, _internal_call=True)
             on_rank0(step, Path(folder), self.mesh, "model")
         else:
-            with self.engine.whole_model():
-                held = self.engine.held()
-                save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
-            companions = partial(self._save_companions, folder)
-            on_rank0(companions, Path(folder), self.mesh, "model")
+            self._save_parts(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_parts(self, folder: str) -> None:
+        """Save the model from the parts that ranks have of it; collective."""
+        assert self.engine is not None
+        with self.engine.whole_model():
+            held = self.engine.held()
+            save_pretrained(self.model, held, self.engine.shards, self.mesh, folder)
+        on_rank0(partial(self._save_companions, folder), Path(folder), self.mesh, "model")
+
+    def _save_copy(self, whole: nn.Module, folder: str) -> None:
+        """Save a copy of the model with all weights, on rank 0."""
+        save_whole(whole, folder)
+        with writing_into(folder):
+            self._save_companions(folder)
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's state dict on rank 0, on the CPU; all ranks call it together.
@@ -272,9 +282,7 @@ class Saving(Pushing):
             wait_for_rank0(action, self._num_saves[action])
             return
         part = self.engine.part
-        save_whole(part.last.whole_copy(self.model, part), folder)
-        with writing_into(folder):
-            self._save_companions(folder)
+        self._save_copy(part.last.whole_copy(self.model, part), folder)
         tell_others(action)
 
     def _leave_last_weights(self, *, also_whole: bool = False) -> None:
@@ -420,7 +428,7 @@ class Saving(Pushing):
         each: int = self._train_batch_size * self.args.gradient_accumulation_steps
         return each * self.mesh.dp
 
-    def _plan_files(self) -> ModelFiles:
+    def _plan_files(self) -> ModelFiles | None:
         """Files of the model in every checkpoint, and the ranks that write them; collective."""
         engine, planned = self.engine, self._planned_files
         assert engine is not None

@@ -543,7 +543,8 @@ class MerakTrainer(Stepping):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names that weight decay applies to, from the whole model's module types."""
-        names: list[str] = super().get_decay_parameter_names(self.model)
+        whole = self.model if isinstance(model, LocalParameters) else model
+        names: list[str] = super().get_decay_parameter_names(whole)
         return names
 
     def is_local_process_zero(self) -> bool:

@@ -118,6 +118,9 @@ _BY_HAND = ("training_step", "prediction_step")
 
 _OF_ACCELERATE = ("backward", "clip_grad_norm_", "clip_grad_value_")
 
+RULES = "RULES"
+"""Attribute of a class of Merak's: decisions of its own, by the method's name."""
+
 OVERRIDES: dict[str, Override] = dict(_table())
 """The decision on every method, by its name."""
 
@@ -181,7 +184,7 @@ def refuse_replaced_accelerator(accelerator: object) -> None:
 
 
 def _problem(cls: type, name: str, found: Found, *, extended_only: bool) -> str | None:
-    rule = OVERRIDES.get(name)
+    rule = getattr(cls, RULES, {}).get(name) or OVERRIDES.get(name)
     if rule is None:
         return (
             f"which this Merak does not know in transformers {transformers.__version__}; use "

@@ -1,0 +1,151 @@
+"""Trainings with sentence-transformers' trainer and with Merak's, of the same models and data."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset  # type: ignore[import-untyped]
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+import merak
+
+TEXTS = ("the quick brown fox", "jumps over", "a lazy dog sleeps now", "hello world again", "so on")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: its loss by name, arguments of it and of the trainer, and where it is saved."""
+
+    loss: str
+    of_loss: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    saved_in: str = ""
+
+
+@dataclass
+class Outcome:
+    """What a training has logged, and the model's parameters behind it, on rank 0."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that has a token for each letter."""
+    letters = ["[PAD]", *"abcdefghijklmnopqrstuvwxyz "]
+    plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="a"))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", model_max_length=32,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
+
+
+def save_words(folder: str) -> None:
+    """Save a small BERT and its tokenizer, as the folder of a model that reads words."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=32, pad_token_id=0, max_position_embeddings=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+def encoder(words: str) -> Any:
+    """A model of sentences: the mean of the tokens that a saved BERT gives."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    return SentenceTransformer(modules=[Transformer(words), Pooling(32, "mean")], device="cpu")
+
+
+def pairs(num_samples: int) -> Dataset:
+    names = {"anchor": TEXTS, "positive": ("so say we", "or not at all", "never ever")}
+    return Dataset.from_dict(
+        {name: [one[i % len(one)] for i in range(num_samples)] for name, one in names.items()}
+    )
+
+
+def given_to(case: Case, words: str) -> dict[str, Any]:
+    """What trainers of a case are given beside their arguments."""
+    from sentence_transformers.sentence_transformer import losses
+
+    model = encoder(words)
+    loss = getattr(losses, case.loss)(model, **case.of_loss)
+    return {"model": model, "train_dataset": pairs(24), "loss": loss}
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    return {
+        "output_dir": case.saved_in or tempfile.mkdtemp(),
+        "max_steps": 20,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "steps" if case.saved_in else "no",
+        "save_steps": 10,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "log_level": "error",
+        **case.arguments,
+    }
+
+
+def train(layout: Sequence[int], cases: Sequence[Case], words: str, cache: str) -> list[Outcome]:
+    """Train with Merak's trainer on this rank of a layout."""
+    from merak import sentence_transformers as own
+
+    dp, tp, pp = layout
+    merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+
+    class Noting(own.SentenceTransformerTrainer):  # type: ignore[misc, name-defined]
+        """Writes a file of its own beside the model's."""
+
+        def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict)
+            Path(str(output_dir), "note.txt").write_text(f"step {self.state.global_step}")
+
+    outcomes = []
+    for case in cases:
+        args = own.SentenceTransformerTrainingArguments(
+            gradient_accumulation_steps=4 // dp, trace_cache=cache, **arguments_of(case)
+        )
+        trainer = Noting(args=args, **given_to(case, words))
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        outcomes.append(Outcome(logs_of(trainer), trainer.gather_state_dict() or {}))
+        if case.saved_in:
+            trainer.save_model(f"{case.saved_in}/last")
+    return outcomes
+
+
+def train_alone(case: Case, words: str) -> Outcome:
+    """Train with sentence-transformers' own trainer in this process."""
+    import sentence_transformers as st
+
+    args = st.SentenceTransformerTrainingArguments(
+        gradient_accumulation_steps=4, **arguments_of(case)
+    )
+    trainer = st.SentenceTransformerTrainer(args=args, **given_to(case, words))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return Outcome(logs_of(trainer), trainer.model.state_dict())
+
+
+def logs_of(trainer: Any) -> list[dict[str, float]]:
+    """What is logged of each step and evaluation, but for times."""
+    times = ("_runtime", "_per_second", "total_flos")
+    return [
+        {name: value for name, value in log.items() if not name.endswith(times)}
+        for log in trainer.state.log_history
+    ]

@@ -1,0 +1,65 @@
+"""sentence-transformers' trainer on several ranks trains as its own does in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.multirank.ranks import RankPool
+from tests.multirank.sentence_jobs import Case, Outcome, save_words, train, train_alone
+from tests.multirank.training import alone
+from tests.tiers import slow
+
+pytest.importorskip("sentence_transformers")
+
+RANKING = Case("MultipleNegativesRankingLoss", arguments={"weight_decay": 0.1})
+ALL = [RANKING]
+
+
+def expect_equal(found: Outcome, expected: Outcome) -> None:
+    for one, other in zip(found.logs, expected.logs, strict=True):
+        assert one.keys() == other.keys()
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def expect_folder(folder: Path, note: str, weights: dict[str, torch.Tensor]) -> None:
+    """The folder loads, gives the same embeddings, and has what a subclass's `_save` adds."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu")
+    assert (folder / "note.txt").read_text() == note
+    assert (folder / "modules.json").is_file() and (folder / "1_Pooling").is_dir()
+    found = model.encode(["so say we", "a fox"], convert_to_tensor=True)
+    model.load_state_dict(weights)
+    expected = model.encode(["so say we", "a fox"], convert_to_tensor=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cases"),
+    [
+        pytest.param((1, 1, 2), [RANKING], id="pp-essential"),
+        slow((1, 2, 1), ALL, id="tp"),
+        slow((2, 1, 1), ALL, id="dp"),
+    ],
+)
+def test_as_in_one_process(
+    pool: RankPool, cache: str, tmp_path: Path, layout: tuple[int, ...], cases: list[Case]
+) -> None:
+    words = str(tmp_path / "words")
+    save_words(words)
+    with alone():
+        expected = [train_alone(case, words) for case in cases]
+    saved = tmp_path / "saved"
+    cases = [replace(cases[0], saved_in=str(saved)), *cases[1:]]
+    outcomes = pool.run(train, 2, layout, cases, words, cache)
+    for found, wanted in zip(outcomes[0], expected, strict=True):
+        expect_equal(found, wanted)
+    expect_folder(saved / "last", "step 20", outcomes[0][0].weights)
+    expect_folder(saved / "checkpoint-20", "step 20", outcomes[0][0].weights)
