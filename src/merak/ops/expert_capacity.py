@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
-from merak.ops.collectives import axis_degree
 from merak.ops.linear import linear, operator_sends, sends
 from merak.ops.recording import one_operator
 
@@ -174,7 +173,7 @@ def _to_ranks(batches: torch.Tensor, degree: int, axis: str) -> torch.Tensor:
     if degree == 1:
         return batches
     size, rest = batches.shape[1], batches.shape[2:]
-    by_rank = _exchanged(batches, axis).view(degree, -1, size, *rest)
+    by_rank = _exchanged(batches, degree, axis).view(degree, -1, size, *rest)
     return by_rank.transpose(0, 1).reshape(-1, degree * size, *rest)
 
 
@@ -184,13 +183,16 @@ def _from_ranks(places: torch.Tensor, degree: int, axis: str) -> torch.Tensor:
         return places
     size, rest = places.shape[1] // degree, places.shape[2:]
     by_expert = places.reshape(-1, degree, size, *rest)
-    return _exchanged(by_expert.transpose(0, 1), axis).view(-1, size, *rest)
+    return _exchanged(by_expert.transpose(0, 1), degree, axis).view(-1, size, *rest)
 
 
 @one_operator
-@operator_sends("all_to_all", size=lambda own, _, axis: own * axis_degree(axis))
-def _exchanged(tensor: torch.Tensor, axis: str) -> torch.Tensor:
-    """Equal parts of the first dim, each from another rank; one's own where a mesh is pretended."""
+@operator_sends("all_to_all", size=lambda own, _, degree, axis: own * degree)
+def _exchanged(tensor: torch.Tensor, degree: int, axis: str) -> torch.Tensor:
+    """Equal parts of the first dim, each from another rank; one's own where a mesh is pretended.
+
+    The degree is an argument because the price of the operator is asked for without a mesh.
+    """
     sent = tensor.clone(memory_format=torch.contiguous_format)
     group = current_mesh().group(axis)
     if group is None:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from merak.core.errors import ShardError
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.memory.ledger import Category
+from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price
 from merak.plan.price.workload import Workload
@@ -91,6 +92,19 @@ def test_the_search_has_experts_over_replicas(mixtral: Workload) -> None:
         for ep in (1, 8)
     }
     assert [own.step_s for own in found.plans] == pytest.approx(sorted(seconds.values()))
+
+
+def test_places_of_experts_are_priced_where_no_job_runs() -> None:
+    config = MixtralConfig(**SIZES, num_local_experts=8, max_position_embeddings=64)
+    source = ModelSource(MixtralForCausalLM, config, None)
+    found = []
+    for factor in (1.0, 4.0):
+        places = ParallelOptions(expert_capacity=factor)
+        workload = example_workload(source, global_batch=8, sequence=64, common=places)
+        found.append(price(workload, CLUSTER, Candidate(dp=8, ep=8, num_microbatches=1)))
+    few, many = found
+    assert few.step_s < many.step_s
+    assert few.peak_memory_bytes[0] < many.peak_memory_bytes[0]
 
 
 def test_a_model_that_fits_with_experts_over_replicas_alone_has_a_plan(mixtral: Workload) -> None:
