@@ -21,7 +21,7 @@ from merak.core.units import count, counted, seconds, size, table_lines
 
 if TYPE_CHECKING:
     from merak.core.mesh import Mesh
-    from merak.graph.expert_parallel.apply import LocalRewrite
+    from merak.graph.chunked_loss import RankRewrite
     from merak.graph.ir.ir import ModelGraph, Segment
     from merak.graph.segment.build import BuiltGraph
     from merak.graph.tensor_parallel.apply import TensorParallel
@@ -252,7 +252,7 @@ def _operators(
 
 def _of_a_rank(
     graph: ModelGraph, parallel: TensorParallel, request: TraceRequest
-) -> tuple[Mesh, Sequence[Segment], LocalRewrite]:
+) -> tuple[Mesh, Sequence[Segment], RankRewrite]:
     """The mesh of a rank, the segments that fit it, and what makes them those that it runs."""
     import torch
 

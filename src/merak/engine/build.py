@@ -272,6 +272,7 @@ def _forecast(
             mesh,
             sequence=options.sequence_parallel,
             capacity=options.expert_capacity,
+            loss_chunk_bytes=options.loss_chunk_bytes,
         ),
         options,
     )

@@ -18,13 +18,14 @@ from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
 from merak.engine.python_state import PythonState
+from merak.graph.chunked_loss import RankRewrite, with_chunked_loss, with_whole_loss
 from merak.graph.context_parallel.apply import (
     ContextParallel,
     context_parallel,
     gathered_operators,
 )
 from merak.graph.context_parallel.padded_rows import ignores_padding
-from merak.graph.expert_parallel.apply import LocalRewrite, exact, with_experts
+from merak.graph.expert_parallel.apply import exact, with_experts
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.program.codegen import runnable
@@ -78,7 +79,7 @@ class ProgramCache:
         source: GraphSource,
         mesh: Mesh,
         layout: Layout,
-        parallel: LocalRewrite | None,
+        parallel: RankRewrite | None,
         is_sub_pipelined: bool,
         options: EngineOptions,
     ) -> None:
@@ -122,7 +123,7 @@ class ProgramCache:
         if mesh.dp > 1 and _known(self.base_signature):
             self(known_masks(self.base_signature), options.trains)  # while all replicas do
 
-    def _make_rewrites(self, parallel: LocalRewrite | None) -> dict[int, list[Rewrite]]:
+    def _make_rewrites(self, parallel: RankRewrite | None) -> dict[int, list[Rewrite]]:
         rewrites: dict[int, list[Rewrite]] = {}
         for stage in self.own_stages:
             rewrites[stage] = [parallel] if parallel else []
@@ -135,7 +136,8 @@ class ProgramCache:
     @property
     def has_places(self) -> bool:
         """Whether experts have, in training, a fixed number of places for rows of each replica."""
-        return exact(self._parallel) is not self._parallel
+        parallel = with_whole_loss(self._parallel)
+        return exact(parallel) is not parallel
 
     @property
     def base_signature(self) -> Signature:
@@ -253,7 +255,7 @@ class ProgramCache:
         samples = None
         if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
-        parallel = self._parallel if training else exact(self._parallel)
+        parallel = self._parallel if training else exact(with_whole_loss(self._parallel))
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)
@@ -335,7 +337,8 @@ def local_rewrite(
     *,
     sequence: bool = False,
     capacity: float | None = None,
-) -> LocalRewrite | None:
+    loss_chunk_bytes: int | None = None,
+) -> RankRewrite | None:
     """The rewrite of segments to those of one rank; every rank checks the whole model.
 
     Args:
@@ -344,13 +347,15 @@ def local_rewrite(
         mesh: the degrees.
         sequence: whether tensor parallel ranks share the sequence.
         capacity: the option `expert_capacity`.
+        loss_chunk_bytes: the option.
 
     Raises:
         ShardError: the degrees do not fit the model.
     """
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     context = _context_parallel_rewrite(graph, tensor, mesh.cp)
-    return with_experts(graph, tensor, context, mesh.ep, capacity)
+    experts = with_experts(graph, tensor, context, mesh.ep, capacity)
+    return with_chunked_loss(experts, loss_chunk_bytes)
 
 
 def _context_parallel_rewrite(

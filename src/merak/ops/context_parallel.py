@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
+from merak.ops.chunked_loss import ChunkedHead, chunked_cross_entropy, sent_by_chunks
 from merak.ops.collectives import axis_degree, axis_rank
 from merak.ops.linear import Sent, linear, operator_sends, sends
 from merak.ops.packed_attention import attend_packed
@@ -136,6 +137,39 @@ def token_vocab_parallel_cross_entropy(
         logits, target, weight, 2, ignore_index, label_smoothing, layout
     )
     return total / _weight_of(target, layout[1], weight, ignore_index, axis).to(total.dtype)
+
+
+def _number_and_chunks(*args: Any) -> Sent:
+    *tensors, head, axis = args
+    return *_number_of_labels(axis), *sent_by_chunks(*tensors, *head)
+
+
+@sends(inside=_number_and_chunks)
+def chunked_token_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    head: ChunkedHead,
+    axis: str,
+) -> torch.Tensor:
+    """`token_cross_entropy` of a head's logits that are made a chunk of rows at a time.
+
+    Args:
+        hidden: as of `chunked_cross_entropy`, as the further ones are.
+        weight: of the rank's classes.
+        bias: of these classes.
+        target: classes of the rank's tokens.
+        class_weight: of each class.
+        head: the rest.
+        axis: name of the mesh axis of the tokens.
+    """
+    head = ChunkedHead(*head)
+    total = chunked_cross_entropy(hidden, weight, bias, target, class_weight, 2, head)
+    num_classes = head.layout[1]
+    count = _weight_of(target, num_classes, class_weight, head.ignore_index, axis)
+    return total / count.to(total.dtype)
 
 
 @sends(inside=_number_of_labels)

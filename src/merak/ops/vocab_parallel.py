@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from merak.ops.linear import Sent, operator_sends, sends, with_gradient
 from merak.ops.recording import one_operator
 
 Layout = tuple[int, int, str]
-"""(dim, whole size, axis): what is split, and over which axis."""
+"""(dim, whole size, axis): what is split, and over which axis; "" for none."""
 
 
 def vocab_parallel_embedding(
@@ -101,21 +101,14 @@ def vocab_parallel_cross_entropy(
     Returns:
         The loss, the same on every rank: of every position, or a scalar.
     """
-    ignored = target == ignore_index
-    weights = (~ignored).to(_compute_dtype(logits))
-    if weight is not None:
-        weights = weights * weight.to(weights.dtype)[target.masked_fill(ignored, 0)]
-    smoothed = _Smoothed(label_smoothing, weight, layout)
-    losses: torch.Tensor = _CrossEntropy.apply(logits, target, weights, ignored, smoothed)  # type: ignore[no-untyped-call]
-    if reduction == 1:
-        losses = losses.sum() / weights.sum()
-    elif reduction == 2:
-        losses = losses.sum()
-    return losses.to(logits.dtype)
+    weights = weights_of(target, weight, ignore_index, compute_dtype(logits))
+    smoothed = Smoothed(label_smoothing, weight, layout)
+    losses: torch.Tensor = _CrossEntropy.apply(logits, target, weights, ignore_index, smoothed)  # type: ignore[no-untyped-call]
+    return reduced(losses, weights, reduction).to(logits.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Smoothed:
+class Smoothed:
     """Label smoothing: the share of the loss that all classes have.
 
     Args:
@@ -143,8 +136,136 @@ class _Smoothed:
         return self.layout[1] if self.weight is None else self.weight.sum()
 
 
+def weights_of(
+    target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each position weighs: its class's weight, 0 where it is ignored.
+
+    Args:
+        target: class of each position.
+        weight: of each class; None where all weigh 1.
+        ignore_index: target of positions that do not count.
+        dtype: of the result.
+    """
+    ignored = target == ignore_index
+    weights = (~ignored).to(dtype)
+    if weight is not None:
+        weights = weights * weight.to(dtype)[target.masked_fill(ignored, 0)]
+    return weights
+
+
+def reduced(losses: torch.Tensor, weights: torch.Tensor, reduction: int) -> torch.Tensor:
+    """Loss of all positions, by the number that torch gives a reduction."""
+    if reduction == 1:
+        return losses.sum() / weights.sum()
+    return losses.sum() if reduction == 2 else losses
+
+
+class Targets(NamedTuple):
+    """Targets of positions.
+
+    Args:
+        local: indices among the rank's classes; 0 where another rank has it.
+        foreign: where another rank has it.
+        weights: of each position, from `weights_of`.
+        ignored: positions that do not count.
+    """
+
+    local: torch.Tensor
+    foreign: torch.Tensor
+    weights: torch.Tensor
+    ignored: torch.Tensor
+
+
+def find_targets(
+    target: torch.Tensor, weights: torch.Tensor, ignore_index: int, layout: Layout
+) -> Targets:
+    """Targets among the rank's classes.
+
+    Args:
+        target: class of each position; one that no rank has fails where it is looked up.
+        weights: of each position.
+        ignore_index: target of positions that do not count.
+        layout: how the classes are split.
+    """
+    _, size, axis = layout
+    ignored = target == ignore_index
+    nowhere = ~ignored & ((target < 0) | (target >= size))
+    local, foreign = local_of(target, *local_rows(size, axis))
+    return Targets(local.masked_fill_(nowhere, size), foreign, weights, ignored)
+
+
+def position_losses(
+    own: torch.Tensor,
+    targets: Targets,
+    smoothed: Smoothed,
+    overwrites: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses of positions: (1 − s)·w_t·(−log p_t) + s/C·Σ_c w_c·(−log p_c).
+
+    Args:
+        own: logits of the rank's classes, without padding, as precise as they are summed.
+        targets: of the positions.
+        smoothed: the smoothing.
+        overwrites: whether the logits are not needed any more.
+
+    Returns:
+        The losses, and the logarithm of the sum of all classes' exponentials, both in the shape of
+        the target: by one all-reduce of a maximum, and one of all sums.
+    """
+    dim, size, axis = smoothed.layout
+    local, foreign, weights, ignored = targets
+    top = vocab_parallel_max(own, dim, axis)
+    picked = pick(own, local.unsqueeze(dim), foreign.unsqueeze(dim), dim).squeeze(dim)
+    shifted = torch.sub(own, top.unsqueeze(dim), out=own if overwrites else None)
+    sums = [(picked - top).masked_fill(foreign, 0.0)]
+    if smoothed.smoothing:
+        sums.append((shifted * smoothed.own_weight(own)).sum(dim))
+    sums.append(shifted.exp_().sum(dim))
+    picked, *rest, total = all_reduce_sum(torch.stack(sums), axis).unbind()
+    log_total = total.log()
+    losses = (log_total - picked) * weights * (1 - smoothed.smoothing)
+    if smoothed.smoothing:
+        spread = smoothed.total_weight() * log_total - rest[0]
+        losses = losses + (smoothed.smoothing / size) * spread
+    return losses.masked_fill(ignored, 0.0), top + log_total
+
+
+def position_gradients(
+    gradient: torch.Tensor,
+    own: torch.Tensor,
+    targets: Targets,
+    normaliser: torch.Tensor,
+    smoothed: Smoothed,
+    overwrites: bool = False,
+) -> torch.Tensor:
+    """Gradient of the rank's logits, without communication.
+
+    Args:
+        gradient: of each position's loss.
+        own: as of `position_losses`, as the further arguments are.
+        targets: of the positions.
+        normaliser: what `position_losses` gives beside the losses.
+        smoothed: the smoothing.
+        overwrites: whether the logits are not needed any more.
+    """
+    dim, size, _ = smoothed.layout
+    local, foreign, weights, ignored = targets
+    gradient = gradient.masked_fill(ignored, 0.0)
+    of_target = gradient * weights * (1 - smoothed.smoothing)
+    of_all = gradient * (smoothed.smoothing / size)
+    found = torch.sub(own, normaliser.unsqueeze(dim), out=own if overwrites else None).exp_()
+    found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
+    if own.shape[dim]:
+        taken = of_target.masked_fill(foreign, 0.0).neg().unsqueeze(dim)
+        found.scatter_add_(dim, local.unsqueeze(dim), taken)
+    if smoothed.smoothing:
+        found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
+    return found
+
+
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of every position: (1 − s)·w_t·(−log p_t) + s/C·Σ_c w_c·(−log p_c)."""
+    """The loss of every position."""
 
     @staticmethod
     def forward(
@@ -152,66 +273,48 @@ class _CrossEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         target: torch.Tensor,
         weights: torch.Tensor,
-        ignored: torch.Tensor,
-        smoothed: _Smoothed,
+        ignore_index: int,
+        smoothed: Smoothed,
     ) -> torch.Tensor:
-        """Losses, in the shape of the target: one all-reduce of a maximum, one of all sums."""
-        dim, size, axis = smoothed.layout
-        start, stop = local_rows(size, axis)
-        own = local_classes(logits, dim, stop - start)
-        top = vocab_parallel_max(own, dim, axis)
-        shifted = own - top.unsqueeze(dim)
-        nowhere = ~ignored & ((target < 0) | (target >= size))
-        local, foreign = local_of(target, start, stop)
-        local.masked_fill_(nowhere, size)  # fails, as it does in one process
-        picked = pick(logits, local.unsqueeze(dim), foreign.unsqueeze(dim), dim).squeeze(dim)
-        sums = [(picked.to(top.dtype) - top).masked_fill(foreign, 0.0)]
-        if smoothed.smoothing:
-            sums.append((shifted * smoothed.own_weight(own)).sum(dim))
-        sums.append(shifted.exp_().sum(dim))
-        picked, *rest, total = all_reduce_sum(torch.stack(sums), axis).unbind()
-        log_total = total.log()
-        losses = (log_total - picked) * weights * (1 - smoothed.smoothing)
-        if smoothed.smoothing:
-            spread = smoothed.total_weight() * log_total - rest[0]
-            losses = losses + (smoothed.smoothing / size) * spread
-        ctx.save_for_backward(logits, local, foreign, weights, ignored, top + log_total)
+        """Losses, in the shape of the target."""
+        targets = find_targets(target, weights, ignore_index, smoothed.layout)
+        own = _classes_of(logits, smoothed.layout)
+        losses, normaliser = position_losses(own, targets, smoothed)
+        ctx.save_for_backward(logits, normaliser, *targets)
         ctx.smoothed = smoothed
-        return losses.masked_fill(ignored, 0.0)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Gradient of the local logits, without communication."""
-        logits, local, foreign, weights, ignored, normaliser = ctx.saved_tensors
-        smoothed: _Smoothed = ctx.smoothed
-        dim, size, axis = smoothed.layout
-        start, stop = local_rows(size, axis)
-        gradient = gradient.masked_fill(ignored, 0.0)
-        of_target = gradient * weights * (1 - smoothed.smoothing)
-        of_all = gradient * (smoothed.smoothing / size)
-        own = local_classes(logits, dim, stop - start)
-        found = (own - normaliser.unsqueeze(dim)).exp_()
-        found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
-        if stop > start:
-            taken = of_target.masked_fill(foreign, 0.0).neg().unsqueeze(dim)
-            found.scatter_add_(dim, local.unsqueeze(dim), taken)
-        if smoothed.smoothing:
-            found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
+        """Gradient of the local logits."""
+        logits, normaliser, *targets = ctx.saved_tensors
+        layout: Layout = ctx.smoothed.layout
+        own = _classes_of(logits, layout)
+        found = position_gradients(gradient, own, Targets(*targets), normaliser, ctx.smoothed)
+        dim = layout[0]
         return padded_with(found.to(logits.dtype), dim, logits.shape[dim]), None, None, None, None
+
+
+def _classes_of(logits: torch.Tensor, layout: Layout) -> torch.Tensor:
+    start, stop = local_rows(*layout[1:])
+    return local_classes(logits, layout[0], stop - start)
 
 
 def local_rows(size: int, axis: str) -> tuple[int, int]:
     """Range of the rank's rows."""
+    if not axis:
+        return 0, size
     ((start, stop),) = ParameterShard(0, (size,), axis_degree(axis)).ranges(axis_rank(axis))
     return start, stop
 
 
 def local_classes(logits: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Local logits without padding, in a dtype precise enough to be summed."""
-    return logits.narrow(dim, 0, count).to(_compute_dtype(logits))
+    return logits.narrow(dim, 0, count).to(compute_dtype(logits))
 
 
-def _compute_dtype(logits: torch.Tensor) -> torch.dtype:
+def compute_dtype(logits: torch.Tensor) -> torch.dtype:
+    """Type in which logits are summed."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
@@ -228,7 +331,7 @@ def vocab_parallel_max(own: torch.Tensor, dim: int, axis: str) -> torch.Tensor:
         top = own.amax(dim)
     else:
         top = own.new_full((*own.shape[:dim], *own.shape[dim + 1 :]), -math.inf)
-    group = current_mesh().group(axis)
+    group = current_mesh().group(axis) if axis else None
     if group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     return top
@@ -257,7 +360,7 @@ def padded_with(own: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 @operator_sends(inside=lambda values, axis: (("all_reduce", values.num_bytes, axis),))
 def all_reduce_sum(values: torch.Tensor, axis: str) -> torch.Tensor:
     """All-reduced sum, in place; without a backward."""
-    group = current_mesh().group(axis)
+    group = current_mesh().group(axis) if axis else None
     if group is not None:
         dist.all_reduce(values, group=group)
     return values

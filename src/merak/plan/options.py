@@ -307,6 +307,17 @@ class ParallelOptions:
         within=_CAPACITY,
         planned=_PRICED,
     )
+    loss_chunk_bytes: int | None = option(
+        None,
+        "BYTES",
+        "Bytes of float32 logits that a rank makes at a time, where a cross entropy alone reads "
+        "those of a linear head, also as '512MiB': a larger head runs in chunks of tokens, forward "
+        "and again in the backward, and leaves out ignored tokens. If unset, all logits are made "
+        "and kept.",
+        within=_BYTES,
+        reads=read_bytes,
+        planned=_PRICED,
+    )
     sequence_parallel: bool = option(
         False,
         "",

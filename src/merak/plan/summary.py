@@ -12,6 +12,7 @@ from merak.core.errors import MerakError
 from merak.core.mesh import Mesh, crosses_hosts, describe_hosts
 from merak.core.tensor_meta import Signature, largest_shape
 from merak.core.units import count, ranges, size, step_time, table_lines
+from merak.graph.chunked_loss import chunked_heads
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.fit import non_tensor_on
 from merak.plan.cost.device import DeviceProfile
@@ -76,8 +77,19 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
             f"  expert_capacity={factor:g}: each expert computes at most {factor:g} times its even "
             "share of a replica's microbatch; rows beyond it are dropped"
         )
+    if forecast.options.loss_chunk_bytes is not None:
+        lines.append(f"  loss_chunk_bytes: {_heads(forecast)}")
     lines += [f"  {own}" for own in (*_tied_across_hosts(forecast), *forecast.on_autograd)]
     return "\n".join(lines)
+
+
+def _heads(forecast: Forecast) -> str:
+    """Which heads make their logits in chunks."""
+    found = [
+        f"the logits of {name} are made for {rows:,} of {whole:,} rows at a time"
+        for name, rows, whole in chunked_heads(forecast.local_model.segments)
+    ]
+    return "; ".join(found) or "no cross entropy reads more logits, and alone, of a linear layer"
 
 
 def _tied_across_hosts(forecast: Forecast) -> Iterator[str]:

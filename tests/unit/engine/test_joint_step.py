@@ -63,6 +63,26 @@ def _python_calls(step: Callable[[], Any]) -> int:
     return count
 
 
+def test_a_head_in_chunks_trains_as_one_that_makes_all_logits() -> None:
+    batch, found = text_batch(), []
+    for chunk_bytes in (None, 2**10):
+        torch.manual_seed(0)
+        engine = _engine(gpt2(), loss_chunk_bytes=chunk_bytes)
+        loss = engine.train_step(0, [signature(batch).columns], [batch], 1.0)
+        programs = [p for s in engine._state.base.stages.values() for p in s.segments]
+        assert not any(p.joint is None or p.joint.obstacle for p in programs)
+        operators = {str(node.target) for p in programs for node in p.segment.graph.nodes}
+        assert any("chunked" in name for name in operators) is (chunk_bytes is not None)
+        gradients = {name: p.grad for name, p in engine.parameters.items()}
+        (outputs,) = engine.evaluate([signature(batch).columns], [batch])
+        found.append((loss, gradients, outputs["logits"]))
+    (loss, gradients, logits), (other_loss, others, other_logits) = found
+    torch.testing.assert_close(loss, other_loss)
+    assert torch.equal(logits, other_logits)  # evaluations make all of them
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, others[name])
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)
 def test_every_backward_of_a_transformer_is_a_graph(options: dict[str, str]) -> None:
     engine, batch = _engine(gpt2(), **options), text_batch()

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from merak.core.shards import join
+from merak.graph.chunked_loss import in_chunks
 from merak.graph.context_parallel.apply import context_parallel, gathered_operators
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.joint.derive import Given
@@ -89,6 +90,7 @@ def assert_parity(
     sequence: bool = False,
     ep: int = 1,
     on_autograd: str = "",
+    chunk_bytes: int | None = None,
 ) -> dict[str, int]:
     """Loss and gradients of `degree` ranks equal those of one, by autograd and by joint graphs.
 
@@ -100,6 +102,7 @@ def assert_parity(
         sequence: whether values lie in shares of the sequence.
         ep: expert parallel degree.
         on_autograd: why segments have no joint graph; empty where all have.
+        chunk_bytes: the option `loss_chunk_bytes`.
 
     Returns:
         Number of collectives, by name.
@@ -110,6 +113,7 @@ def assert_parity(
     else:
         chosen = given_weights(one.graph, attributes_for(one.graph, features), degree)
     split, shards = cases.shard_model(one.graph, chosen, degree, sequence=sequence)
+    split = _in_chunks(split, chunk_bytes)
     obstacles: dict[str, str] = {}
     for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
         shares = [cases.local(one.weights, shards, rank) for rank in range(degree)]
@@ -127,7 +131,10 @@ def assert_parity(
 
 
 def assert_parity_on_tokens(
-    model: torch.nn.Module, columns: Mapping[str, torch.Tensor], degree: int
+    model: torch.nn.Module,
+    columns: Mapping[str, torch.Tensor],
+    degree: int,
+    chunk_bytes: int | None = None,
 ) -> tuple[float, str | None]:
     """Loss and gradients of ranks that share tokens equal those of one.
 
@@ -135,6 +142,7 @@ def assert_parity_on_tokens(
         model: trained by all ranks.
         columns: of the batch.
         degree: the number of ranks.
+        chunk_bytes: the option `loss_chunk_bytes`.
 
     Returns:
         The loss, and what is said of operators that run on all tokens.
@@ -144,6 +152,7 @@ def assert_parity_on_tokens(
     said = gathered_operators(one.graph, parallel)
     fitted, parallel = parallel.fit(one.graph)
     split = replace(fitted, segments=tuple(parallel(s)[0] for s in fitted.segments))
+    split = _in_chunks(split, chunk_bytes)
     obstacles: dict[str, str] = {}
     for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
         shares = [cases.local(one.weights, {}, rank) for rank in range(degree)]
@@ -203,6 +212,16 @@ class _OneProcess:
 
         for own in ranks.run(train):
             torch.testing.assert_close(own, self.loss, rtol=1e-5, atol=0)
+
+
+def _in_chunks(split: ModelGraph, chunk_bytes: int | None) -> ModelGraph:
+    """The model of a rank with its head in chunks, which it must have."""
+    if chunk_bytes is None:
+        return split
+    made = [in_chunks(segment.graph, chunk_bytes) for segment in split.segments]
+    assert any(made)
+    pairs = zip(split.segments, made, strict=True)
+    return replace(split, segments=tuple(replace(s, graph=g or s.graph) for s, g in pairs))
 
 
 def _num_calls(split: ModelGraph) -> dict[str, int]:

@@ -101,6 +101,23 @@ def test_a_capacity_of_experts_is_said(factor: float | None, said: bool) -> None
     assert any(line.startswith(words) for line in lines) is said
 
 
+@pytest.mark.parametrize(
+    ("chunk", "said"),
+    [
+        (None, None),
+        (2**30, "no cross entropy reads more logits, and alone, of a linear layer"),
+        (2**10, "the logits of lm_head.weight are made for "),
+    ],
+)
+def test_a_head_in_chunks_is_said(chunk: int | None, said: str | None) -> None:
+    options = EngineOptions(partition=None, num_microbatches=1, loss_chunk_bytes=chunk)
+    model = GraphSource(families.mixtral(2))
+    lines = summary(forecast_of(model, SAMPLE, mesh_of(1, 1, 1), options), SAMPLE).splitlines()
+    found = [line for line in lines if line.startswith("  loss_chunk_bytes: ")]
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
+
+
 @pytest.mark.parametrize(("device", "said"), [("cuda", True), ("cpu", False)])
 def test_experts_in_float32_under_autocast_are_said_on_gpus(device: str, said: bool) -> None:
     chosen = EngineOptions(partition=None, num_microbatches=1)

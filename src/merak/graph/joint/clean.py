@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from merak.graph.ir.mutation import has_mutable_schema
-from merak.graph.ir.operators import draws
+from merak.graph.ir.operators import draws, family
 from merak.graph.joint.derive import JointError, JointGraph, Layout, number_at
+from merak.ops.chunked_loss import chunk_gradients
 from merak.ops.linear import sent_by
 
 aten = torch.ops.aten
@@ -49,6 +50,7 @@ def clean(joint: JointGraph) -> None:
         JointError: nothing reads what an operator has got from other ranks.
     """
     _fill_by_sizes(joint.graph)
+    _leave_unrounded(joint)
     seen: dict[Layout, fx.Node] = {}
     for node in joint.graph.nodes:
         layout = node.meta.get("layout")
@@ -94,6 +96,17 @@ def has_effect(node: fx.Node) -> bool:
         return node.target is not operator.getitem
     schema = node.target._schema
     return schema.is_mutable or not schema.returns or draws(node.target)
+
+
+def _leave_unrounded(joint: JointGraph) -> None:
+    """Give gradients of weights that are summed over chunks as they are; autograd rounds them."""
+    for call in joint.graph.nodes:
+        if family(call.target) != chunk_gradients.__name__:
+            continue
+        for gradient in call.users:
+            for rounded in list(gradient.users):
+                if rounded.target is aten._to_copy.default:
+                    rounded.replace_all_uses_with(gradient, lambda user: user.op == "output")
 
 
 def _fill_by_sizes(graph: fx.Graph) -> None:

@@ -279,6 +279,7 @@ _HAS_JOINT: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 _MODULES = frozenset(
     f"merak.ops.{name}"
     for name in (
+        "chunked_loss",
         "collectives",
         "context_parallel",
         "expert_capacity",

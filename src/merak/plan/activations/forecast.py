@@ -12,7 +12,8 @@ from torch import nn
 from merak.core.mesh import Mesh
 from merak.core.start.device import device_or_cpu
 from merak.core.storages import num_bytes
-from merak.graph.expert_parallel.apply import LocalRewrite, spread_weights
+from merak.graph.chunked_loss import RankRewrite
+from merak.graph.expert_parallel.apply import spread_weights
 from merak.graph.program.program import Program
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.recompute import (
@@ -65,7 +66,7 @@ class Forecast:
     model: nn.Module
     layout: Layout
     mesh: Mesh
-    rewrite: LocalRewrite | None
+    rewrite: RankRewrite | None
     options: EngineOptions
     local: LocalModel | None = None
 

@@ -514,6 +514,42 @@ def _causal_fraction(num_queries: int, num_keys: int) -> float:
 # Everything else
 
 
+def _chunked_loss(node: fx.Node, _: str) -> NodeWork:
+    """A head and its loss in chunks, as a function of a segment."""
+    head = node.args[-1] if isinstance(node.args[-1], tuple) else node.args[-2]
+    rows = head[-1]  # type: ignore[index]
+    product, losses, gradients = _chunk_works(node.args[0], node.args[1], rows)
+    return NodeWork((product, losses), (*[product] * 3, gradients))
+
+
+def _chunk_losses(node: fx.Node, _: str) -> NodeWork:
+    return NodeWork(_chunk_works(node.args[0], node.args[1], node.args[-1])[:2])
+
+
+def _chunk_gradients(node: fx.Node, _: str) -> NodeWork:
+    """The logits once more, and two products with their gradients, of as many as are wanted."""
+    product, _losses, gradients = _chunk_works(node.args[1], node.args[2], node.args[-1])
+    wanted: Any = node.args[8]
+    sums = Work(2 * sum(_num_bytes(*outputs(user)) for user in node.users))
+    return NodeWork((*[product] * (1 + sum(wanted[:2])), gradients, sums))
+
+
+def _chunk_works(hidden: Any, weight: Any, rows: Any) -> tuple[Work, Work, Work]:
+    """The product that makes all logits, the passes that make losses, and those of gradients."""
+    x, own = outputs(hidden)[0], outputs(weight)[0]
+    num_rows, num_classes = x.shape[0], own.shape[0]
+    count, size = num_rows * num_classes, own.dtype.itemsize
+    chunks = math.ceil(num_rows / rows)
+    shape = ProductShape(rows, num_classes, x.shape[1])
+    num_bytes = _num_bytes(x) + chunks * _num_bytes(own) + count * size
+    product = Work(num_bytes, 2.0 * count * x.shape[1], own.dtype, kernels=chunks, shape=shape)
+    # In float32: converted, their maximum read, shifted, exponentials made, and these summed; then
+    # converted, shifted, exponentials made, scaled, and converted back.
+    losses = Work(count * (size + 24.0), functions=count, kernels=5 * chunks)
+    gradients = Work(count * (2 * size + 32.0), functions=count, kernels=6 * chunks)
+    return product, losses, gradients
+
+
 def _opaque_call(node: fx.Node, _: str) -> NodeWork:
     """An opaque call: the products found when it was probed, and its operands read once."""
     read, written = _inputs(node), outputs(node)
@@ -617,6 +653,9 @@ _KERNELS = _table(
     (CROSS_ENTROPIES, _Kernels(None, False, functions=2, passes=(2, 2))),
     # Shifted logits are written and read, twice; the gradient is computed in place.
     (("vocab_parallel_cross_entropy",), _Kernels(None, False, functions=2, passes=(4, 2))),
+    (("chunked_cross_entropy", "chunked_token_cross_entropy"), _Kernels(_chunked_loss, False)),
+    (("chunk_losses",), _Kernels(_chunk_losses, False)),
+    (("chunk_gradients",), _Kernels(_chunk_gradients, False)),
     # Statistics first; the weight's gradient is a second pass.
     (("batch_norm",), _Kernels(passes=(1, 2))),
     (("layer_norm",), _Kernels(passes=(0, 2))),

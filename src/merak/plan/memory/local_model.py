@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from merak.core.shards import ParameterShard
-from merak.graph.expert_parallel.apply import LocalRewrite
+from merak.graph.chunked_loss import RankRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.structure import note_copy
 from merak.graph.program.codegen import Function, runnable
@@ -45,7 +45,7 @@ class LocalModel:
     def __init__(
         self,
         graph: ModelGraph,
-        rewrite: LocalRewrite | None,
+        rewrite: RankRewrite | None,
         device: torch.device,
         optimizers: OptimizerMemories,
         graphs: MeasuredGraphs | None = None,
@@ -57,7 +57,7 @@ class LocalModel:
         self.rewrite = rewrite
         self._rewrites: list[Rewrite] = []
         self.graph = graph
-        fitted: LocalRewrite | None = None
+        fitted: RankRewrite | None = None
         if rewrite is not None:
             self.graph, fitted = rewrite.fit(graph)
             self._rewrites = [fitted]
@@ -107,7 +107,7 @@ class _CompilerOnce(Compiler):
         rewrite: the fitted rewrite of its segments; None without one.
     """
 
-    def __init__(self, graph: ModelGraph, rewrite: LocalRewrite | None) -> None:
+    def __init__(self, graph: ModelGraph, rewrite: RankRewrite | None) -> None:
         super().__init__(graph)
         self._rewrite = rewrite
         self._segments: dict[int, tuple[SegmentProgram, dict[str, ParameterShard]]] = {}

@@ -13,8 +13,9 @@ from torch import nn
 from merak.core.gradients import LOW_PRECISION
 from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import Signature
+from merak.graph.chunked_loss import RankRewrite, with_chunked_loss
 from merak.graph.context_parallel.apply import context_parallel
-from merak.graph.expert_parallel.apply import LocalRewrite, with_experts
+from merak.graph.expert_parallel.apply import with_experts
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.build import GraphSource
@@ -208,7 +209,7 @@ class Workload:
 
         return self.once(("unique", form), numbers)
 
-    def rewrite(self, form: Form) -> LocalRewrite | None:
+    def rewrite(self, form: Form) -> RankRewrite | None:
         """Rewriting of the model's segments into those of one rank; None where they are whole.
 
         Args:
@@ -218,11 +219,13 @@ class Workload:
             ShardError: the degrees do not fit the model.
         """
 
-        def made() -> LocalRewrite | None:
+        def made() -> RankRewrite | None:
             graph = self.graph(form.microbatch)
             tensor = self.tensor_rewrite(form) if form.tp > 1 else None
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
-            return with_experts(graph, tensor, context, form.ep, self.common.expert_capacity)
+            capacity = self.common.expert_capacity
+            experts = with_experts(graph, tensor, context, form.ep, capacity)
+            return with_chunked_loss(experts, self.common.loss_chunk_bytes)
 
         return self.once(("rewrite", form), made)
 

@@ -1,0 +1,324 @@
+"""Heads that make their logits a chunk of rows at a time: a last rewriting of the last segment.
+
+A cross entropy of a linear layer's results, between them at most scales, caps and conversions of
+single logits and other shapes of the rows, becomes one operator, `ops.chunked_loss`. It is found in
+what tensor and context parallelism have made of the segment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from merak.core.shards import ParameterShard
+from merak.graph.expert_parallel.apply import LocalRewrite
+from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.mutation import eliminate_dead_code
+from merak.graph.ir.operators import CONVERSIONS, CROSS_ENTROPIES, family
+from merak.graph.ir.structure import structure_of_graph
+from merak.graph.segment.cut import copy_graph
+from merak.graph.tensor_parallel.placement import shape_of
+from merak.ops.chunked_loss import STEPS, ChunkedHead, Step, chunked_cross_entropy
+from merak.ops.context_parallel import (
+    chunked_token_cross_entropy,
+    token_cross_entropy,
+    token_vocab_parallel_cross_entropy,
+)
+from merak.ops.vocab_parallel import Layout, vocab_parallel_cross_entropy
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A cross entropy of logits, (rows, classes).
+
+    Args:
+        node: of the loss.
+        logits: what it reads.
+        target: class of each row.
+        class_weight: of each class; None where all weigh 1.
+        reduction: as torch numbers them.
+        ignore_index: target of rows that do not count.
+        label_smoothing: share of the target that goes to all classes alike.
+        layout: how the classes are split; None where they are not.
+        token_axis: of the ranks that have the other tokens; "" for none.
+    """
+
+    node: fx.Node
+    logits: fx.Node
+    target: fx.Node
+    class_weight: fx.Node | None
+    reduction: int
+    ignore_index: int
+    label_smoothing: float
+    layout: Layout | None = None
+    token_axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A linear layer whose results a loss alone reads.
+
+    Args:
+        hidden: what it reads.
+        weight: of the layer.
+        bias: of the layer, or None.
+        steps: what is done to each logit, in order.
+        shapes: what is done to rows, in order.
+    """
+
+    hidden: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    steps: tuple[Step, ...]
+    shapes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkedLoss:
+    """Rewriting of a model's segments into those of a rank, with a head in chunks.
+
+    Args:
+        within: what makes segments those of one rank before; None where they are whole.
+        chunk_bytes: of float32 logits of a chunk; a head that makes no more is left as it is.
+    """
+
+    within: LocalRewrite | None
+    chunk_bytes: int
+
+    def fit(self, model: ModelGraph) -> tuple[ModelGraph, ChunkedLoss]:
+        """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
+
+        Args:
+            model: traced at any shapes; its segments are those that are rewritten afterwards.
+
+        Returns:
+            The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
+        """
+        if self.within is None:
+            return model, self
+        graph, within = self.within.fit(model)
+        return graph, replace(self, within=within)
+
+    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
+        """Rewrite one segment of the graph that `fit` has seen.
+
+        Args:
+            segment: of the model; left as it is.
+
+        Returns:
+            The segment that every rank runs, and the layout of its parameters.
+        """
+        own, shards = (segment, {}) if self.within is None else self.within(segment)
+        graph = in_chunks(own.graph, self.chunk_bytes)
+        return (own if graph is None else replace(own, graph=graph)), shards
+
+    def like(self, segment: Segment) -> Hashable:
+        """Key of a segment's rewriting: segments with equal keys differ in names alone.
+
+        Args:
+            segment: of the graph that `fit` has seen.
+        """
+        if self.within is not None:
+            return self.within.like(segment)
+        return structure_of_graph(segment.graph)
+
+
+RankRewrite = LocalRewrite | ChunkedLoss
+"""What makes a model's segments those of one rank."""
+
+
+def with_chunked_loss(rewrite: LocalRewrite | None, chunk_bytes: int | None) -> RankRewrite | None:
+    """What makes a model's segments those of one rank, in training.
+
+    Args:
+        rewrite: the same but for the head.
+        chunk_bytes: the option `loss_chunk_bytes`.
+    """
+    return rewrite if chunk_bytes is None else ChunkedLoss(rewrite, chunk_bytes)
+
+
+def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:
+    """A rewriting whose head gives all logits, as evaluations want them.
+
+    Args:
+        rewrite: that of training.
+    """
+    return rewrite.within if isinstance(rewrite, ChunkedLoss) else rewrite
+
+
+def chunked_heads(segments: Iterable[Segment]) -> Iterator[tuple[str, int, int]]:
+    """Name of the weight of each head in chunks, the rows of a chunk, and all rows.
+
+    Args:
+        segments: as a rank runs them.
+    """
+    for segment in segments:
+        for node in segment.graph.nodes:
+            if node.target is chunked_cross_entropy:
+                hidden, weight, *_, how = node.args
+            elif node.target is chunked_token_cross_entropy:
+                hidden, weight, *_, how, _ = node.args
+            else:
+                continue
+            while weight.op != "placeholder":
+                weight = weight.all_input_nodes[0]
+            yield weight.meta["name"], how[-1], shape_of(hidden)[0]
+
+
+def in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
+    """Graph of a segment whose large heads are in chunks.
+
+    Args:
+        graph: as a rank runs it; left as it is.
+        chunk_bytes: as of `ChunkedLoss`.
+
+    Returns:
+        A copy; None where there is no such head.
+    """
+    losses = [node for node in graph.nodes if _family(node) in _LOSSES]
+    if not any(_chunked(node, chunk_bytes) for node in losses):
+        return None
+    new, _ = copy_graph(graph)
+    for node in [node for node in new.nodes if _family(node) in _LOSSES]:
+        found = _chunked(node, chunk_bytes)
+        if found is not None:
+            _replace(*found)
+    eliminate_dead_code(new, new.find_nodes(op="placeholder"))
+    new.lint()
+    return new
+
+
+def _chunked(node: fx.Node, chunk_bytes: int) -> tuple[_Loss, _Head, int] | None:
+    """A loss, its head, and the rows of a chunk; None where it stays as it is."""
+    loss = _LOSSES[_family(node)](node)
+    if len(shape_of(loss.logits)) != 2 or shape_of(loss.target) != shape_of(loss.logits)[:1]:
+        return None
+    num_rows, num_classes = shape_of(loss.logits)
+    rows = max(chunk_bytes // (4 * num_classes), 1)
+    head = _head_of(loss) if rows < num_rows else None
+    return None if head is None else (loss, head, rows)
+
+
+def _head_of(loss: _Loss) -> _Head | None:
+    """The layer whose results a loss reads; None where there is none that nothing else reads."""
+    steps: list[Step] = []
+    shapes: list[fx.Node] = []
+    node = loss.logits
+    while len(node.users) == 1 and isinstance(node.args[0], fx.Node):
+        if node.target is aten.linear.default:
+            weight, bias, *_ = (*node.args[1:], None)
+            assert isinstance(weight, fx.Node)
+            return _Head(node.args[0], weight, bias, tuple(steps[::-1]), tuple(shapes[::-1]))  # type: ignore[arg-type]
+        step = _step(node)
+        if step is not None:
+            steps.append(step)
+        elif _changes_rows(node):
+            shapes.append(node)
+        else:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _step(node: fx.Node) -> Step | None:
+    name, meta = _family(node), node.meta["tensor"]
+    if name == "tanh":
+        return name, None
+    if name in CONVERSIONS:
+        return ("to", meta.dtype) if meta.dtype in _TYPES else None
+    if name not in STEPS or len(node.args) != 2 or node.kwargs:
+        return None
+    return (name, node.args[1]) if isinstance(node.args[1], int | float) else None
+
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _changes_rows(node: fx.Node) -> bool:
+    """Whether an operator gives the same logits to other rows, each with all of its classes."""
+    name, before, after = _family(node), shape_of(node.args[0]), shape_of(node)
+    if name in ("view", "reshape", "_unsafe_view", "contiguous", "clone"):
+        return bool(before and after) and before[-1] == after[-1]
+    if name not in ("slice", "select", "narrow"):
+        return False
+    dim = node.args[1] if len(node.args) > 1 else 0
+    return isinstance(dim, int) and dim % len(before) != len(before) - 1
+
+
+def _replace(loss: _Loss, head: _Head, rows: int) -> None:
+    """Put one operator in the place of a loss and its head."""
+    graph, hidden = loss.node.graph, head.hidden
+    size = shape_of(hidden)[-1]
+    with graph.inserting_before(loss.node):
+        for shape in head.shapes:
+            name, wanted = _family(shape), (*shape_of(shape)[:-1], size)
+            if name in ("slice", "select", "narrow"):
+                hidden = _call(shape.target, (hidden, *shape.args[1:]), hidden, wanted)
+            elif wanted != shape_of(hidden):
+                hidden = _call(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
+        if len(shape_of(hidden)) != 2:
+            wanted = (math.prod(shape_of(hidden)[:-1]), size)
+            hidden = _call(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
+        layout = loss.layout or (1, shape_of(loss.logits)[1], "")
+        how = ChunkedHead(head.steps, loss.ignore_index, loss.label_smoothing, layout, rows)
+        args = (hidden, head.weight, head.bias, loss.target, loss.class_weight)
+        if loss.token_axis:
+            function: Any = chunked_token_cross_entropy
+            rest: tuple[Any, ...] = (tuple(how), loss.token_axis)
+        else:
+            function, rest = chunked_cross_entropy, (loss.reduction, tuple(how))
+        new = graph.call_function(function, (*args, *rest))
+    new.meta = dict(loss.node.meta)
+    loss.node.replace_all_uses_with(new)
+    graph.erase_node(loss.node)
+
+
+def _call(target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    new = like.graph.call_function(target, args)
+    new.meta = {**like.meta, "tensor": replace(like.meta["tensor"], shape=shape)}
+    return new
+
+
+def _family(node: fx.Node) -> str:
+    return family(node.target) if node.op == "call_function" else ""
+
+
+def _of_torch(node: fx.Node) -> _Loss:
+    given = dict(zip(("self", "target", "weight", "reduction", "ignore_index"), node.args))
+    given |= {"label_smoothing": node.args[5]} if len(node.args) > 5 else {}
+    given |= node.kwargs
+    return _Loss(
+        node,
+        given["self"],  # type: ignore[arg-type]
+        given["target"],  # type: ignore[arg-type]
+        given.get("weight"),  # type: ignore[arg-type]
+        given.get("reduction", 1),  # type: ignore[arg-type]
+        given.get("ignore_index", -100),  # type: ignore[arg-type]
+        given.get("label_smoothing", 0.0),  # type: ignore[arg-type]
+    )
+
+
+def _of_function(node: fx.Node) -> _Loss:
+    """Of arguments in the order of `_Loss`, but for the reduction of a rank's own tokens."""
+    args: list[Any] = list(node.args)
+    if node.target in (token_cross_entropy, token_vocab_parallel_cross_entropy):
+        args.insert(3, 2)
+    if node.target is token_cross_entropy:
+        args.insert(6, None)
+    return _Loss(node, *args)
+
+
+_LOSSES: Mapping[str, Callable[[fx.Node], _Loss]] = {
+    **dict.fromkeys(CROSS_ENTROPIES, _of_torch),
+    vocab_parallel_cross_entropy.__name__: _of_function,
+    token_cross_entropy.__name__: _of_function,
+    token_vocab_parallel_cross_entropy.__name__: _of_function,
+}
+"""Losses whose head can be in chunks."""
