@@ -45,7 +45,7 @@ STEPS = frozenset(("mul", "div", "add", "sub", "tanh", "to"))
 class ChunkedHead(NamedTuple):
     """A head and its loss but for tensors.
 
-    Args:
+    Attributes:
         steps: what is done to logits before their loss.
         ignore_index: target of rows that do not count.
         label_smoothing: share of the target that goes to all classes alike.

@@ -164,7 +164,7 @@ def reduced(losses: torch.Tensor, weights: torch.Tensor, reduction: int) -> torc
 class Targets(NamedTuple):
     """Targets of positions.
 
-    Args:
+    Attributes:
         local: indices among the rank's classes; 0 where another rank has it.
         foreign: where another rank has it.
         weights: of each position, from `weights_of`.
