@@ -5,7 +5,9 @@ itself; the optimizer is torch's fused AdamW on the processor. Copies to and fro
 real ones behind a limit of their rate, each direction in a thread of its own. Rates are said as a
 share of the one at which all gradients leave while a backward runs. "in turn" makes the same copies
 with nothing beside them: what "host memory" is shorter was hidden. "… beside the backward" clips no
-gradients, so that the processor steps a part of the tensors once its gradients have arrived.
+gradients, so that the processor steps a part of the tensors once its gradients have arrived. "…
+delayed" clips, and steps beside all of the next step: its losses are others, and equal to each
+other.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ CLIP = 1e9
 
 BESIDE = "… beside the backward"
 
+DELAYED = "… delayed"
+
 
 def model_of(hidden: int, layers: int) -> GPT2LMHeadModel:
     """The model that is trained, whose parameters take more time than its tokens."""
@@ -53,6 +57,7 @@ class Way:
         share: of the rate at which all gradients leave beside a backward; 0 for no limit.
         is_beside: whether copies run beside the computation.
         clips: whether gradients are clipped.
+        delays: whether updates are delayed by a step.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Way:
     share: float = 0.0
     is_beside: bool = True
     clips: bool = True
+    delays: bool = False
 
 
 def measure(way: Way, options: Any) -> dict[str, Any]:
@@ -73,6 +79,7 @@ def measure(way: Way, options: Any) -> dict[str, Any]:
         optimizer=lambda own: torch.optim.AdamW(own, lr=1e-3, fused=True),
         max_grad_norm=CLIP if way.clips else None,
         offload_optimizer=way.home,
+        delay_optimizer_update=way.delays,
     )
     params, forward_s = parallel.engine.optimizer_params, options.forward_ms / 1e3
     make_last(lambda segment: Seconds(forward_s, forward_s, 2 * forward_s))
@@ -121,14 +128,18 @@ def main() -> None:
         for share in (*options.rates, 0.0):
             ways.append(Way("host memory", "cpu", share))
             ways.append(Way(BESIDE, "cpu", share, clips=False))
+            ways.append(Way(DELAYED, "cpu", share, delays=True))
             ways += [Way("… in turn", "cpu", share, is_beside=False)] if share else []
         ways += [Way("files", folder), Way(BESIDE, folder, clips=False)]
+        ways.append(Way(DELAYED, folder, delays=True))
         rows = [measure(way, options) for way in ways]
     first = rows[0]
-    same = all(row.pop("losses") == losses for losses in [rows[0]["losses"]] for row in rows)
+    losses = [row.pop("losses") for row in rows]
     for row in rows:
         row["over device"] = row["step, ms"] / first["step, ms"]
-    assert same, "an offloaded optimizer has trained otherwise"
+    for delays in (False, True):
+        own = [found for way, found in zip(ways, losses, strict=True) if way.delays is delays]
+        assert all(found == own[0] for found in own), "an offloaded optimizer has trained otherwise"
     report.show({"A step, and the optimizer's part of it; equal losses": rows}, options.json)
 
 

@@ -166,7 +166,7 @@ class ParallelModel:
         refuse_different_optimizers(self.optimizer, with_groups=False)
         self._update = self._step_optimizer if optimizer is not None else None
         engine.steps_early = self._update is not None and steps_beside_backward(
-            clips=max_grad_norm is not None,
+            clips=max_grad_norm is not None and not engine.optimizer_params.delayed,
             scales=scaler is not None,
             skips=not_finite is not None and not not_finite.stops,
             locates=not_finite is not None and not_finite.locate,

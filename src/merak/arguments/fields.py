@@ -383,6 +383,7 @@ class TrainingFields(TrainingArguments):
     recompute: str | None = taken("recompute")
     offload_activations: str | None = taken("offload_activations")
     offload_optimizer: str | None = taken("offload_optimizer")
+    delay_optimizer_update: bool = taken("delay_optimizer_update")
     host_bytes_per_s: BytesPerSecond | None = taken("host_bytes_per_s")
     memory_budget: NumBytes | None = taken("memory_budget")
 

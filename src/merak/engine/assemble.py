@@ -207,7 +207,8 @@ def _optimizer_params(
     groups = job.groups if job.options.zero else None
     home = job.options.offload_optimizer
     away = job.options.trains and is_away(home)
-    host = HostTensors(job.mesh.device, folder_of(home)) if away else None
+    delays = job.options.delay_optimizer_update
+    host = HostTensors(job.mesh.device, folder_of(home), delays) if away else None
     return OptimizerParams(job.parameters, groups, _precision(job), all_gather, fsdp, host)
 
 

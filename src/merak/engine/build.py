@@ -153,7 +153,9 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
         refuse_tied_stages(layout, programs.owners)
     refuse_optional_layers(layout, options.zero, mesh)
     refuse_compressed_sparse(options.gradient_compression, find_sparse(layout.graph))
-    refuse_parameter_writes(layout, is_sharded=options.zero == 3 and mesh.replicas > 1)
+    is_sharded = options.zero == 3 and mesh.replicas > 1
+    delays = options.delay_optimizer_update
+    refuse_parameter_writes(layout, is_sharded=is_sharded, delays=delays)
     refuse_gradient_hooks(source.model, layout, options, programs.base.shards, is_sub_pipelined)
     warn_densified(programs.densified if options.trains else ())
     _tell_what_stays(layout)

@@ -79,7 +79,8 @@ class Engine:
         self.steps_early = False
         """Whether the optimizer, in host memory, may step tensors while the backward runs.
 
-        The loop then steps it after each training step, by the same gradients and options.
+        The loop then steps it after each training step, by the same gradients and options. Of a
+        delayed one, what it has stepped goes to the device meanwhile.
         """
         self._is_retired = False
         self._update_norm = torch.zeros((), device=state.mesh.device)
@@ -95,11 +96,11 @@ class Engine:
     def whole_model(self) -> Iterator[None]:
         """Context in which the user's model has parameters unsharded over dp, also with zero=3.
 
-        All replicas call it together; under Local SGD it ends their round. What is written into
-        parameters inside stays.
+        All replicas call it together, with the parameters that all updates make. What is written
+        into parameters inside stays.
         """
         self._refuse_retired()
-        self.end_round()
+        self.complete_updates()
         model = self._state.model
         with self._state.optimizer_params.unsharded(model), methods_allowed(model):
             yield
@@ -144,14 +145,16 @@ class Engine:
                 return model
             return whole_copy(model, part, part.mesh.device)
 
-    def end_round(self) -> None:
-        """Give all replicas the same parameters, if Local SGD has let them part.
+    def complete_updates(self) -> None:
+        """Give all replicas the parameters that all updates make; they call it together.
 
-        All replicas call it together.
+        It ends a round of Local SGD, and the delay of an update (`delay_optimizer_update`).
         """
         state = self._state
         if state.local_steps is not None and state.local_steps.end_round():
             state.optimizer_params.sync_model_params()
+        with self.watch.paused():
+            state.optimizer_params.end_delay()
 
     @property
     def local_steps(self) -> LocalSteps | None:
@@ -542,7 +545,7 @@ class Engine:
         self._refuse_retired()
         state, num_own = self._state, len(signatures)
         make_programs(state, signatures, False, of_all)
-        self.end_round()
+        self.complete_updates()
         check_indices(state, "an evaluation", signatures, batches, False)
         if self.mesh.spreads_experts:
             signatures, batches = pad_microbatches(state, signatures, batches)

@@ -56,6 +56,7 @@ class Reductions:
         sub_pipelined: whether microbatches run as sub-microbatches.
         drops_layers: whether a step may leave parameters without a gradient.
         home: of the optimizer's states, as of `plan.optimizer.home`.
+        delays: whether the optimizer's steps are delayed by one.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Reductions:
     sub_pipelined: bool = False
     drops_layers: bool = False
     home: str | None = None
+    delays: bool = False
 
 
 def problem_of(own: Reductions) -> str | None:
@@ -172,6 +174,24 @@ def _local_steps(own: Reductions) -> str | None:
     return None
 
 
+def _delayed_updates(own: Reductions) -> str | None:
+    named = "delay_optimizer_update=True"
+    if not own.delays:
+        return None
+    if not is_away(own.home):
+        return (
+            f"{named} lets the processor step while the device trains on, but the optimizer steps "
+            "on the device; add offload_optimizer='cpu', or leave it out."
+        )
+    if not own.schedule.is_synchronous:
+        return (
+            f"{named} delays the one update behind a step, but schedule={own.name!r} updates "
+            "weights several times inside one, beside which it computes already; use a "
+            "synchronous schedule such as '1f1b', or leave it out."
+        )
+    return None
+
+
 _RULES: tuple[Callable[[Reductions], str | None], ...] = (
     _copies_with_zero,
     _split_backwards_with_zero_3,
@@ -179,6 +199,7 @@ _RULES: tuple[Callable[[Reductions], str | None], ...] = (
     _dropped_layers_with_zero_3,
     _compression,
     _local_steps,
+    _delayed_updates,
 )
 
 
@@ -248,6 +269,7 @@ def reductions_of(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> R
         local_steps=options.local_steps,
         ep=mesh.ep if mesh.spreads_experts else 1,
         home=options.offload_optimizer,
+        delays=options.delay_optimizer_update,
     )
 
 

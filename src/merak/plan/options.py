@@ -356,6 +356,14 @@ class ParallelOptions:
         reads=read_home,
         planned=_GIVEN,
     )
+    delay_optimizer_update: bool = option(
+        False,
+        "",
+        "Whether the optimizer of offload_optimizer steps beside all of the next training step, "
+        "whose gradients are then those of the parameters one update earlier. Checkpoints and "
+        "evaluations have all updates. Other losses than without it.",
+        planned=_PRICED,
+    )
     host_bytes_per_s: float | None = option(
         None,
         "RATE",

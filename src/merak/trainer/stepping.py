@@ -81,7 +81,7 @@ class Stepping(Saving):
         with saves_on_sigterm(self.args.sigterm_limit_s):
             output = super().train(*args, **kwargs)
         if self.engine is not None:
-            self.engine.end_round()
+            self.engine.complete_updates()
         return output
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -244,7 +244,8 @@ class Stepping(Saving):
         left_over = self._left_over_gradients()
         engine.optimizer_params.clear_gradients()
         has_left_over = bool(left_over) or self._is_left_over
-        engine.steps_early = not has_left_over and steps_beside_backward(self.args)
+        delays = self.args.delay_optimizer_update
+        engine.steps_early = not has_left_over and steps_beside_backward(self.args, delays=delays)
         extra = {} if num_items_in_batch is None else {TOKENS: torch.as_tensor(num_items_in_batch)}
         ran = _Ran(
             self.state.global_step,

@@ -93,14 +93,15 @@ def refuse_what_needs_all_gradients(args: MerakArguments, pp: int) -> None:
         )
 
 
-def steps_beside_backward(args: MerakArguments) -> bool:
+def steps_beside_backward(args: MerakArguments, *, delays: bool = False) -> bool:
     """Whether an optimizer in host memory may step before all gradients of a step are known.
 
     Args:
         args: of the job.
+        delays: whether it steps those of the step before.
     """
     return home.steps_beside_backward(
-        clips=bool(args.max_grad_norm),
+        clips=bool(args.max_grad_norm) and not delays,
         scales=args.fp16,
         skips=args.nan_policy == "skip",
         locates=args.locate_nan,

@@ -35,6 +35,7 @@ from merak.engine.optimizer.states import hide_states, show_states
 from merak.engine.optimizer.whole_tensors import WholeTensors
 from merak.engine.state import EngineState
 from merak.engine.step.optimizer_step import runs_behind
+from merak.engine.zero.delayed_step import DelayedStep
 from merak.engine.zero.host_steps import StepInParts, steps_in_parts
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.weights.sharded import ShardWatch
@@ -118,6 +119,7 @@ class OptimizerConnections:
         needs = Needs.SHARDS if judgement is None else judgement.needs
         _refuse_momenta(state, optimizer, needs is Needs.WHOLE)
         if judgement is not None:
+            _refuse_delayed_whole(state, judgement.name, needs)
             if needs is not Needs.SHARDS:
                 whole = WholeTensors(state, optimizer, by_reductions=needs is Needs.REDUCTIONS)
                 reduced = ReducedSteps(state, whole.reduced)
@@ -160,7 +162,10 @@ class OptimizerConnections:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
         params, parts = self._state.optimizer_params, None
-        if params.host is not None and steps_in_parts(optimizer):
+        if params.host is not None and params.host.delays:
+            show = partial(show_states, optimizer, stepped)
+            params.delayed.append(DelayedStep(optimizer, params.host, params.land, show))
+        elif params.host is not None and steps_in_parts(optimizer):
             hide = partial(hide_states, optimizer)
             parts = StepInParts(optimizer, params.send, params.host.file_states(), hide)
         # Between what ranks exchange before and behind it.
@@ -215,13 +220,36 @@ class OptimizerConnections:
         (self._watch.pause if is_stepping else self._watch.resume)()
 
 
-def _refuse_whole_steps(optimizer: torch.optim.Optimizer, params: OptimizerParams) -> None:
-    """Refuse states in files of an optimizer that has to step all tensors at once.
+def _refuse_delayed_whole(state: EngineState, name: str, needs: Needs) -> None:
+    """Refuse to delay steps inside which ranks exchange what they have of parameters.
 
     Raises:
-        ArgumentsError: it has.
+        ArgumentsError: they would be.
     """
-    if params.host is not None and params.host.file is not None and not steps_in_parts(optimizer):
+    host = state.optimizer_params.host
+    if needs is not Needs.SHARDS and host is not None and host.delays:
+        raise ArgumentsError(
+            f"ranks exchange shards of parameters inside a step of {name}, which cannot run beside "
+            "their next forward and backward; use delay_optimizer_update=False, or an optimizer "
+            "that steps each element by itself, such as AdamW."
+        )
+
+
+def _refuse_whole_steps(optimizer: torch.optim.Optimizer, params: OptimizerParams) -> None:
+    """Refuse states in files, or delayed steps, of a class that is none of torch's own.
+
+    Raises:
+        ArgumentsError: it is none.
+    """
+    if params.host is None or steps_in_parts(optimizer):
+        return
+    if params.host.delays:
+        raise ArgumentsError(
+            f"delay_optimizer_update=True steps copies of tensors, states and options in a thread, "
+            f"as torch's own optimizers step them, and {type(optimizer).__name__} is none of them; "
+            "use one, such as AdamW, or delay_optimizer_update=False."
+        )
+    if params.host.file is not None:
         raise ArgumentsError(
             f"offload_optimizer with a folder reads and writes the states of some tensors at a "
             f"time, as torch's own optimizers step them, and {type(optimizer).__name__} is none of "

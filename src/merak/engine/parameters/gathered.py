@@ -120,7 +120,7 @@ def _streamed(model: nn.Module, engine: Engine) -> Iterator[tuple[str, torch.Ten
 
 
 def _await_update(engine: Engine, what: str) -> None:
-    """Wait for the last update, of which every replica has the same parameters.
+    """Complete the last update, of which every replica has the same parameters.
 
     Raises:
         ArgumentsError: they have their own (`local_steps`).
@@ -130,6 +130,7 @@ def _await_update(engine: Engine, what: str) -> None:
             f"{what} needs parameters that are the same on all replicas, and with "
             "local_steps each has its own between rounds; leave local_steps out."
         )
+    engine.complete_updates()
     engine.optimizer_params.wait()
 
 

@@ -126,12 +126,13 @@ def refuse_sharded_writes(parameter_writes: Collection[ParameterWrites]) -> None
             )
 
 
-def refuse_parameter_writes(layout: Layout, *, is_sharded: bool) -> None:
+def refuse_parameter_writes(layout: Layout, *, is_sharded: bool, delays: bool) -> None:
     """Refuse a layout in which parameters cannot be written before a step.
 
     Args:
         layout: the model, laid out.
         is_sharded: whether parameters are sharded over replicas.
+        delays: whether updates of parameters are delayed by a step.
 
     Raises:
         ScheduleError: the model writes into parameters, and the layout does not allow that.
@@ -139,6 +140,11 @@ def refuse_parameter_writes(layout: Layout, *, is_sharded: bool) -> None:
     if is_sharded:
         refuse_sharded_writes(layout.graph.parameter_writes)
     names = {write.parameter for write in layout.graph.parameter_writes}
+    if names and delays:
+        raise ScheduleError(
+            f"delay_optimizer_update=True steps parameters while the model runs, which writes into "
+            f"the parameter {min(names)!r}; leave it out."
+        )
     if names and not layout.schedule.is_synchronous:
         raise ScheduleError(
             f"schedule={layout.schedule.name!r} updates weights inside a step, and the model "

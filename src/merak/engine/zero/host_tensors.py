@@ -11,7 +11,7 @@ Source: arXiv 2101.06840 (ZeRO-Offload), section 4.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,17 +30,27 @@ class HostTensors:
     Args:
         device: where the parameters are.
         folder: of the file that has them; None for memory.
+        delays: whether their steps are delayed by one, as `delayed_step` has it.
     """
 
-    def __init__(self, device: torch.device, folder: str | None = None) -> None:
+    def __init__(
+        self, device: torch.device, folder: str | None = None, delays: bool = False
+    ) -> None:
+        self.delays = delays
         self.file = None if folder is None else StateFile(folder)
-        self._places: dict[torch.Tensor, FileTensor] = {}
+        self._places: dict[nn.Parameter, FileTensor] = {}
         on_gpu = device.type == "cuda"
         self._is_pinned = on_gpu
         self._to_host: CopyQueue = StreamCopies(device) if on_gpu else SyncCopies()
         self._to_device: CopyQueue = StreamCopies(device) if on_gpu else SyncCopies()
+        self.tensors: list[nn.Parameter] = []
         # By id of a tensor, where its gradients arrive.
         self._gradients: dict[int, torch.Tensor] = {}
+        # Of delayed steps, also where those of the next step arrive; what the device has, and what
+        # it gets.
+        self._second: dict[int, torch.Tensor] = {}
+        self._sent: dict[int, torch.Tensor] = {}
+        self._staged: dict[int, torch.Tensor] = {}
         self._leaving: list[torch.Tensor] = []
         self._open: deque[Any] = deque()
 
@@ -51,24 +61,75 @@ class HostTensors:
             source: on the device.
             dtype: of the copy.
         """
-        like = torch.empty(source.shape, dtype=dtype, device="meta")
         if self.file is None:
             made = nn.Parameter(source.detach().to("cpu", dtype, copy=True))
-            gradient = torch.empty(source.shape, dtype=dtype, pin_memory=self._is_pinned)
         else:
-            place, gradient = self.file.new(like), self.file.new(like).mapped
+            place = self.file.new(torch.empty(source.shape, dtype=dtype, device="meta"))
             made = nn.Parameter(place.mapped.copy_(source.detach()))
             self._places[made] = place
-        self._gradients[id(made)] = gradient
+        self.tensors.append(made)
+        self._gradients[id(made)] = self._buffer(source.shape, dtype)
+        if self.delays:
+            self._second[id(made)] = self._buffer(source.shape, dtype)
+            self._sent[id(made)] = self._buffer(source.shape, source.dtype)
+            self._staged[id(made)] = self._buffer(source.shape, source.dtype)
         return made
 
-    def file_states(self) -> FileStates | None:
-        """The states of an optimizer in the file; None where they are in memory."""
-        return None if self.file is None else FileStates(self.file, self._places)
+    def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Memory that the device copies from or to."""
+        if self.file is not None:
+            return self.file.new(torch.empty(shape, dtype=dtype, device="meta")).mapped
+        return torch.empty(shape, dtype=dtype, pin_memory=self._is_pinned)
+
+    def file_states(
+        self, aliases: Mapping[nn.Parameter, nn.Parameter] | None = None
+    ) -> FileStates | None:
+        """The states of an optimizer in the file; None where they are in memory.
+
+        Args:
+            aliases: that the optimizer has in the place of the tensors; None for these.
+        """
+        if self.file is None:
+            return None
+        own = self._places.items()
+        return FileStates(self.file, {t if aliases is None else aliases[t]: p for t, p in own})
 
     def held(self) -> list[torch.Tensor]:
-        """Where gradients arrive in host memory."""
-        return list(self._gradients.values())
+        """Where gradients arrive in host memory, and what else delayed steps have there."""
+        of_delayed = (self._second, self._sent, self._staged)
+        return [t for own in (self._gradients, *of_delayed) for t in own.values()]
+
+    def swap_gradients(self, tensors: Sequence[nn.Parameter]) -> None:
+        """Let the next gradients of some tensors arrive beside those that are there."""
+        for key in map(id, tensors):
+            pair = self._gradients[key], self._second[key]
+            self._second[key], self._gradients[key] = pair
+
+    def sent(self, tensor: nn.Parameter) -> torch.Tensor:
+        """What the device has of a tensor whose steps are delayed, but for a script's writes."""
+        return self._sent[id(tensor)]
+
+    def note_sent(self, tensors: Sequence[nn.Parameter]) -> None:
+        """Note that the device has some tensors as they are here."""
+        for tensor in tensors:
+            self.sent(tensor).copy_(tensor.detach())
+
+    def stage(self, tensor: nn.Parameter, value: torch.Tensor) -> None:
+        """Round what a delayed step has made of a tensor to what the device gets of it."""
+        self._staged[id(tensor)].copy_(value.detach())
+
+    @torch.no_grad()
+    def send_staged(self, found: Sequence[Pair]) -> None:
+        """Begin to copy tensors that are staged to the device, behind what it computes by now.
+
+        Args:
+            found: where to, and a tensor in host memory.
+        """
+        keys = [id(tensor) for _, tensor in found]
+        for key in keys:
+            self._sent[key], self._staged[key] = self._staged[key], self._sent[key]
+        targets = [target for target, _ in found]
+        self._to_device.copy([(t, self._sent[key]) for t, key in zip(targets, keys, strict=True)])
 
     def take_gradients(self, found: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Begin to copy gradients to host memory.
@@ -114,7 +175,7 @@ class HostTensors:
             found: where to, and a tensor in host memory, of any type.
             is_early: whether what the device has still to compute does not read them.
         """
-        pairs = [(target, self._staged(source.detach(), target.dtype)) for target, source in found]
+        pairs = [(target, self._pinned(source.detach(), target.dtype)) for target, source in found]
         self._open.append(self._to_device.copy(pairs, is_ahead=is_early))
         while len(self._open) > MOST_SENT:
             self._to_device.finish(self._open.popleft())
@@ -124,7 +185,7 @@ class HostTensors:
         self._to_device.drain()
         self._open.clear()
 
-    def _staged(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _pinned(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory that the device can read, in the type that is sent."""
         if not self._is_pinned:
             return source

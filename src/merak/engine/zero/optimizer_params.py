@@ -7,7 +7,8 @@ The optimizer is any of torch's or the user's own, over the tensors of `Optimize
   parameters after every step;
 - with ZeRO, some rows of every parameter (or of its master) on each replica. Every rank has an
   optimizer state for its rows alone, and after a step the replicas all-gather them;
-- with offload_optimizer, copies of any of these in host memory.
+- with offload_optimizer, copies of any of these in host memory, which may be stepped by
+  `delayed_step`.
 
 Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO), sections 5.1, 5.2.
 """
@@ -25,6 +26,7 @@ from torch import nn
 from merak.core.gradients import is_low_precision
 from merak.core.shards import OptimizerTensor, RowShard
 from merak.engine.comm.row_shards import rows_of, shard_rows
+from merak.engine.zero.delayed_step import DelayedStep
 from merak.engine.zero.fsdp import FsdpParameters
 from merak.engine.zero.host_steps import Arrived, StepInParts
 from merak.engine.zero.host_tensors import HostTensors
@@ -101,6 +103,23 @@ class OptimizerParam:
         own = self.own_rows().to(master.device)
         update_master(master, master.to(own.dtype), own)
 
+    @torch.no_grad()
+    def add_written(self, sent: torch.Tensor) -> bool:
+        """Add what was written into the parameter to its master, which has had an update since.
+
+        Args:
+            sent: what the parameter was before, in host memory.
+
+        Returns:
+            Whether anything was written.
+        """
+        master, own = self.tensor.detach(), self.own_rows().to(sent.device)
+        if torch.equal(sent, own):
+            return False
+        written = master + own.to(master.dtype) - sent.to(master.dtype)
+        torch.where(sent == own, master, written, out=master)
+        return True
+
 
 def update_master(master: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
     """Copy the written elements of a parameter to its float32 master."""
@@ -143,6 +162,10 @@ class OptimizerParams:
         # Of optimizers in host memory, those that may step some tensors while the backward runs.
         self.in_parts: list[StepInParts] = []
         self._steps_early: list[StepInParts] = []
+        # Of those whose steps are delayed, whether they end while the backward runs.
+        self.delayed: list[DelayedStep] = []
+        self._ends_early = False
+        self._is_behind = False
         # Whole parameters that an optimizer steps here in place of all ranks' pieces, by name.
         self.whole_tensors: dict[str, nn.Parameter] = {}
         self.start_step()
@@ -200,6 +223,9 @@ class OptimizerParams:
         self._sent.clear()
         for own in self.in_parts:
             own.forget()
+        for delayed in self.delayed:
+            delayed.come_last()
+        self._ends_early = False
         with torch._C.DisableTorchFunctionSubclass():  # which follows scripts, and takes its time
             for item in self.items.values():
                 dtype = self._precision.reduce_dtype(item.parameter)
@@ -208,8 +234,12 @@ class OptimizerParams:
                         leaf.grad_dtype = dtype
 
     def begin_early_steps(self) -> None:
-        """Let optimizers step what leaves early in this step, before its other gradients."""
+        """Let optimizers step what leaves early in this step, before its other gradients.
+
+        Of a delayed step, the device gets what the backward reads no longer.
+        """
         self._steps_early = [own for own in self.in_parts if own.begin()]
+        self._ends_early = True
 
     def leave_early(self, final: Iterable[nn.Parameter]) -> None:
         """Begin to copy gradients to host memory that are final before the step's others.
@@ -234,6 +264,12 @@ class OptimizerParams:
         self._early += arriving
         for own in self._steps_early:
             own.add(arriving, arrive)
+        # What a script has written is added to tensors that files have once all is stepped.
+        in_files = self.host.file is not None
+        items = [self._by_tensor[id(tensor)] for tensor, _ in leaving] if self._ends_early else []
+        landing = [i.tensor for i in items if not (in_files and may_be_written(i.parameter))]
+        for delayed in self.delayed:
+            delayed.land_complete(landing)
 
     def take_gradients(self, loss_scale: float | torch.Tensor = 1.0) -> None:
         """Move the reduced gradients to the optimizer tensors, in their type.
@@ -312,18 +348,47 @@ class OptimizerParams:
 
     def take_written(self) -> None:
         """Take over what a script has written into parameters that have masters."""
+        # Those that were stepped after they were looked at, or are being stepped.
+        left = self._sent | self._pending()
         for item in self.items.values():
-            is_sent = id(item.tensor) in self._sent  # and stepped, after it was looked at
-            if item.is_copy and not is_sent and may_be_written(item.parameter):
+            if item.is_copy and id(item.tensor) not in left and may_be_written(item.parameter):
                 item.take_written()
+
+    def _pending(self) -> set[int]:
+        """Ids of tensors with a delayed update that the device does not have yet."""
+        return {id(tensor) for own in self.delayed for tensor in own.pending}
+
+    def land(self, stepped: Sequence[nn.Parameter]) -> None:
+        """Begin to copy tensors into the parameters whose delayed update is complete.
+
+        Args:
+            stepped: the tensors; what a script has written into parameters meanwhile is added.
+        """
+        host, items = self.host, [self._by_tensor[id(tensor)] for tensor in stepped]
+        assert host is not None
+        for item in items:
+            if may_be_written(item.parameter) and item.add_written(host.sent(item.tensor)):
+                host.stage(item.tensor, item.tensor)
+        host.send_staged([(item.own_rows(), item.tensor) for item in items])
+        self._sent.update(id(item.tensor) for item in items)
+
+    def end_delay(self) -> None:
+        """Complete the update that a step has delayed; all replicas call it together."""
+        if self._is_behind:
+            for own in self.delayed:
+                own.finish()
+            self.sync_model_params()
+            self._is_behind = False
 
     @torch.no_grad()
     def sync_model_params(self) -> None:
         """Copy the optimizer tensors into the parameters; all replicas call it together."""
         if self.host is not None:
-            self.send([i.tensor for i in self.items.values() if id(i.tensor) not in self._sent])
+            there = self._sent | self._pending()
+            self.send([i.tensor for i in self.items.values() if id(i.tensor) not in there])
             self._sent.clear()
             self.host.arrive()
+            self._is_behind = self.host.delays
         for item in self.items.values():
             if item.is_copy and not item.is_in_host:
                 item.own_rows().copy_(item.tensor)

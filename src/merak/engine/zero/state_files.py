@@ -257,6 +257,6 @@ class FileStates:
                 found.append((tensor, "", self._own[tensor]))
             for key, value in optimizer.state.get(tensor, {}).items():
                 place = self._places.get((tensor, key))
-                if place is not None and place.mapped is value:
+                if place is not None and place.mapped.data_ptr() == value.data_ptr():
                     found.append((tensor, key, place))
         return found

@@ -15,7 +15,14 @@ from merak.core.errors import WeightsError
 from merak.core.health.status import during, waiting_for_all
 from merak.core.shards import join
 from merak.graph.weights.holders import find_holders, first_names, named_tensors, shard_shape
-from merak.graph.weights.laid_out import Part, like, methods_allowed, part_of, remove_refusals
+from merak.graph.weights.laid_out import (
+    Part,
+    engine_of,
+    like,
+    methods_allowed,
+    part_of,
+    remove_refusals,
+)
 from merak.graph.weights.rank_agreement import transfer_device
 
 
@@ -81,6 +88,10 @@ def make_whole(model: nn.Module) -> None:
     """
     part = part_of(model)
     if part is None:
+        if (other := engine_of(model)) is not None:  # whose parameters are watched, and may be late
+            other.complete_updates()
+            other.optimizer_params.wait()
+            other.watch.close()
         return
     engine = part.engine()
     if engine is None and part.is_sharded:

@@ -328,6 +328,7 @@ class Forecast:
                 expert_replicas=mesh.expert_replicas,
             ),
             home=self.options.offload_optimizer,
+            delays=self.options.delay_optimizer_update,
             kernels=kernels,
             measured=local.measured(self.options.float32_gradients, kernels),
             recomputes_whole=self.options.recomputes_whole,

@@ -55,16 +55,29 @@ class OffloadedTensor:
         state: bytes of its states, its master included, or of its copy.
         gradient: bytes of its gradient, which has the shape and type of what is stepped.
         sent: bytes that go back to the device once it is stepped.
+        is_late: whether its steps are delayed: of its gradient and of what is sent there are two.
     """
 
     state: int
     gradient: int
     sent: int
+    is_late: bool = False
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of its gradients, which step it and which arrive meanwhile."""
+        return self.gradient * (2 if self.is_late else 1)
 
     @property
     def total(self) -> int:
         """Bytes that are not on the device."""
-        return self.state + self.gradient
+        return self.state + self.gradients + (2 * self.sent if self.is_late else 0)
+
+    @property
+    def pinned(self) -> int:
+        """Bytes that pinned buffers take, beyond its own, for what it holds all the time."""
+        buffers = [self.gradient, self.gradient, self.sent, self.sent]
+        return sum(block_bytes(n) - n for n in (buffers if self.is_late else buffers[:1]))
 
 
 def host_bytes(
@@ -79,14 +92,14 @@ def host_bytes(
         is_pinned: whether a device copies to and from pinned memory, as a GPU does.
     """
     in_memory, in_files = shared_out(home, [own.total for own in tensors])
-    gradients = 0 if folder_of(home) else sum(own.gradient for own in tensors)
+    gradients = 0 if folder_of(home) else sum(own.gradients for own in tensors)
     pinned = 0
     if is_pinned:
         pinned = sum(size * count for size, count in activations.blocks.items())
         pinned -= activations.peak_bytes
         if gradients:
-            pinned += sum(block_bytes(own.gradient) for own in tensors) - gradients
-        pinned += _staged_bytes(tensors)
+            pinned += sum(own.pinned for own in tensors)
+        pinned += _staged_bytes([own for own in tensors if not own.is_late])
     found = HostBytes(activations.peak_bytes, in_memory - gradients, gradients, pinned)
     return found, in_files
 

@@ -128,6 +128,7 @@ class Job:
         compression: of gradient reductions, as the option `gradient_compression`.
         has_levels: whether replicas reduce by hierarchy.
         home: of what the optimizer holds and steps, as of `plan.optimizer.home`.
+        delays: whether its steps are delayed by one.
         split: splits segments into sub-microbatches, where they run as such; else None.
         recomputes_whole: whether a recomputation runs all of a segment again.
     """
@@ -149,6 +150,7 @@ class Job:
     compression: str = "off"
     has_levels: bool = False
     home: str | None = None
+    delays: bool = False
 
     @property
     def is_away(self) -> bool:
@@ -327,8 +329,9 @@ def _in_host(job: Job, program: Program, state: Mapping[str, int]) -> dict[str, 
     found = {}
     for name, tensor in stepped.items():
         own = 0 if job.zero.master_bytes(metas[name], tensor) else tensor.num_bytes
-        sent = math.prod(tensor.shape) * metas[name].dtype.itemsize
-        found[name] = OffloadedTensor(state[name] + own, tensor.num_bytes, sent)
+        dtype = tensor.dtype if job.zero.parameters else metas[name].dtype
+        sent = math.prod(tensor.shape) * dtype.itemsize
+        found[name] = OffloadedTensor(state[name] + own, tensor.num_bytes, sent, job.delays)
     return found
 
 

@@ -221,7 +221,8 @@ def step_parts(workload: Workload, cluster: Cluster, candidate: Candidate) -> St
     seconds = durations(schedule, table, costs)
     busy = np.bincount(table.rank, weights=seconds, minlength=candidate.pp)
     is_apart = schedule.is_synchronous
-    update_s = _rank_updates_s(workload, cluster, candidate, laid, zero, may_wait=False)
+    span_s = float(busy.max())
+    update_s = _rank_updates_s(workload, cluster, candidate, laid, zero, span_s, may_wait=False)
     pipe = schedule.pipes[0]
     return StepParts(
         busy_s=tuple(map(float, busy)),
@@ -399,7 +400,9 @@ def _step(
     )
     inside_s = sum(updates_s.get(n, 0.0) for n in schedule.stages_of(rank))
     inside_s *= candidate.num_microbatches // schedule.microbatches_per_update
-    optimizer_s = inside_s if updates_s else _update_s(workload, cluster, candidate, laid, zero)
+    span_s = simulation.makespan
+    behind_s = _update_s(workload, cluster, candidate, laid, zero, span_s)
+    optimizer_s = inside_s if updates_s else behind_s
     launch_s = _launch_seconds(laid, schedule, rank, candidate)
     exposed_s = float(busy[rank] - compute[rank]) - inside_s + simulation.makespan - ends_s
     shares = Shares(
@@ -487,10 +490,15 @@ def _updates_s(
 
 
 def _update_s(
-    workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid, zero: ZeroSharding
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    laid: _Laid,
+    zero: ZeroSharding,
+    span_s: float,
 ) -> float:
     """Seconds of the one update behind a step, and of its exchanges, on the slowest rank."""
-    seconds = _rank_updates_s(workload, cluster, candidate, laid, zero)
+    seconds = _rank_updates_s(workload, cluster, candidate, laid, zero, span_s)
     exchanged = map(laid.forecast.memory.exchange, range(candidate.pp))
     slowest_s = max(
         own_s + exchange_seconds(cluster, candidate, own)
@@ -505,10 +513,14 @@ def _rank_updates_s(
     candidate: Candidate,
     laid: _Laid,
     zero: ZeroSharding,
+    span_s: float,
     *,
     may_wait: bool = True,
 ) -> list[float]:
-    """Seconds of the one update on every pp rank, behind the step or beside its last backward."""
+    """Seconds of the one update on every pp rank, behind the step or beside its last backward.
+
+    A delayed one has all of the next step beside it, of `span_s`.
+    """
     ranks = zip(laid.memory, laid.devices, strict=True)
     held = [([(laid.stages[own.stage], own) for own in m.stages], device) for m, device in ranks]
     home, is_fused = home_of(cluster, candidate.offload_optimizer), workload.is_optimizer_fused
@@ -521,6 +533,7 @@ def _rank_updates_s(
             home,
             waits=waits,
             backward_s=sum(stage.whole.backward_s for stage, _ in own[0]),
+            span_s=span_s if laid.forecast.options.delay_optimizer_update else None,
         )
         for own in held
     ]

@@ -72,6 +72,7 @@ def update_seconds(
     *,
     waits: bool = True,
     backward_s: float = 0.0,
+    span_s: float | None = None,
 ) -> float:
     """Seconds of the optimizer's step and of clipping.
 
@@ -84,6 +85,8 @@ def update_seconds(
         waits: whether it waits for all gradients, whose norm is computed, and which are clipped.
         backward_s: of the last microbatch's backward, beside which gradients leave the device. An
             update that waits for none runs there, too.
+        span_s: of all of the next step, beside which a delayed update of a host runs, and lands
+            beside its last backward; None for one that is not delayed.
     """
     trained = {
         name: meta
@@ -101,10 +104,16 @@ def update_seconds(
     clipping = 3 * gradients if waits else 0.0
     if away := sum(memory.host for _, memory in stages):
         # Parameters leave beside the next part; the last part has no backward beside it.
-        step_s = (passes * (2 * away - gradients) + clipping) / home.memory_bytes_per_s
+        step_s, clip_s = passes * (2 * away - gradients), clipping / home.memory_bytes_per_s
+        step_s /= home.memory_bytes_per_s
         files_s, up_s = away / home.file_bytes_per_s, parameters / device.host_bytes_per_s
         part = min(1.0, PART_BYTES / away)
-        beside_s, behind_s = gradients / device.host_bytes_per_s, max(step_s, up_s, files_s)
+        beside_s = gradients / device.host_bytes_per_s
+        if span_s is not None:
+            late_s = max(step_s, files_s) + up_s - span_s
+            landing_s = max(up_s * part, up_s - backward_s, late_s)
+            return max(beside_s * part, beside_s - backward_s) + clip_s + landing_s
+        behind_s = max(step_s + clip_s, up_s, files_s)
         if not waits:
             beside_s, behind_s = beside_s + behind_s, 0.0
         return max(beside_s * part, beside_s - backward_s) + behind_s + (up_s + files_s) * part

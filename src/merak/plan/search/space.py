@@ -239,8 +239,8 @@ def _variants(job: Job, pinned: Pinned, base: Candidate, space: Space) -> Iterat
             if own.sub_pipelining == "on" and own.sequence_parallel:
                 space.reject("sub-pipelining with sequence parallelism", "no all-reduces to hide")
             elif problem := _excluded(job, own, traits):
-                what = f"zero={own.zero}" if own.zero else "experts over replicas"
-                space.reject(what, problem.rstrip("."))
+                of_experts = "experts over replicas" if own.form.spreads_experts else own.schedule
+                space.reject(f"zero={own.zero}" if own.zero else of_experts, problem.rstrip("."))
             else:
                 yield own
 
@@ -257,6 +257,7 @@ def _excluded(job: Job, own: Candidate, traits: Traits) -> str | None:
         sub_pipelined=own.sub_pipelining == "on",
         drops_layers=job.drops_layers,
         home=own.offload_optimizer,
+        delays=job.common.delay_optimizer_update,
     )
     low = low_sums_problem(own.zero, "parameters are of a lower one") if job.low_sums else None
     return problem_of(choices) or low

@@ -50,6 +50,16 @@ def test_pinned_buffers_take_more_than_what_they_hold(monkeypatch: pytest.Monkey
     assert host_bytes(None, [], there, is_pinned=True) == (HostBytes(), 0)
 
 
+def test_delayed_steps_hold_two_gradients_and_two_copies_of_what_is_sent() -> None:
+    own = [OffloadedTensor(state=96, gradient=32, sent=12, is_late=True)]
+    there = HostMemory(Ledger(str))
+    plain = HostBytes(0, optimizer=96 + 2 * 12, gradients=2 * 32)
+    assert host_bytes("cpu", own, there, is_pinned=False) == (plain, 0)
+    found, _ = host_bytes("cpu", own, there, is_pinned=True)
+    assert found.pinned == 2 * (16 - 12)  # nothing else is on its way to the device
+    assert host_bytes("/local/states", own, there, is_pinned=False)[1] == plain.total
+
+
 def test_files_leave_some_parts_in_memory() -> None:
     assert shared_out("cpu", [5, 7]) == (12, 0)
     assert shared_out("/local/states", [5, 7]) == (12, 12)

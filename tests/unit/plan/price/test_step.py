@@ -15,6 +15,7 @@ from merak.plan.cost.device import preset
 from merak.plan.cost.kernels.segment_kernels import KernelChoice
 from merak.plan.memory.ledger import Category
 from merak.plan.options import ParallelOptions
+from merak.plan.price import update
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.step import memory_of, price, priced_stages
 from merak.plan.price.workload import Workload
@@ -272,3 +273,21 @@ def test_an_update_that_waits_for_nothing_runs_beside_the_backward(llama: Worklo
         price(beside, cluster(), on_device).optimizer_s
         < price(llama, cluster(), on_device).optimizer_s
     )  # no gradients are clipped
+
+
+def test_a_delayed_update_runs_beside_all_of_the_next_step(
+    llama: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients' norm, and the last parts of both copies, come behind the step."""
+    own = Candidate(microbatch=4, num_microbatches=4, offload_optimizer="cpu")
+    delayed = replace(llama, common=replace(llama.common, delay_optimizer_update=True))
+    delayed._traced, delayed._parallel = llama._traced, llama._parallel
+    then, now = (price(job, cluster(), own) for job in (llama, delayed))
+    assert now.optimizer_s < then.optimizer_s and now.compute_s == then.compute_s
+    files = replace(own, offload_optimizer="/local/states")
+    monkeypatch.setattr(update, "FILE_BYTES_PER_S", 1e6)
+    assert now.optimizer_s < price(delayed, cluster(), files).optimizer_s  # longer than a step
+    (less,), (more,) = (memory_of(job, cluster(), own) for job in (llama, delayed))
+    assert more.host.gradients == 2 * less.host.gradients and more.peak == less.peak
+    with pytest.raises(ScheduleError, match="steps on the device; add offload_optimizer='cpu'"):
+        price(delayed, cluster(), replace(own, offload_optimizer=None))

@@ -305,6 +305,9 @@ def test_an_optimizer_leaves_the_device_where_nothing_fits_else() -> None:
     assert {own.candidate.offload_optimizer for own in found.plans} == {"cpu"}
     kept = Pinned(**pinned.choices, offload_optimizer="off")
     assert not search(workload, devices(here + away), kept).plans
+    delayed = replace(workload, common=replace(workload.common, delay_optimizer_update=True))
+    asked = search(delayed, devices(2**40), pinned)  # only there are updates delayed
+    assert {own.candidate.offload_optimizer for own in asked.plans} == {"cpu"}
     # Nor does it fit where its host has not the memory.
     needed = found.plans[0].host
     assert needed.num_ranks == 2 and needed.usable_bytes is None
