@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from merak.core.errors import MerakError
@@ -70,7 +71,7 @@ class Job:
         depths: pipeline degrees D.
         microbatches: their samples B.
         recompute: whether all activations are recomputed.
-        options: of the schedule.
+        options: of the schedule, by name.
     """
 
     model: str = "Bert-48"
@@ -80,7 +81,7 @@ class Job:
     depths: tuple[int, ...] = DEPTHS
     microbatches: tuple[int, ...] = MICROBATCHES
     recompute: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def printed(row: Mapping[str, str]) -> Job:
@@ -96,16 +97,15 @@ def printed(row: Mapping[str, str]) -> Job:
     )
 
 
-def chimera_figure(figure: str) -> list[dict[str, Any]]:
+def chimera_figure(figure: str) -> Iterator[dict[str, Any]]:
     """Chimera's throughput ÷ that of each schedule, in the layout printed, and what moves it."""
     rows = [row for row in read("chimera.csv") if row["figure"] == figure]
     base = next(printed(row) for row in rows if row["schedule"] == "chimera")
-    return [
-        line(row["schedule"], float(row["chimera_over"]), [(base, printed(row))]) for row in rows
-    ]
+    for row in rows:
+        yield line(row["schedule"], float(row["chimera_over"]), [(base, printed(row))])
 
 
-def figure_10() -> list[dict[str, Any]]:
+def figure_10() -> Iterator[dict[str, Any]]:
     """Bert-48 on 32 nodes, 512 samples: the best layouts of the baselines, by the paper and us.
 
     Of 4 stages or more; with 2, all would be faster by our price.
@@ -116,96 +116,86 @@ def figure_10() -> list[dict[str, Any]]:
         "gems": ((4, 32), False),
         "pipedream_2bw": ((4, 16), True),
     }
-    rows = []
     for schedule, ((depth, microbatch), recompute) in best.items():
         every = Job(schedule=schedule, depths=(4, 8, 16), recompute=recompute)
         own = replace(every, depths=(depth,), microbatches=(microbatch,))
         (ours, words), (theirs, paper) = (throughput(job, *SUPPOSED[""]) for job in (every, own))
-        rows.append(
-            {
-                "schedule": schedule,
-                "paper's best": paper,
-                "best by price": words,
-                "the paper's ÷ it": round(theirs / ours, 3),
-            }
-        )
-    return rows
+        yield {
+            "schedule": schedule,
+            "paper's best": paper,
+            "best by price": words,
+            "the paper's ÷ it": round(theirs / ours, 3),
+        }
 
 
 def figure_12() -> list[dict[str, Any]]:
     """Reductions of the middle stages left to the end ÷ begun eagerly, on 64 nodes."""
     own = Job(nodes=64, batch=1024, depths=(4,), microbatches=(8,))
-    eager = replace(own, options={"eager_middle": True})
-    return [line("middle stages eager", 1.09, [(own, eager)])]
+    eager = replace(own, options=(("eager_middle", True),))
+    return [line("12: middle stages eagerly", 1.09, [(own, eager)])]
 
 
 def figure_13() -> list[dict[str, Any]]:
     """GPT-2 on 512 nodes with 512 samples: 8 stages with recomputation ÷ 32 stages without."""
     own = Job(model="GPT-2", nodes=512, depths=(32,))
-    return [line("D=32", 1.017, [(replace(own, depths=(8,), recompute=True), own)])]
+    return [
+        line("13: 32 stages without", 1.017, [(replace(own, depths=(8,), recompute=True), own)])
+    ]
 
 
-def figure_16() -> list[dict[str, Any]]:
+def figure_16() -> Iterator[dict[str, Any]]:
     """Bert-48 of 512 tokens on 32 V100s; the text prints the ranges of two kinds of schedules.
 
     Layouts are not printed; those of 4 stages or more are tried, as on the other cluster.
     """
     base = Job(model="Bert-48 of 512 tokens", batch=256, depths=(4, 8))
-    ends = (("dapple", 1.10), ("gems", 2.39), ("pipedream_2bw", 1.05), ("pipedream", 1.89))
-    rows = []
-    for schedule, paper in ends:
-        # The largest batch that PipeDream's one microbatch for an update fits.
-        batch = 32 if schedule == "pipedream" else base.batch
-        other = replace(base, schedule=schedule, batch=batch)
-        rows.append(line(schedule, paper, [(base, other)], V100S))
-    return rows
+    for schedule, paper in (("dapple", 1.10), ("gems", 2.39), ("pipedream_2bw", 1.05)):
+        yield line(f"16: {schedule}", paper, [(base, replace(base, schedule=schedule))], V100S)
+    # The largest batch of which PipeDream's one microbatch for an update fits, and smaller ones.
+    for batch in (32, 16, 8):
+        other = replace(base, schedule="pipedream", batch=batch)
+        yield line(f"16: pipedream, {batch} samples", 1.89, [(base, other)], V100S)
 
 
-def figure_17() -> list[dict[str, Any]]:
+def figure_17() -> Iterator[dict[str, Any]]:
     """Bert-48 on 32 nodes, averages over large batches."""
-    rows = []
     for schedule, paper, recompute in (
-        ("gpipe", 1.13, True), ("gems", 2.07, False), ("dapple", 1.06, False)
+        ("dapple", 1.06, False), ("gems", 2.07, False), ("gpipe", 1.13, True)
     ):  # fmt: skip
         pairs = []
         for batch in LARGE_BATCHES:
             base = Job(batch=batch, depths=(4,), microbatches=(8,))
             other = replace(base, schedule=schedule, recompute=recompute, microbatches=MICROBATCHES)
             pairs.append((base, other))
-        rows.append(line(schedule, paper, pairs))
-    return rows
+        yield line(f"17: {schedule}", paper, pairs)
 
 
-def figure_18() -> list[dict[str, Any]]:
+def figure_18() -> Iterator[dict[str, Any]]:
     """GPT-2 on 512 nodes, averages over large batches: forward doubling in 8 stages."""
-    rows = []
     for schedule, paper in (
-        ("pipedream_2bw", 1.13), ("gpipe", 1.18), ("gems", 2.60), ("dapple", 1.34)
+        ("gpipe", 1.18), ("dapple", 1.34), ("gems", 2.60), ("pipedream_2bw", 1.13)
     ):  # fmt: skip
         pairs = []
         for batch in LARGE_BATCHES:
             base = Job(model="GPT-2", nodes=512, batch=batch, depths=(8,), recompute=True)
             other = replace(base, schedule=schedule, recompute=schedule != "gems")
-            pairs.append((replace(base, options={"method": "forward_doubling"}), other))
-        rows.append(line(schedule, paper, pairs))
-    return rows
+            pairs.append((replace(base, options=(("method", "forward_doubling"),)), other))
+        yield line(f"18: {schedule}", paper, pairs)
 
 
-def figure_19() -> list[dict[str, Any]]:
+def figure_19() -> Iterator[dict[str, Any]]:
     """GPT-2 of 32 layers, 64 samples on 64 nodes: one, two and four pipelines."""
-    rows = []
     for depth, network in itertools.product((32, 16), NETWORKS):
         own = Job(model="GPT-2 of 32 layers", nodes=64, batch=64, depths=(depth,))
         ways = {
             "1 pipeline": replace(own, schedule="dapple"),
             "2": own,
-            "4": replace(own, options={"pairs": 2}),
+            "4": replace(own, options=(("pairs", 2),)),
         }
         rates = {name: throughput(job, NETWORKS[network], True)[0] for name, job in ways.items()}
         shares = {name: round(rate / rates["2"], 3) for name, rate in rates.items()}
         paper = "four are best" if depth == 32 else "two are better than four"
-        rows.append({"D": depth, "network": network, "paper": paper, **shares})
-    return rows
+        yield {"D": depth, "network": network, "paper": paper, **shares}
 
 
 def efficiency() -> list[dict[str, Any]]:
@@ -253,6 +243,7 @@ def line(
     return {"schedule": what, "layout": words, **compared(paper, ratios)}
 
 
+@cache
 def throughput(job: Job, devices: str, hides: bool) -> tuple[float, str]:
     """Samples per second by the best of its depths and microbatches, and that layout.
 
@@ -261,7 +252,7 @@ def throughput(job: Job, devices: str, hides: bool) -> tuple[float, str]:
         devices: a cluster.
         hides: whether reductions run beside the backward.
     """
-    workload = chimera_model(job.model, job.batch)
+    workload = chimera_model(job.model)
     workload.kernels = replace(workload.kernels, hides_reductions=hides)
     best, words = 0.0, "does not fit"
     for pp in job.depths:
@@ -287,7 +278,7 @@ def _rate(
         own = {"microbatches_per_update": count} if name == "pipedream_2bw" else {}
         candidate = Candidate(
             dp=dp, pp=pp, microbatch=microbatch, num_microbatches=count * updates, schedule=name,
-            schedule_options={**own, **job.options},
+            schedule_options={**own, **dict(job.options)},
             recompute="full" if job.recompute else "off", partition=equal_layers(workload, pp),
         )  # fmt: skip
         return price(workload, devices, candidate)
@@ -303,7 +294,7 @@ def _rate(
     return job.batch * least / (many.step_s - few.step_s) if many.fits else 0.0
 
 
-FIGURES: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
+FIGURES: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
     "10": ("Chimera, figure 10: the best layouts of Bert-48 on 32 nodes", figure_10),
     "12": ("Chimera, figure 12: middle stages reduced eagerly", figure_12),
     "13": ("Chimera, figure 13: 8 stages ÷ 32 of GPT-2 on 512 nodes", figure_13),

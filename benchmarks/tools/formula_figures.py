@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -46,29 +46,17 @@ GIBIBYTE = 2**30
 NOTES_CLUSTER = "a100-80gb:8x16"
 
 
-def merak_5() -> list[dict[str, Any]]:
-    """Seconds of a layer per sample, by microbatch: what microbatches of 1 and 2 lose.
+def merak_5() -> Iterator[dict[str, Any]]:
+    """What a layer's time per sample loses at microbatches of 1 and 2, beside those of 8.
 
     A layer is half of what two layers more take, and a microbatch what one more takes.
     """
-    rows = []
     for device in ("rtx-3090", "v100-32gb"):
+        row = {"device": device}
         for model in GPTS:
-            own = {size: _layer_s(model, size, f"{device}:1") / size for size in (1, 2, 4, 8)}
-            lost = {size: 1 - own[8] / own[size] for size in (1, 2)}
-            rows.append(
-                {
-                    "device": device,
-                    "model": model,
-                    "ms per sample, 1": round(1e3 * own[1], 2),
-                    "2": round(1e3 * own[2], 2),
-                    "4": round(1e3 * own[4], 2),
-                    "8": round(1e3 * own[8], 2),
-                    "paper: lost at 1 and 2": "less than 20 %, less in larger models",
-                    "Merak": f"{lost[1]:.0%} and {lost[2]:.0%}",
-                }
-            )
-    return rows
+            own = {size: _layer_s(model, size, f"{device}:1") / size for size in (1, 2, 8)}
+            row[model] = " and ".join(f"{1 - own[8] / own[size]:.0%}" for size in (1, 2))
+        yield row
 
 
 def _layer_s(model: str, microbatch: int, device: str) -> float:
@@ -76,14 +64,14 @@ def _layer_s(model: str, microbatch: int, device: str) -> float:
 
     def seconds(layers: int, count: int) -> float:
         own = Candidate(microbatch=microbatch, num_microbatches=count, recompute="off")
-        workload = gpt(layers, hidden, heads, microbatch * count)
+        workload = gpt(layers, hidden, heads)
         return price(workload, cluster(device), own).step_s
 
     more, fewer = (seconds(layers, 2) - seconds(layers, 1) for layers in (4, 2))
     return (more - fewer) / 2
 
 
-def split_loading() -> list[dict[str, Any]]:
+def split_loading() -> Iterator[dict[str, Any]]:
     """Time of a batch with all columns ÷ that with the columns of a stage, measured here.
 
     The first stage reads tokens and their mask, the last labels; medians of 30 batches.
@@ -94,22 +82,18 @@ def split_loading() -> list[dict[str, Any]]:
         {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
     )
     stages = {"first": ("input_ids", "attention_mask"), "last": ("labels",), "between": ()}
-    rows = []
     for microbatch in (1, 2, 4, 8):
         own = {name: _loading_s(table, microbatch, columns) for name, columns in stages.items()}
         whole = _loading_s(table, microbatch, tuple(table.column_names))
         mean = (own["first"] + own["last"] + 6 * own["between"]) / 8  # of 8 stages
-        rows.append(
-            {
-                "microbatch": microbatch,
-                "all columns, ms": round(1e3 * whole, 2),
-                **{f"{name}, ms": round(1e3 * one, 2) for name, one in own.items()},
-                "paper: gain, mean of 8 GPUs": "1.78 to 1.98",
-                "Merak: first and last": round(2 * whole / (own["first"] + own["last"]), 2),
-                "mean of 8": round(whole / mean, 1),
-            }
-        )
-    return rows
+        yield {
+            "microbatch": microbatch,
+            "all columns, ms": round(1e3 * whole, 2),
+            **{f"{name}, ms": round(1e3 * one, 2) for name, one in own.items()},
+            "paper: gain, mean of 8 GPUs": "1.78 to 1.98",
+            "Merak: first and last": round(2 * whole / (own["first"] + own["last"]), 2),
+            "mean of 8": round(whole / mean, 1),
+        }
 
 
 def _loading_s(table: datasets.Dataset, microbatch: int, columns: tuple[str, ...]) -> float:
@@ -124,12 +108,11 @@ def _loading_s(table: datasets.Dataset, microbatch: int, columns: tuple[str, ...
     return statistics.median(took)
 
 
-def chimera_1() -> list[dict[str, Any]]:
+def chimera_1() -> Iterator[dict[str, Any]]:
     """Bubbles of GPT-2's layouts on 2,048 nodes: table 2's formulas, and our schedules simulated.
 
     Forward and backward take equally long, as in the formulas; speeds are figure 15's.
     """
-    rows = []
     for row in read("chimera.csv"):
         name = SCHEDULES.get(row["schedule"], row["schedule"])
         depth = int(row["pp"] or 8)
@@ -141,17 +124,14 @@ def chimera_1() -> list[dict[str, Any]]:
             "gems": (depth - 1) / (depth + 0.5),
         }.get(name, (depth - 1) / (count + depth - 1))
         ours = _simulated(name, depth, count).bubble_fraction
-        rows.append(
-            {
-                "schedule": row["schedule"],
-                "D": depth,
-                "N": count,
-                "paper: bubbles": round(formula, 3),
-                "Merak": round(ours, 3),
-                "÷ paper": round(ours / formula, 2),
-            }
-        )
-    return rows
+        yield {
+            "schedule": row["schedule"],
+            "D": depth,
+            "N": count,
+            "paper: bubbles": round(formula, 3),
+            "Merak": round(ours, 3),
+            "÷ paper": round(ours / formula, 2),
+        }
 
 
 def _simulated(name: str, ranks: int, count: int, **options: Any) -> Simulation:
@@ -159,27 +139,22 @@ def _simulated(name: str, ranks: int, count: int, **options: Any) -> Simulation:
     return simulate(schedule, uniform(schedule.num_stages, forward_s=1.0, backward_s=1.0))
 
 
-def chimera_9() -> list[dict[str, Any]]:
+def chimera_9() -> Iterator[dict[str, Any]]:
     """GiB of the emptiest and the fullest of 32 nodes; layouts are a picture, ours have D of 8.
 
     The text: GPipe does not fit, PipeDream is next, GEMS lowest and even, Chimera more even than
     DAPPLE, and its peak lower in four of six layouts.
     """
-    rows = []
     for model, nodes, batch, depths, microbatch in (
         ("Bert-48", 32, 512, (4, 8, 16), 8), ("GPT-2", 32, 32, (8, 16, 32), 1)
     ):  # fmt: skip
-        workload = chimera_model(model, batch)
+        workload = chimera_model(model)
         for depth in depths:
             row: dict[str, Any] = {"model": model, "layout": f"W={nodes // depth}, D={depth}"}
-            peaks = {}
             for name in ("gpipe", "pipedream", "pipedream_2bw", "dapple", "chimera", "gems"):
                 own = _peaks(workload, name, (nodes // depth, depth, microbatch, batch))
-                peaks[name] = max(own)
                 row[name] = f"{min(own):.1f} to {max(own):.1f}"
-            row["Chimera's peak is lower than DAPPLE's"] = peaks["chimera"] < peaks["dapple"]
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _peaks(workload: Workload, name: str, sizes: tuple[int, int, int, int]) -> list[float]:
@@ -196,12 +171,11 @@ def _peaks(workload: Workload, name: str, sizes: tuple[int, int, int, int]) -> l
     return [one.peak.total_bytes / GIBIBYTE for one in memory]
 
 
-def chimera_11() -> list[dict[str, Any]]:
+def chimera_11() -> Iterator[dict[str, Any]]:
     """GPT-2 on 512 nodes, 512 samples: the baselines' best layouts by price, and the paper's D.
 
     The text prints D; microbatches are a picture.
     """
-    rows = []
     for schedule, depth in (("dapple", 16), ("gpipe", 8), ("pipedream_2bw", 16)):
         job = Job(model="GPT-2", nodes=512, batch=512, schedule=schedule, recompute=True)
         best, words = throughput(job, *SUPPOSED[""])
@@ -220,8 +194,7 @@ def chimera_11() -> list[dict[str, Any]]:
                 ours = {d: throughput(replace(job, depths=(d,)), *supposed)[0] for d in DEPTHS}
                 others = max(rate for d, rate in ours.items() if d != depth)
                 row[f"the same, {name}"] = round(ours[depth] / others, 3)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def notes() -> list[dict[str, Any]]:
@@ -308,7 +281,7 @@ def _expert_flops(experts: int) -> float:
     return price(workload, _devices(), own).model_flops
 
 
-FIGURES: dict[str, tuple[str, Callable[[], list[dict[str, Any]]]]] = {
+FIGURES: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
     "5": ("Merak, figure 5: a layer by microbatch", merak_5),
     "split": ("Merak, first version, figure 3: loading of the columns of a stage", split_loading),
     "1": ("Chimera, figure 1: bubbles of GPT-2 on 2,048 nodes", chimera_1),

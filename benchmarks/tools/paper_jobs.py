@@ -59,25 +59,24 @@ def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @cache
-def gpt(layers: int, hidden: int, heads: int, batch: int) -> Workload:
+def gpt(layers: int, hidden: int, heads: int) -> Workload:
     """A model of Merak's paper: sequences of 1,024."""
     config = GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, n_positions=1024, use_cache=False,
         attn_implementation="eager",
     )  # fmt: skip
-    workload = _workload(ModelSource(GPT2LMHeadModel, config, None), batch, 1024, adam)
+    workload = _workload(ModelSource(GPT2LMHeadModel, config, None), 1024, adam)
     workload.common = ParallelOptions(tied_gradients="step")
     return workload
 
 
 @cache
-def chimera_model(name: str, batch: int) -> Workload:
+def chimera_model(name: str) -> Workload:
     """A model of Chimera's paper, by its table 4: these sizes give the parameters it prints.
 
     Args:
         name: "GPT-2", "GPT-2 of 32 layers" as in figure 19, "Bert-48", or "Bert-48 of 512 tokens"
             as in figure 16.
-        batch: samples of a step.
     """
     if name.startswith("GPT-2"):
         config = GPT2Config(
@@ -85,18 +84,19 @@ def chimera_model(name: str, batch: int) -> Workload:
             n_positions=1024, use_cache=False,
             tie_word_embeddings=False, attn_implementation="eager",
         )  # fmt: skip
-        return _workload(ModelSource(GPT2LMHeadModel, config, None), batch, 632, sgd)
+        return _workload(ModelSource(GPT2LMHeadModel, config, None), 632, sgd)
     config = BertConfig(
         num_hidden_layers=48, hidden_size=1024, num_attention_heads=16, intermediate_size=4096,
         tie_word_embeddings=False, attn_implementation="eager",
     )  # fmt: skip
     tokens = 512 if name.endswith("512 tokens") else 128
-    return _workload(ModelSource(BertForPreTraining, config, None), batch, tokens, sgd)
+    return _workload(ModelSource(BertForPreTraining, config, None), tokens, sgd)
 
 
-def _workload(source: ModelSource, batch: int, sequence: int, optimizer: Any) -> Workload:
+def _workload(source: ModelSource, sequence: int, optimizer: Any) -> Workload:
+    # The samples of a step are those of the candidates that are priced.
     workload = example_workload(
-        source, global_batch=batch, sequence=sequence, dtype=torch.float32, optimizer=optimizer
+        source, global_batch=1, sequence=sequence, dtype=torch.float32, optimizer=optimizer
     )
     # As the papers' systems do.
     return replace(workload, kernels=KernelChoice(recomputes_whole=True))

@@ -19,15 +19,15 @@ def num_parameters(workload):
 
 
 def test_chimeras_models_have_the_parameters_that_its_table_4_prints(papers):
-    assert num_parameters(papers.chimera_model("GPT-2", 512)) == 1_389_327_360
+    assert num_parameters(papers.chimera_model("GPT-2")) == 1_389_327_360
     # The paper counts the bias of the vocabulary's head, which has 30,522 elements, once.
-    assert num_parameters(papers.chimera_model("Bert-48", 256)) == 669_790_012 + 30_522
+    assert num_parameters(papers.chimera_model("Bert-48")) == 669_790_012 + 30_522
 
 
 @pytest.mark.parametrize("name", ["GPT-1.4B", "GPT-2.5B", "GPT-8.3B", "GPT-20B"])
 def test_meraks_models_have_the_billions_of_their_names(papers, name):
     wanted = float(name.removeprefix("GPT-").removesuffix("B")) * 1e9
-    assert num_parameters(papers.gpt(*papers.GPTS[name], 8)) == pytest.approx(wanted, rel=0.04)
+    assert num_parameters(papers.gpt(*papers.GPTS[name])) == pytest.approx(wanted, rel=0.04)
 
 
 def test_the_clusters_are_those_of_the_papers(papers):
