@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 import merak
+from merak.core.errors import ArgumentsError
 from merak.core.mesh import current_mesh
 from merak.engine.planning import replan
 from merak.engine.planning.replan import Replanner
@@ -229,5 +230,77 @@ def loop() -> list[str]:
 @pytest.mark.slow
 def test_a_loop_of_ones_own_says_which_layout_would_be_faster(pool) -> None:
     said, others = pool.run(loop, 2)
-    (line,) = (line for line in said if line.endswith(" from a checkpoint of this one"))
+    (line,) = (line for line in said if line.endswith(" goes on in it from a checkpoint"))
     assert line.startswith("plan: dp=1 ") and not others
+
+
+def loop_in_layouts(folder: str, num_layouts: int) -> tuple[Any, ...]:
+    """Losses of a loop of one's own in so many layouts behind its own, and its last weights."""
+    merak.init(plan="auto", device="cpu")
+    left = iter((*LAYOUTS[:num_layouts], None))
+    torch.manual_seed(5)
+    texts = Texts(8, padded=False)
+    batch = {name: torch.stack([own[name] for own in texts]) for name in texts[0]}
+    batch["labels"] = batch["input_ids"]  # as many in every microbatch, whose means are averaged
+    losses, degrees = [], []
+    with (
+        mock.patch.object(Replanner, "faster", lambda *_: next(left)),
+        mock.patch.object(replan, "FIRST_STEPS", 1),
+    ):
+        model = merak.parallelize(
+            gpt2(),
+            {name: column[:4] for name, column in batch.items()},
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+            cluster="a100:2",
+            replan=True,
+            offload_optimizer="cpu",
+            max_grad_norm=1.0,
+        )
+        for step in range(3):
+            for _ in range(2):
+                laid = current_mesh()
+                rows = slice(laid.dp_rank * 8 // laid.dp, (laid.dp_rank + 1) * 8 // laid.dp)
+                losses.append(
+                    float(model.step({name: column[rows] for name, column in batch.items()}))
+                )
+            degrees.append((laid.dp, laid.tp, laid.pp))
+            model.save_checkpoint(f"{folder}/{step}")
+            schedule = torch.optim.lr_scheduler.LambdaLR(model.optimizer, lambda _: 1.0)
+            before, engine = model, weakref.ref(model.engine)
+            model = model.replanned(f"{folder}/{step}")
+            if model is not before:  # of which nothing is held but what the loop holds
+                assert engine() is None and not schedule.optimizer.state
+                with pytest.raises(ArgumentsError, match="has laid this model out anew"):
+                    before.step(batch)
+    assert model.num_steps == 6
+    return degrees, losses, model.gather_state_dict()
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_from_any_layout(pool, tmp_path: Path) -> None:
+    (degrees, moved, own), _ = pool.run(loop_in_layouts, 2, str(tmp_path / "moves"), 2)
+    assert degrees[1:] == [(own.dp, own.tp, own.pp) for own in LAYOUTS]
+    (_, losses, weights), _ = pool.run(loop_in_layouts, 2, str(tmp_path / "stays"), 0)
+    assert moved == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        assert torch.allclose(own[name], value, atol=1e-3), name
+
+
+def refused() -> list[str]:
+    """Sentences of what a loop cannot have."""
+    merak.init(device="cpu")
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.int64)}
+    batch["labels"] = batch["input_ids"]
+    model, found = gpt2(), []
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    for given in ({"optimizer": made}, {"optimizer": made, "plan": "auto"}):
+        with pytest.raises(ArgumentsError) as caught:
+            merak.parallelize(model, batch, replan=True, **given)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_loop_that_cannot_go_on_elsewhere_is_refused(pool) -> None:
+    ((searched, made),) = pool.run(refused, 1)
+    assert "set plan='auto', or leave it out" in searched
+    assert "give a factory: optimizer=lambda own" in made

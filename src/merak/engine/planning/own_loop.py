@@ -17,10 +17,11 @@ from merak.engine.planning.shapes import Samples
 from merak.graph.segment.build import GraphSource
 from merak.plan.engine_options import EngineOptions
 from merak.plan.options import common_options
+from merak.plan.price.candidate import Candidate
 from merak.plan.price.workload import Workload
 from merak.plan.search.pinned import pinned_options
 
-_ADVICE = "a job with these degrees and options goes on in it from a checkpoint of this one"
+_ADVICE = "with replan=True, `replanned` goes on in it from a checkpoint"
 
 
 def plan_loop(
@@ -31,6 +32,7 @@ def plan_loop(
     cluster: str | None,
     cache: Path | None,
     named: Collection[str] = (),
+    moves: bool = False,
 ) -> tuple[PlanWatch, EngineOptions, Signature]:
     """Search the fastest plan of a loop, and lay the ranks out; all ranks call it together.
 
@@ -42,6 +44,7 @@ def plan_loop(
         cluster: the devices, as of `parse_cluster`; None to find them out.
         cache: folder of profiles; None for none.
         named: options that the user gives, which are pinned also at their default.
+        moves: whether the loop goes on in a layout that turns out to be faster.
 
     Returns:
         What compares the plan with the first steps, its options, and the columns of its
@@ -64,8 +67,25 @@ def plan_loop(
     job = Job(workload, devices, lambda _: None)
     pinned = pinned_options(options, given, None, named)
     chosen = choose_plan(mesh, job, pinned)
-    planned = replace(options, num_microbatches=chosen.num_microbatches, **chosen.options())
-    planned = replace(planned, gradient_compression=workload.common.gradient_compression)
-    lay_out(chosen.dp, chosen.tp, chosen.pp, chosen.cp, chosen.ep)
-    watch = PlanWatch(Replanner(job, pinned, chosen, False, _ADVICE))
-    return watch, planned, batch.of(chosen.microbatch)
+    watch = PlanWatch(Replanner(job, pinned, chosen, moves, _ADVICE))
+    return watch, *take_layout(chosen, watch, options, batch)
+
+
+def take_layout(
+    layout: Candidate, watch: PlanWatch, options: EngineOptions, batch: Samples
+) -> tuple[EngineOptions, Signature]:
+    """Lay the ranks out for a loop; all ranks call it together.
+
+    Args:
+        layout: of a plan.
+        watch: what compares it with the first steps.
+        options: as the user gives them.
+        batch: as of `plan_loop`.
+
+    Returns:
+        The plan's options, and the columns of its microbatches.
+    """
+    planned = replace(options, num_microbatches=layout.num_microbatches, **layout.options())
+    planned = replace(planned, gradient_compression=watch.compression)
+    lay_out(layout.dp, layout.tp, layout.pp, layout.cp, layout.ep)
+    return planned, batch.of(layout.microbatch)

@@ -179,6 +179,8 @@ class PlanWatch:
     def __init__(self, replanner: Replanner) -> None:
         self._replanner: Replanner | None = replanner
         self._num_steps, self._step = 0, 0
+        self.compression = replanner.job.workload.common.gradient_compression
+        """Of gradients, as it was chosen for the plan."""
         self.layout: Candidate | None = None
         """The layout to go on in behind the next checkpoint; None to stay."""
         replanner.keep_model()
