@@ -17,6 +17,7 @@ from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
 from merak.core.units import size
+from merak.graph.chunked_loss import with_chunked_loss, with_whole_loss
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
@@ -40,6 +41,9 @@ from merak.plan.recompute_spec import (
 from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
+
+CHUNK_MIB = 512
+"""Mebibytes of logits at a time that are proposed."""
 
 Profile = Callable[[], DeviceProfile]
 """Function that returns the speeds of the devices, which may have to be measured first."""
@@ -279,6 +283,11 @@ def _refuse_misfit(
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
         raise DoesNotFitError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
+    for chosen, further in ((policy, ""), (ActivationPolicy(), " and recompute='full'")):
+        needed = _needed_in_chunks(forecast, chosen)
+        if needed <= budget:
+            use = f"loss_chunk_bytes='{CHUNK_MIB}MiB'{further}"
+            raise DoesNotFitError(f"{sentence}; {use} needs {size(needed, 2)}, so use that.")
     fix = _fix(forecast, budget, times)
     raise DoesNotFitError(f"{sentence}, and {size(least, 2)} if everything recomputes; {fix}.")
 
@@ -309,6 +318,14 @@ def _offload_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int
         return []
     beside = f"{size(needed, 2)} with {size(host, 2)} of host memory"
     return [f"{ARGUMENT}='full' needs {beside}"]
+
+
+def _needed_in_chunks(forecast: Forecast, policy: ActivationPolicy) -> int:
+    """The memory of the job with a head that makes its logits in chunks."""
+    options = replace(forecast.options, loss_chunk_bytes=CHUNK_MIB * 2**20)
+    rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), options.loss_chunk_bytes)
+    chunked = replace(forecast, options=options, rewrite=rewrite, local=None)
+    return _largest(chunked.ranks(forecast.layout.schedule, policy)).peak.total_bytes
 
 
 def _largest(ranks: Sequence[RankMemory]) -> RankMemory:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from merak.core import mesh
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
 from merak.data import signature
 from merak.engine import forecast_of
 from merak.graph.segment.build import GraphSource
@@ -171,6 +173,25 @@ def test_a_misfit_names_offloading_where_that_fits() -> None:
     both = r"recompute='full' needs .* and offload_activations='full' needs .*, so use one of them"
     with pytest.raises(PlanError, match=both):
         forecast(**many, memory_budget=least)
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_a_misfit_names_a_head_in_chunks_where_that_fits(recompute: str) -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=2**20)
+    with torch.device("meta"):
+        source = GraphSource(transformers.GPT2LMHeadModel(config))
+    ids = TensorMeta((2, 256), torch.int64)  # 2 GiB of logits
+    columns = {"input_ids": ids, "labels": ids}
+
+    def found(**options: Any) -> Forecast:
+        chosen = EngineOptions(num_microbatches=1, recompute=recompute, **options)
+        place = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
+        return forecast_of(source, tuple(columns.items()), place, chosen)
+
+    whole, chunked = max(peaks(found())), max(peaks(found(loss_chunk_bytes="512MiB")))
+    assert chunked + 2 * 2**30 < whole
+    with pytest.raises(PlanError, match=r"; loss_chunk_bytes='512MiB' needs .*, so use that\.$"):
+        found(memory_budget=chunked)
 
 
 def test_it_needs_to_know_the_memory() -> None:
