@@ -62,6 +62,7 @@ class DelayedStep:
         self.pending: set[nn.Parameter] = set()
         """Tensors with an update that the device does not have yet."""
         self._landed: set[nn.Parameter] = set()
+        self._failure: Exception | None = None
         self._hook = optimizer.register_step_pre_hook(lambda *_: self._hand_over())
         optimizer.register_state_dict_pre_hook(lambda *_: self._join())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self._join())
@@ -159,10 +160,16 @@ class DelayedStep:
 
     def _join(self) -> None:
         """Wait for the thread, and give the optimizer the states that it has made."""
-        for future, _ in self._running:
-            future.result()
-        if self._files is not None:
-            self._files.finish()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            for future, _ in self._running:
+                future.result()
+            if self._files is not None:
+                self._files.finish()
+        except Exception as failure:  # some tensors have been stepped, and must not be saved
+            self._failure = failure
+            raise
         if self._shadow is None:
             return
         states, self._shadow = self._shadow.state, None

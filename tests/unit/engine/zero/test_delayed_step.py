@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import merak
-from merak.core.errors import ArgumentsError, MerakError
+from merak.core.errors import ArgumentsError, MerakError, TrainingError
 from merak.parallel import ParallelModel
 from merak.plan.optimizer import home
 from tests.unit.engine.models import gpt2, text_batch
@@ -167,6 +169,28 @@ def test_a_step_that_is_left_out_lets_the_update_before_wait() -> None:
         own.model.transformer.wte.weight[0, 0] = plain.model.transformer.wte.weight[0, 0]
     assert float(own.step(BATCH)) == plain.step(BATCH)
     assert_same(plain, own)
+
+
+def test_an_update_that_fails_says_so_at_the_next_step_and_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = delayed(gpt2(), offload_optimizer=str(tmp_path / "states"))
+    own.step(BATCH)
+    own.save_checkpoint(tmp_path / "saved")
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    own.step(BATCH)
+    for again in (partial(own.step, BATCH), partial(own.save_checkpoint, tmp_path / "other")):
+        with pytest.raises(TrainingError, match=r"is full: .* resume from the last"):
+            again()
+    assert not (tmp_path / "other").exists()
+    monkeypatch.undo()
+    later = delayed(gpt2())
+    later.load_checkpoint(tmp_path / "saved")
+    assert later.num_steps == 1
 
 
 class Own(torch.optim.SGD):
