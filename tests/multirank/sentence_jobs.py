@@ -16,17 +16,27 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import merak
 
+OTHERS = ("so say we", "or not at all", "never ever")
 TEXTS = ("the quick brown fox", "jumps over", "a lazy dog sleeps now", "hello world again", "so on")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training: its loss by name, arguments of it and of the trainer, and where it is saved."""
+    """A training: its loss, or losses of several datasets, by name.
+
+    Args:
+        loss: names, apart by spaces.
+        of_loss: arguments of each.
+        arguments: of the trainer.
+        saved_in: the folder for checkpoints and the model; "" to save nothing.
+        evaluates: whether it has data to evaluate the loss of, and an evaluator.
+    """
 
     loss: str
     of_loss: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     saved_in: str = ""
+    evaluates: bool = False
 
 
 @dataclass
@@ -43,7 +53,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     plain = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="a"))
     plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token="[PAD]", model_max_length=32,
+        tokenizer_object=plain, pad_token="[PAD]", model_max_length=16,
         model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
 
@@ -65,23 +75,81 @@ def encoder(words: str) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    return SentenceTransformer(modules=[Transformer(words), Pooling(32, "mean")], device="cpu")
+    # Few shapes are few traces.
+    first = Transformer(words, processing_kwargs={"text": {"pad_to_multiple_of": 16}})
+    return SentenceTransformer(modules=[first, Pooling(32, "mean")], device="cpu")
 
 
 def pairs(num_samples: int) -> Dataset:
-    names = {"anchor": TEXTS, "positive": ("so say we", "or not at all", "never ever")}
+    """Texts that belong together."""
+    return _rows(num_samples, anchor=TEXTS, positive=OTHERS)
+
+
+def triplets(num_samples: int) -> Dataset:
+    """Pairs, each with a text that belongs to neither."""
+    return _rows(num_samples, anchor=TEXTS, positive=OTHERS, negative=("no", "nor this one"))
+
+
+def scored(num_samples: int) -> Dataset:
+    """Pairs of texts, each with how similar they are."""
+    return _rows(num_samples, sentence1=TEXTS, sentence2=OTHERS, score=(0.9, 0.1, 0.5, 0.7))
+
+
+def judged(num_samples: int) -> Dataset:
+    """Pairs of texts, and whether they are similar."""
+    return _rows(num_samples, sentence1=TEXTS, sentence2=OTHERS, label=(1, 0))
+
+
+def _rows(num_samples: int, **columns: Sequence[Any]) -> Dataset:
     return Dataset.from_dict(
-        {name: [one[i % len(one)] for i in range(num_samples)] for name, one in names.items()}
+        {name: [one[i % len(one)] for i in range(num_samples)] for name, one in columns.items()}
     )
+
+
+DATA = {
+    "CoSENTLoss": scored,
+    "CosineSimilarityLoss": scored,
+    "ContrastiveLoss": judged,
+    "OnlineContrastiveLoss": judged,
+    "SoftmaxLoss": judged,
+    "AnglELoss": scored,
+    "TripletLoss": triplets,
+}
+
+
+def loss_of(name: str, model: Any, **arguments: Any) -> Any:
+    """A loss by its name; "Matryoshka" before it for it at several sizes of embeddings."""
+    from sentence_transformers.sentence_transformer import losses
+
+    inner = name.removeprefix("Matryoshka")
+    torch.manual_seed(0)
+    loss = getattr(losses, inner)(model, **arguments)
+    return loss if inner == name else losses.MatryoshkaLoss(model, loss, [32, 16])
 
 
 def given_to(case: Case, words: str) -> dict[str, Any]:
     """What trainers of a case are given beside their arguments."""
-    from sentence_transformers.sentence_transformer import losses
-
     model = encoder(words)
-    loss = getattr(losses, case.loss)(model, **case.of_loss)
-    return {"model": model, "train_dataset": pairs(24), "loss": loss}
+    names = case.loss.split()
+    data = {name: DATA.get(name.removeprefix("Matryoshka"), pairs)(24) for name in names}
+    loss = {name: loss_of(name, model, **case.of_loss) for name in names}
+    found: dict[str, Any] = {"model": model, "train_dataset": data, "loss": loss}
+    if len(names) == 1:
+        found |= {"train_dataset": data[case.loss], "loss": loss[case.loss]}
+    if case.evaluates:
+        found |= {"eval_dataset": found["train_dataset"], "evaluator": evaluator()}
+    return found
+
+
+def evaluator() -> Any:
+    """How well similarities of embeddings are those of a dataset."""
+    from sentence_transformers.sentence_transformer.evaluation import (
+        EmbeddingSimilarityEvaluator,
+    )
+
+    data = scored(7)
+    columns = [list(data[name]) for name in ("sentence1", "sentence2", "score")]
+    return EmbeddingSimilarityEvaluator(*columns, batch_size=2, write_csv=False)
 
 
 def arguments_of(case: Case) -> dict[str, Any]:
@@ -93,6 +161,8 @@ def arguments_of(case: Case) -> dict[str, Any]:
         "logging_steps": 1,
         "save_strategy": "steps" if case.saved_in else "no",
         "save_steps": 10,
+        "eval_strategy": "steps" if case.evaluates else "no",
+        "eval_steps": 10,
         "report_to": [],
         "use_cpu": True,
         "disable_tqdm": True,
@@ -129,13 +199,20 @@ def train(layout: Sequence[int], cases: Sequence[Case], words: str, cache: str) 
     return outcomes
 
 
-def train_alone(case: Case, words: str) -> Outcome:
-    """Train with sentence-transformers' own trainer in this process."""
+def train_alone(case: Case, words: str, dp: int = 1) -> Outcome:
+    """Train with sentence-transformers' own trainer in this process.
+
+    Args:
+        case: the training.
+        words: folder of the model that reads words.
+        dp: replicas whose batches are one here, where the loss takes negatives from all of them.
+    """
     import sentence_transformers as st
 
-    args = st.SentenceTransformerTrainingArguments(
-        gradient_accumulation_steps=4, **arguments_of(case)
-    )
+    size = dp if case.of_loss.get("gather_across_devices") else 1
+    given = arguments_of(case)
+    given["per_device_train_batch_size"] *= size
+    args = st.SentenceTransformerTrainingArguments(gradient_accumulation_steps=4 // size, **given)
     trainer = st.SentenceTransformerTrainer(args=args, **given_to(case, words))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

@@ -1,13 +1,17 @@
 """Non-tensor arguments in a batch, such as return_loss=True: a trace is made for their values.
 
 They are not sent to other ranks, and every batch has the same ones, but for values that nothing
-reads.
+reads. Where batches are of several kinds, each says its own in the name of a column, by which it
+has a trace of its own.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from merak.core.errors import DataError
 
@@ -63,3 +67,35 @@ def _is_expected(value: Any, expected: Any) -> bool:
 
 def _described(name: str, non_tensors: Mapping[str, Any]) -> str:
     return f"{name}={non_tensors[name]!r}" if name in non_tensors else f"no plain {name}"
+
+
+_KIND = "batch of "
+"""Beginning of the name of the column that says what kind of batch it is of."""
+
+
+def with_kind(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch whose order of columns and non-tensor arguments are a column's name.
+
+    Args:
+        batch: by name of the loss's argument, in the order that the loss reads.
+
+    Returns:
+        Its columns, in any order, and that one, which has no elements to read.
+    """
+    columns, non_tensors = split_non_tensors(batch)
+    kind = json.dumps([list(batch), non_tensors])
+    return {**columns, _KIND + kind: torch.zeros((), dtype=torch.bool)}
+
+
+def without_kind(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch that `with_kind` was given; one without a kind as it is.
+
+    Args:
+        batch: columns by name; some may be missing, and others may have come.
+    """
+    named = next((name for name in batch if name.startswith(_KIND)), None)
+    if named is None:
+        return dict(batch)
+    order, non_tensors = json.loads(named.removeprefix(_KIND))
+    found = {name: value for name, value in {**batch, **non_tensors}.items() if name != named}
+    return {name: found[name] for name in (*order, *found) if name in found}

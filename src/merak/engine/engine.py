@@ -180,9 +180,15 @@ class Engine:
         return not self._state.plan_for.base.schedule.is_synchronous
 
     @property
+    def meets_replicas(self) -> bool:
+        """Whether a microbatch of training takes rows from those of other replicas."""
+        return self._state.program_for.meets_replicas
+
+    @property
     def needs_equal_replicas(self) -> bool:
         """Whether all replicas must have equally many microbatches in every training step."""
-        return self.updates_inside or self._state.zero == 3 or self.mesh.spreads_experts
+        together = self._state.zero == 3 or self.meets_replicas
+        return self.updates_inside or together or self.mesh.spreads_experts
 
     def idle_pipeline(self, option: str) -> str | None:
         """A warning for a user whose steps have too few microbatches to keep the pipeline busy.

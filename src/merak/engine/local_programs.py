@@ -27,6 +27,7 @@ from merak.graph.context_parallel.apply import (
 from merak.graph.context_parallel.padded_rows import ignores_padding
 from merak.graph.expert_parallel.apply import exact, with_experts
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
+from merak.graph.ir.replicas import meets_replicas
 from merak.graph.ir.torch_compiler import TorchCompiler
 from merak.graph.program.codegen import runnable
 from merak.graph.program.index_ranges import find_index_ranges
@@ -72,6 +73,7 @@ class ProgramCache:
 
     Attributes:
         num_made: programs made so far, beside the planned one.
+        meets_replicas: whether a microbatch takes rows from those of other replicas.
     """
 
     def __init__(
@@ -104,10 +106,11 @@ class ProgramCache:
         self._shared = frozenset(n for n, stages in num_readers(graph).items() if stages > 1)
         self.densified = find_densified(layout, mesh)
         self._graph = graph
+        self.meets_replicas = meets_replicas(graph)
         self._base_key = (tuple(graph.columns.items()), options.trains)
         self.base = self._compile(graph, options.trains)
         self._is_base_stale = False
-        self._graphs: dict[tuple[bool, frozenset[object]], GraphsByShape] = {}
+        self._graphs: dict[tuple[object, ...], GraphsByShape] = {}
         self.state = PythonState(source)
         self.state.add(graph.reads)
         self._compiled = lru_cache(maxsize=options.max_shapes)(self._make)
@@ -151,9 +154,9 @@ class ProgramCache:
     def _graph_of(self, signature: Signature, training: bool) -> ModelGraph:
         """The graph of a signature: resized from those of batches of which as much is known."""
         base, trains = self._base_key
-        kind = (training, _known(signature))
+        kind = (training, *_kind(signature))
         if kind not in self._graphs:
-            first = None if self._is_base_stale or kind != (trains, _known(base)) else self._graph
+            first = None if self._is_base_stale or kind != (trains, *_kind(base)) else self._graph
             self._graphs[kind] = GraphsByShape(
                 self.source,
                 training=training,
@@ -310,6 +313,11 @@ def _known(signature: Signature) -> frozenset[object]:
     """What is known of columns beside their shapes."""
     known = ((name, meta.ones, meta.ignored, meta.documents) for name, meta in signature)
     return frozenset(one for one in known if any(one[1:]))
+
+
+def _kind(signature: Signature) -> tuple[object, ...]:
+    """What batches have in common that differ by shapes alone, without the numbers of `state`."""
+    return _known(signature), frozenset(name for name, _ in signature)
 
 
 def _choices(layout: Layout) -> ActivationChoices:

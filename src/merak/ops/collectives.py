@@ -279,6 +279,23 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
     return _summand(tensor, axis)
 
 
+@sends("all_gather", "reduce_scatter")
+def gather_replicas(tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
+    """All-gather of what replicas have, a rank's own first, whose backward sums their gradients.
+
+    Each replica's loss reads all of it, so that the sum of these losses has that gradient.
+
+    Args:
+        tensor: another one on every replica, of the same shape.
+        dim: 0, along which they lie behind each other.
+        parts: the size of all together.
+
+    Returns:
+        The tensors of this replica, of the next one, and so on, around to the one before it.
+    """
+    return _gathered_in_turn(tensor, dim, parts, "dp")
+
+
 Started = tuple[torch.Tensor, "dist.Work | None"]
 """An all-reduce that has been started: what will be the sum, and what to wait for."""
 
@@ -425,6 +442,20 @@ def _reduce_scatter(
     return own
 
 
+def _gather_in_turn(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    gathered = _all_gather(tensor, dim, parts, axis)
+    return gathered.roll(-axis_rank(axis) * tensor.shape[dim], dim)
+
+
+def _scatter_in_turn(
+    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
+) -> torch.Tensor:
+    own = tensor.shape[dim] // axis_degree(axis)
+    return _reduce_scatter(tensor.roll(axis_rank(axis) * own, dim), dim, parts, axis)
+
+
 def _local_slice(
     tensor: torch.Tensor,
     dim: int,
@@ -446,4 +477,5 @@ _summand = linear(_divided, _same)
 _gathered = linear(_all_gather, _local_slice)
 _sliced = linear(_local_copy, _all_gather)
 _scattered = linear(_reduce_scatter, _all_gather)
+_gathered_in_turn = linear(_gather_in_turn, _scatter_in_turn)
 _gathered_for_split = linear(_gather_for_split, _reduce_scatter)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+import logging
+import math
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,14 +26,25 @@ from transformers.trainer_utils import EvalLoopOutput
 from merak.arguments import arguments_for
 from merak.checkpoint.save_pretrained import on_rank0
 from merak.checkpoint.writing import writing_into
+from merak.core.errors import DataError
+from merak.core.rank0 import warn_on_rank0
+from merak.data.non_tensors import with_kind
+from merak.engine import Engine
 from merak.graph.weights.holders import named_tensors
 from merak.graph.weights.laid_out import like, methods_allowed
-from merak.sentence_transformers.losses import as_one_graph
+from merak.sentence_transformers.losses import (
+    as_one_graph,
+    gathers,
+    hold_modules,
+    without_held_modules,
+)
 from merak.trainer import MerakTrainer
 from merak.trainer.generation import with_whole_model
 from merak.trainer.subclass.agreed_metrics import metrics_of_rank0
 from merak.trainer.subclass.overrides import Decision, Override
 from merak.trainer.unsupported import refuse_other_arguments
+
+logger = logging.getLogger(__name__)
 
 SentenceTransformerTrainingArguments = arguments_for(
     sentence_transformers.SentenceTransformerTrainingArguments
@@ -40,6 +54,12 @@ if TYPE_CHECKING:
     _Before = MerakTrainer
 else:
     _Before = object  # in Python's order of methods, the package's class comes between the two
+
+
+_EQUAL = (
+    "a loss takes negatives from the batches of all replicas (gather_across_devices), which must "
+    "be equally many and large"
+)
 
 
 class OnRanks(_Before):
@@ -52,6 +72,7 @@ class OnRanks(_Before):
         "_save": Override(Decision.CALLED, "on rank 0, whose `model` is whole there")
     }
     takes: ClassVar[str]  # a name of its arguments
+    has_kinds = True
     _gathered: Mapping[str, torch.Tensor] = {}  # on rank 0, while a checkpoint is written
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -59,6 +80,53 @@ class OnRanks(_Before):
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         refuse_other_arguments(type(self), given.get("args"))
         super().__init__(*args, **kwargs)
+        self._hold_modules(self.model)
+        is_met = gathers(self._losses_by_name.values()) and self.mesh.dp > 1
+        if is_met and not self.args.dataloader_drop_last:  # as the package has it in its own jobs
+            self.args.dataloader_drop_last = True
+            warn_on_rank0(logger, "%s; dataloader_drop_last is True now.", _EQUAL)
+
+    @property
+    def _losses_by_name(self) -> dict[str, nn.Module]:
+        loss: Any = self.loss  # type: ignore[attr-defined]
+        return loss if isinstance(loss, dict) else {"": loss}
+
+    def _hold_modules(self, model: Any) -> None:
+        hold_modules(model, self._losses_by_name.values())
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model anew, which losses of before then call."""
+        model = super().call_model_init(trial)
+        if hasattr(self, "loss"):  # else the trainer is being made
+            self._hold_modules(model)
+        return model
+
+    def get_optimizer_cls_and_kwargs(  # type: ignore[override]  # no static method there
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The package's optimizer, whose groups go by the names of losses' parameters."""
+        with without_held_modules(self.model):
+            return super().get_optimizer_cls_and_kwargs(*args, **kwargs)
+
+    def build_engine(self, *args: Any, **kwargs: Any) -> Engine:
+        """Build the engine, unless replicas would meet with other batches.
+
+        Raises:
+            DataError: a loss takes rows from all replicas, and their batches are not alike.
+        """
+        engine = super().build_engine(*args, **kwargs)
+        if engine.meets_replicas:
+            self._refuse_other_batches()
+        return engine
+
+    def _refuse_other_batches(self) -> None:
+        if isinstance(self.train_dataset, dict):
+            raise DataError(
+                f"{_EQUAL}, and of one dataset, but there are several; train with one dataset, "
+                "dp=1, or without gather_across_devices."
+            )
+        if not self.args.dataloader_drop_last:
+            raise DataError(f"{_EQUAL}; set dataloader_drop_last=True.")
 
     def compute_loss(
         self,
@@ -71,8 +139,39 @@ class OnRanks(_Before):
         rest = (model, inputs, return_outputs, num_items_in_batch)
         if not self._is_traced:
             return super().compute_loss(*rest)
-        with as_one_graph(merges_columns=self.mesh.pp > 1):
+        # An evaluation's batches are those of one process.
+        replicas = self.mesh.dp if model.training else 1
+        with as_one_graph(merges_columns=self.mesh.pp > 1, num_replicas=replicas):
             return super().compute_loss(*rest)
+
+    def _build_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        loader: DataLoader[Any] = super()._build_dataloader(*args, **kwargs)  # type: ignore[misc]
+        loader.collate_fn = _Kinds(loader.collate_fn)
+        return loader
+
+    def track_loss_components(self, loss: dict[str, torch.Tensor]) -> None:
+        """Add the parts of a loss to what is logged of them; as numbers, where it is traced."""
+        if not self._is_traced:
+            super().track_loss_components(loss)  # type: ignore[misc]
+            return
+        own: Any = self
+        kept = own.accum_loss_components["train" if self.model.training else "eval"]
+        steps = kept.get("steps", 0)
+        for name, tensor in loss.items():
+            value = tensor.item()
+            if own.args.logging_nan_inf_filter and not math.isfinite(value):
+                value = kept.get(name, 0.0) / max(steps, 1)
+            kept[name] = kept.get(name, 0.0) + value
+        kept["steps"] = steps + 1
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The package's own log, which adds the means of the parts of losses."""
+        own: Any = self
+        for kept in own.accum_loss_components.values():
+            kept.update({name: torch.as_tensor(value) for name, value in kept.items()})
+        super().log(logs, start_time)
+        for kept in own.accum_loss_components.values():
+            kept.update({name: torch.as_tensor(value).item() for name, value in kept.items()})
 
     # ---- evaluators ----
 
@@ -104,14 +203,14 @@ class OnRanks(_Before):
     def _save_copy(self, whole: nn.Module, folder: str) -> None:
         """Let the package, or a subclass, write the folder of a whole model, on rank 0."""
         model = self.model
-        whole.model_card_data = model.model_card_data
-        self.model = whole
+        card = whole.model_card_data = model.model_card_data
+        self.model = card.model = whole  # which the card encodes an example with
         try:
             with writing_into(folder):
                 self._save(folder)
                 self._save_companions(folder)
         finally:
-            self.model = model
+            self.model = card.model = model
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint with the package's folder, whose weights rank 0 gathers."""
@@ -135,6 +234,20 @@ class OnRanks(_Before):
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         MerakTrainer._load_from_checkpoint(self, *args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """A collator whose batches say what they are: which columns in which order, of which dataset.
+
+    Args:
+        collate: the package's, or the script's.
+    """
+
+    collate: Callable[[list[Any]], Mapping[str, Any]]
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        return with_kind(self.collate(samples))
 
 
 class _Evaluating(MerakTrainer):

@@ -42,6 +42,7 @@ class EvaluationOptions:
             does in one process unless dispatch_batches=False.
         plain: arguments that are no tensors, which every batch has beside its columns.
         seed: of the loader's random draws.
+        has_kinds: whether batches have other columns from one to the next, and say so.
     """
 
     only_loss: bool
@@ -51,6 +52,7 @@ class EvaluationOptions:
     counts_last: bool
     plain: Mapping[str, Any]
     seed: int
+    has_kinds: bool
 
     def kept(self, columns: Iterable[str]) -> list[str]:
         """The columns of a batch that are returned beside the results."""
@@ -106,6 +108,7 @@ def evaluation_options(
         counts_last=is_iterable(dataset) and dispatched is not False,
         plain=plain,
         seed=args.seed,
+        has_kinds=getattr(trainer, "has_kinds", False),
     )
 
 
@@ -275,7 +278,7 @@ class Evaluation:
             self._loader,
             dp_degree=self.mesh.dp,
             dp_rank=self.mesh.dp_rank,
-            columns=self._counter.to_read(read),
+            columns=None if options.has_kinds else self._counter.to_read(read),
             seed=options.seed,
             non_tensors=options.plain,
         )

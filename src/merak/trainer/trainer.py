@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, cast
+from typing import Any, ClassVar, Never, cast
 
 import torch
 from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
@@ -133,6 +133,9 @@ class MerakTrainer(Stepping):
         MeshError: `merak.init` has not been called.
         ArgumentsError: an argument that cannot be honoured.
     """
+
+    has_kinds: ClassVar[bool] = False
+    """Whether batches say what kind they are of (`merak.data.non_tensors.with_kind`)."""
 
     def __init__(
         self,
@@ -473,15 +476,16 @@ class MerakTrainer(Stepping):
         assert self._batch_exchange is not None
         first = digest_columns(batch, columns)
         self._batch_exchange.compare(first, "step on the dataset's first samples")
+        known = KnownColumns(frozenset(whole), self._columns_taken() - whole.keys())
         return shard_loader(
             loader,
             dp_degree=self.mesh.dp,
             dp_rank=self.mesh.dp_rank,
-            columns=self._counter.to_read(columns),
+            columns=None if self.has_kinds else self._counter.to_read(columns),
             seed=self.args.seed,
             non_tensors=self._plain,
             whole_rounds=self.args.dataloader_drop_last and engine.needs_equal_replicas,
-            known=KnownColumns(frozenset(whole), self._columns_taken() - whole.keys()),
+            known=None if self.has_kinds else known,
         )
 
     def _columns_taken(self) -> frozenset[str]:
