@@ -120,7 +120,7 @@ def time_rounds(options: argparse.Namespace) -> None:
         parallel = parallel_model(2, way)
         count = 2 * options.local_steps
         parallel.step({"input_ids": ids, "labels": ids})
-        parallel.engine.end_round()
+        parallel.engine.complete_updates()
         sent, start = sent_bytes(), time.perf_counter()
         for _ in range(count):
             parallel.step({"input_ids": ids, "labels": ids})

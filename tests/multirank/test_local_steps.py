@@ -174,7 +174,7 @@ def going_on(
         if step == save:
             parallel.save_checkpoint(folder)
         parallel.step(own_part(step, dp, mesh.dp_rank))
-    parallel.engine.end_round()
+    parallel.engine.complete_updates()
     momenta = {n: m.clone() for n, m in parallel.engine.local_steps.momenta().items()}
     return parameters(parallel), momenta
 

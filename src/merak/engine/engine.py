@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from merak.core.errors import TrainingError
 from merak.core.mesh import REPLICAS
 from merak.core.precision import refuse_inference_mode
 from merak.core.random import own_random_state
+from merak.core.rank0 import warn_once
 from merak.core.shards import ParameterShard
 from merak.core.tensor_meta import Signature
 from merak.engine.comm.buffer_sync import sync_buffers
@@ -51,6 +53,8 @@ from merak.graph.weights.gather_weights import gather_state_dict, whole_copy
 from merak.graph.weights.laid_out import LastWeights, Part, is_in_parts, methods_allowed
 from merak.graph.weights.sharded import ShardWatch, note_who_asks_for_layout
 from merak.plan.summary import idle_pipeline
+
+logger = logging.getLogger(__name__)
 
 _EVALUATE_LESS = (
     "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"
@@ -155,6 +159,11 @@ class Engine:
             state.optimizer_params.sync_model_params()
         with self.watch.paused():
             state.optimizer_params.end_delay()
+
+    def end_round(self) -> None:
+        """Call `complete_updates`, of which this is the former name; a warning says so."""
+        warn_once(logger, "Engine.end_round is today called complete_updates.")
+        self.complete_updates()
 
     @property
     def local_steps(self) -> LocalSteps | None:

@@ -268,3 +268,10 @@ def test_whole_weights_need_no_process_group() -> None:
     found = parallel.gather_state_dict()
     assert found.keys() == before.keys()
     assert all(not torch.equal(found[name], before[name]) for name in found)
+
+
+def test_a_former_name_of_a_method_still_works(caplog: pytest.LogCaptureFixture) -> None:
+    batch = text_batch()
+    engine = engine_of(gpt2(), batch, num_microbatches=1)
+    engine.end_round()
+    assert "Engine.end_round is today called complete_updates." in caplog.text
