@@ -88,8 +88,9 @@ def offloaded_step(case: Case, offloaded: str, in_turn: bool) -> tuple[float, st
     return median(taken[1:]), f"{copied[0] / 1e9:.3g}"
 
 
-HOMES = ("off", "cpu", "files")
-"""Where the optimizer's states are: on the device, in host memory, or in a file."""
+HOMES = ("off", "cpu", "cpu, delayed", "files")
+"""Where the optimizer's states are: on the device, in host memory, or in a file; and whether its
+steps are delayed by one, whose losses are others."""
 
 
 def offload_optimizer(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
@@ -100,9 +101,11 @@ def offload_optimizer(device: str, limit_s: float) -> Iterator[dict[str, Any]]:
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
     with tempfile.TemporaryDirectory() as folder:
         for home in HOMES:
+            where, _, delayed = home.partition(", ")
             parallel = merak.parallelize(
                 built(case), batch, autocast=AUTOCAST, optimizer=adam, max_grad_norm=1.0,
-                offload_optimizer=folder if home == "files" else home,
+                offload_optimizer=folder if where == "files" else where,
+                delay_optimizer_update=bool(delayed),
             )  # fmt: skip
             taken = []
             for _ in range(STEPS):

@@ -74,7 +74,8 @@ class DelayedStep:
 
     def land_complete(self, tensors: Sequence[nn.Parameter]) -> None:
         """Bring those of some tensors to the device whose update is complete by now."""
-        complete = {t for future, part in self._running if future.done() for t in part}
+        ran = [part for own, part in self._running if own.done() and own.exception() is None]
+        complete = {t for part in ran for t in part}
         landing = [t for t in tensors if t in self.pending and t in complete]
         if landing:
             self._land(landing)
