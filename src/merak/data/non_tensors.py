@@ -8,7 +8,7 @@ has a trace of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -98,4 +98,14 @@ def without_kind(batch: Mapping[str, Any]) -> dict[str, Any]:
         return dict(batch)
     order, non_tensors = json.loads(named.removeprefix(_KIND))
     found = {name: value for name, value in {**batch, **non_tensors}.items() if name != named}
-    return {name: found[name] for name in (*order, *found) if name in found}
+    return in_order(found, order)
+
+
+def in_order(batch: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """A batch whose first arguments come in an order, as far as it has them.
+
+    Args:
+        batch: by name.
+        order: names.
+    """
+    return {name: batch[name] for name in (*order, *batch) if name in batch}

@@ -137,6 +137,9 @@ class MerakTrainer(Stepping):
     has_kinds: ClassVar[bool] = False
     """Whether batches say what kind they are of (`merak.data.non_tensors.with_kind`)."""
 
+    column_order: tuple[str, ...] = ()
+    """Names of the first batch's arguments, in the order that `compute_loss` may read."""
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -356,7 +359,7 @@ class MerakTrainer(Stepping):
         """
         columns, plain = split_non_tensors(batch)
         columns = example_of_rank0("the first batch", columns)
-        self._plain = dict(plain)
+        self._plain, self.column_order = dict(plain), tuple(batch)
         self._counter = self._make_counter()
         source = self._graph_source(plain)
         source.example = columns

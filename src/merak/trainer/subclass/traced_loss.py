@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length
 from merak.arguments import MerakArguments
 from merak.core.errors import TraceError
 from merak.data import shard_loader
-from merak.data.non_tensors import without_kind
+from merak.data.non_tensors import in_order, without_kind
 from merak.graph.trace.calls.call import LossFunction, calls_model
 from merak.trainer.evaluation import gives_loss
 from merak.trainer.subclass.methods import describe, names_reached, overriding
@@ -64,7 +64,7 @@ def _of_compute_loss(trainer: Any) -> LossFunction:
     self = trainer  # by which name messages call what the loss reads
 
     def loss_of_model(model: nn.Module, batch: dict[str, Any]) -> tuple[Any, Any]:
-        batch = without_kind(batch)
+        batch = without_kind(in_order(batch, self.column_order))
         count = batch.pop(TOKENS, None)
         self._is_traced = True
         try:

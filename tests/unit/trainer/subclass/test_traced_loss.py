@@ -84,6 +84,24 @@ def trained(cls: Any, kind: Any, folder: Path, **given: Any) -> list[float]:
     return [log[key] for log in logs for key in ("loss", "eval_loss") if key in log]
 
 
+def test_columns_come_in_the_order_of_the_collator(tmp_path: Path) -> None:
+    def first(base: Any) -> Any:
+        class First(base):  # type: ignore[misc]
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, **of_step: Any
+            ) -> Any:
+                x, target, shift = inputs.values()
+                found = model(x)
+                loss = (found["predicted"] - target.exp() - shift).square().mean()
+                return (loss, found) if return_outputs else loss
+
+        return First
+
+    found = trained(first(merak.MerakTrainer), merak.MerakArguments, tmp_path / "ours")
+    expected = trained(first(Trainer), TrainingArguments, tmp_path / "theirs")
+    assert found == pytest.approx(expected)
+
+
 @one_in(4)
 @pytest.mark.parametrize("name", FACTORS)
 def test_a_loss_reads_the_trainer_as_it_is_in_its_step(name: str, tmp_path: Path) -> None:
