@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import merak
+from merak.core import mesh
 from merak.plan.optimizer import home
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_offload_optimizer import (
@@ -25,6 +26,8 @@ from tests.multirank.training import Layout
 from tests.tiers import slow
 
 DELAYED = AWAY | {"delay_optimizer_update": True}
+
+Job = tuple[Layout, list[Setting]]
 
 NUM_STEPS = 4
 
@@ -119,9 +122,18 @@ def trained(job: Any) -> list[torch.Tensor]:
     return [*found, *job.parameters(), job.evaluate()]
 
 
-def same(layout: Layout, settings: list[Setting], folder: Path) -> list[list[bool]]:
+def same(jobs: list[Job], folder: Path) -> list[list[bool]]:
     """Per setting, whether delayed jobs in host memory and files train as the loop by hand."""
     home.PART_BYTES = 2**12  # so that there are several
+    found = []
+    for layout, settings in jobs:
+        mesh.reset()
+        found += same_in(layout, settings, folder)
+    return found
+
+
+def same_in(layout: Layout, settings: list[Setting], folder: Path) -> list[list[bool]]:
+    """The same in one layout."""
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     found = []
@@ -137,26 +149,29 @@ def same(layout: Layout, settings: list[Setting], folder: Path) -> list[list[boo
 
 @pytest.mark.nccl_rules
 @pytest.mark.parametrize(
-    ("layout", "settings"),
+    "jobs",
     [
-        (
-            (2, 1, 1),
-            [
-                ({}, "float32", "fused"),
-                ({"zero": 1} | MASTERS, "bfloat16", "fused"),
-                ({"zero": 3} | MASTERS | EARLY, "bfloat16", "fused"),
-                ({"zero": 2} | EARLY, "float32", "foreach"),
-            ],
-        ),
-        ((1, 2, 1), [(MASTERS, "bfloat16", "fused"), (EARLY, "float32", "fused")]),
-        ((1, 1, 2), [(EARLY, "float32", "fused"), (MASTERS, "bfloat16", "foreach")]),
-        ((1, 1, 1), [({"autocast": torch.float16}, "float32", "fused")]),
-        slow((1, 1, 2), [({"schedule": "chimera"} | EARLY, "float32", "fused")]),
-        slow((2, 1, 1), [({"zero": 3}, "float32", "fused"), (EARLY, "bfloat16", "fused")]),
+        [
+            (
+                (2, 1, 1),
+                [
+                    ({}, "float32", "fused"),
+                    ({"zero": 1} | MASTERS, "bfloat16", "fused"),
+                    ({"zero": 3} | MASTERS | EARLY, "bfloat16", "fused"),
+                    ({"zero": 2} | EARLY, "float32", "foreach"),
+                ],
+            ),
+            ((1, 2, 1), [(MASTERS, "bfloat16", "fused"), (EARLY, "float32", "fused")]),
+            ((1, 1, 2), [(EARLY, "float32", "fused"), (MASTERS, "bfloat16", "foreach")]),
+        ],
+        slow([((1, 1, 1), [({"autocast": torch.float16}, "float32", "fused")])]),
+        slow([((1, 1, 2), [({"schedule": "chimera"} | EARLY, "float32", "fused")])]),
+        slow([((2, 1, 1), [({"zero": 3}, "float32", "fused"), (EARLY, "bfloat16", "fused")])]),
     ],
+    ids=["layouts", "fp16", "chimera", "replicas"],
 )
 def test_delayed_updates_are_those_of_a_loop_that_holds_gradients_back(
-    pool: RankPool, layout: Layout, settings: list[Setting], tmp_path: Path
+    pool: RankPool, jobs: list[Job], tmp_path: Path
 ) -> None:
-    for rank in pool.run(same, math.prod(layout), layout, settings, tmp_path / "states"):
-        assert rank == [[True, True]] * len(settings)
+    for rank in pool.run(same, math.prod(jobs[0][0]), jobs, tmp_path / "states"):
+        assert rank == [[True, True]] * sum(len(settings) for _, settings in jobs)

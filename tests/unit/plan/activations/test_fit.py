@@ -27,6 +27,7 @@ from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.engine_options import EngineOptions
 from merak.plan.expected.times import expected_times
 from merak.plan.price.segments import price_graph
+from tests.tiers import slow
 from tests.unit.engine.models import gpt2, text_batch
 
 FAST, SLOW = 1e15, 1.0
@@ -175,7 +176,7 @@ def test_a_misfit_names_offloading_where_that_fits() -> None:
         forecast(**many, memory_budget=least)
 
 
-@pytest.mark.parametrize("recompute", ["off", "full"])
+@pytest.mark.parametrize("recompute", ["off", slow("full")])
 def test_a_misfit_names_a_head_in_chunks_where_that_fits(recompute: str) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=2**20)
     with torch.device("meta"):
