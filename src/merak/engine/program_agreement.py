@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import has_peers
+from merak.graph.ir.ir import Segment
+from merak.graph.ir.replicas import OF_REPLICAS, meets_replicas
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.weights.rank_agreement import gather_objects
 from merak.plan.layout import Layout
@@ -31,11 +33,13 @@ class Digests:
         job: of what all ranks share: the partition, the schedule and its pipes.
         segments: of the rewritten segments of the rank's stages, by segment index.
         traced: of all segments as they were traced, with the loss, which every rank has.
+        replica: which one this is, where each replica's graph knows which rows are its own; else 0.
     """
 
     job: str
     segments: Mapping[int, str]
     traced: tuple[str, ...] = ()
+    replica: int = 0
 
 
 def check_programs(program: Program, layout: Layout, mesh: Mesh) -> None:
@@ -50,17 +54,34 @@ def check_programs(program: Program, layout: Layout, mesh: Mesh) -> None:
         PlanError: two ranks differ; on all ranks.
     """
     if has_peers(mesh):
-        check_digests(gather_objects(digests_of(program, layout), "the programs of"))
+        own = digests_of(program, layout, mesh.dp_rank)
+        check_digests(gather_objects(own, "the programs of"))
 
 
-def digests_of(program: Program, layout: Layout) -> Digests:
-    """Digests of a rank's program and of its job's layout."""
+def digests_of(program: Program, layout: Layout, replica: int) -> Digests:
+    """Digests of a rank's program and of its job's layout.
+
+    Where a graph meets the other replicas, it is compared inside one replica alone; all replicas
+    still have the same segments, of the same parameters, and operators that meet in turn.
+    """
     schedule = layout.schedule
     pipes = (schedule.name, schedule.pipes, schedule.microbatch_pipes)
     job = _digest((repr(layout.partition), repr(pipes)))
     own = [segment for stage in program.stages.values() for segment in stage.segments]
     traced = tuple(_digest((_text(one.graph),)) for one in layout.graph.segments)
-    return Digests(job, {p.segment.index: _digest(_described(p)) for p in own}, traced)
+    segments = {p.segment.index: _digest(_described(p)) for p in own}
+    if not meets_replicas(layout.graph):
+        return Digests(job, segments, traced)
+    return Digests(
+        _digest((job, *map(_meetings, layout.graph.segments))), segments, traced, replica
+    )
+
+
+def _meetings(segment: Segment) -> str:
+    """What of a segment has to be the same on all replicas."""
+    nodes = [node for node in segment.graph.nodes if node.target in OF_REPLICAS]
+    met = [(str(node.target), node.args[1:], str(node.meta["tensor"])) for node in nodes]
+    return repr((segment.parameters, segment.outputs, met))
 
 
 def check_digests(by_rank: Sequence[Digests]) -> None:
@@ -72,19 +93,21 @@ def check_digests(by_rank: Sequence[Digests]) -> None:
     Raises:
         PlanError: some are not.
     """
-    first: dict[int, tuple[int, str]] = {}
+    first: dict[tuple[int, int], tuple[int, str]] = {}
     for rank, found in enumerate(by_rank):
-        for index, (mine, others) in enumerate(zip(by_rank[0].traced, found.traced)):
+        one = next(n for n, known in enumerate(by_rank) if known.replica == found.replica)
+        for index, (mine, others) in enumerate(zip(by_rank[one].traced, found.traced)):
             if mine != others:
                 raise PlanError(
-                    f"Ranks 0 and {rank} have traced different models: segment {index} differs, "
-                    "such as by a dropout, another number of the config, or the loss; build the "
-                    "same model with the same loss on every rank."
+                    f"Ranks {one} and {rank} have traced different models: segment {index} "
+                    "differs, such as by a dropout, another number of the config, or the loss; "
+                    "build the same model with the same loss on every rank (a loss that is told "
+                    "its rank and the number of ranks takes mesh.dp_rank and mesh.dp)."
                 )
         if found.job != by_rank[0].job:
             raise _error(0, rank, "planned different stages or schedules")
         for index, digest in found.segments.items():
-            other, expected = first.setdefault(index, (rank, digest))
+            other, expected = first.setdefault((found.replica, index), (rank, digest))
             if digest != expected:
                 raise _error(other, rank, f"derived different programs for segment {index}")
 

@@ -281,7 +281,7 @@ def replicate_to_partial(tensor: torch.Tensor, axis: str) -> torch.Tensor:
 
 @sends("all_gather", "reduce_scatter")
 def gather_replicas(tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> torch.Tensor:
-    """All-gather of what replicas have, a rank's own first, whose backward sums their gradients.
+    """All-gather of what replicas have, in their order, whose backward sums their gradients.
 
     Each replica's loss reads all of it, so that the sum of these losses has that gradient.
 
@@ -291,9 +291,22 @@ def gather_replicas(tensor: torch.Tensor, dim: int, parts: tuple[int, ...]) -> t
         parts: the size of all together.
 
     Returns:
-        The tensors of this replica, of the next one, and so on, around to the one before it.
+        The tensors of all replicas.
     """
-    return _gathered_in_turn(tensor, dim, parts, "dp")
+    return _gathered_for_all(tensor, dim, parts, "dp")
+
+
+@sends("all_reduce", "all_reduce")
+def sum_replicas(tensor: torch.Tensor) -> torch.Tensor:
+    """All-reduce of what replicas have, whose backward sums their gradients likewise.
+
+    Args:
+        tensor: a summand of every replica.
+
+    Returns:
+        The sum, which each replica's loss reads.
+    """
+    return _summed_for_all(tensor, "dp")
 
 
 Started = tuple[torch.Tensor, "dist.Work | None"]
@@ -442,20 +455,6 @@ def _reduce_scatter(
     return own
 
 
-def _gather_in_turn(
-    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
-) -> torch.Tensor:
-    gathered = _all_gather(tensor, dim, parts, axis)
-    return gathered.roll(-axis_rank(axis) * tensor.shape[dim], dim)
-
-
-def _scatter_in_turn(
-    tensor: torch.Tensor, dim: int, parts: tuple[int, ...], axis: str
-) -> torch.Tensor:
-    own = tensor.shape[dim] // axis_degree(axis)
-    return _reduce_scatter(tensor.roll(axis_rank(axis) * own, dim), dim, parts, axis)
-
-
 def _local_slice(
     tensor: torch.Tensor,
     dim: int,
@@ -477,5 +476,6 @@ _summand = linear(_divided, _same)
 _gathered = linear(_all_gather, _local_slice)
 _sliced = linear(_local_copy, _all_gather)
 _scattered = linear(_reduce_scatter, _all_gather)
-_gathered_in_turn = linear(_gather_in_turn, _scatter_in_turn)
+_gathered_for_all = linear(_all_gather, _reduce_scatter)
+_summed_for_all = linear(_all_reduce, _all_reduce)
 _gathered_for_split = linear(_gather_for_split, _reduce_scatter)

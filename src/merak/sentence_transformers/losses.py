@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,18 +11,16 @@ import torch
 from sentence_transformers.base.losses.gradcache import CachedLossMixin
 from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.sentence_transformer.losses import matryoshka
-from sentence_transformers.util import distributed
 from torch import nn
 
 from merak.core.errors import ArgumentsError
-from merak.graph.ir.replicas import REPLICA_ROWS
 
 NAME = "of_losses"
 """Of the submodule that holds modules of losses."""
 
 
 @contextmanager
-def as_one_graph(*, merges_columns: bool, num_replicas: int) -> Iterator[None]:
+def as_one_graph(*, merges_columns: bool) -> Iterator[None]:
     """Context in which losses are functions of the model alone, as a trace takes them.
 
     A cached loss then has the whole batch's embeddings at once: whatever it computes of
@@ -33,14 +30,10 @@ def as_one_graph(*, merges_columns: bool, num_replicas: int) -> Iterator[None]:
         merges_columns: whether all columns of a batch go through the model together, padded to one
             length, where sentence-transformers lets the first one go alone. Layers in stages of a
             pipeline are then called once.
-        num_replicas: whose rows a loss with `gather_across_devices` takes; 1 for a batch's own.
     """
-    replaced = [
+    replaced: list[tuple[Any, str, Any]] = [
         (CachedLossMixin, "forward_cached", _forward_at_once),
         (matryoshka.CachedLossDecorator, "__call__", _at_each_size),
-        # Of replicas' rows a rank's own come first, as those of the first rank do.
-        (distributed, "is_dist_initialized", lambda: False),
-        (distributed, "all_gather", partial(_gather, num_replicas=num_replicas)),
     ]
     if merges_columns:  # of the function, since every loss has it by a name of its own
         replaced.append((embed_columns, "__defaults__", (False,)))
@@ -71,14 +64,6 @@ def _at_each_size(
         cut = [[matryoshka.shrink(each, dim) for each in column] for column in embeddings]
         loss += weight * decorator.fn(cut, *args, **kwargs)
     return loss
-
-
-def _gather(rows: torch.Tensor, with_grad: bool = False, *, num_replicas: int) -> torch.Tensor:
-    """Rows of all replicas, in place of the package's own gathering."""
-    if num_replicas == 1:
-        return rows
-    found: torch.Tensor = REPLICA_ROWS(rows if with_grad else rows.detach(), num_replicas)
-    return found
 
 
 def gathers(losses: Iterable[nn.Module]) -> bool:

@@ -139,9 +139,7 @@ class OnRanks(_Before):
         rest = (model, inputs, return_outputs, num_items_in_batch)
         if not self._is_traced:
             return super().compute_loss(*rest)
-        # An evaluation's batches are those of one process.
-        replicas = self.mesh.dp if model.training else 1
-        with as_one_graph(merges_columns=self.mesh.pp > 1, num_replicas=replicas):
+        with as_one_graph(merges_columns=self.mesh.pp > 1):
             return super().compute_loss(*rest)
 
     def _build_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:

@@ -13,6 +13,7 @@ from merak.graph.ir.ir import Kind
 from merak.graph.ir.mutation import Mutations, find_mutations
 from merak.graph.ir.operators import family, weights_only
 from merak.graph.ir.reachable import reachable
+from merak.graph.ir.replicas import OF_REPLICAS
 from merak.graph.trace.normalize import is_random
 
 
@@ -30,7 +31,8 @@ class Liveness:
     """Nodes of a graph in main and batch-only ones, and the lifetimes of main values.
 
     Args:
-        main: nodes that depend on a parameter, draw random numbers, or write into a tensor.
+        main: nodes that depend on a parameter, draw random numbers, write into a tensor, or meet
+            other replicas, which is done once.
         batch_only: the other operators: they depend on the batch and on buffers alone.
         last_use: per main node, the position in `main` of its last reader (its own if none).
         dying: per position, the earlier values read there for the last time.
@@ -95,7 +97,7 @@ def _dying(last_use: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> set[fx.Node]:
-    """Operators that depend on a parameter, on random numbers, or on a mutated buffer.
+    """Operators that depend on a parameter, random numbers, a mutated buffer, or other replicas.
 
     What is written in place is computed from the batch alone only if all that is written there is,
     and if nobody in the main part looks at it before the last write.
@@ -110,7 +112,7 @@ def _main(graph: fx.Graph, operators: Sequence[fx.Node], writes: Mutations) -> s
                 yield from writes.group(source)
 
     seeds = [n for n in graph.find_nodes(op="placeholder") if _is_seed(n, writes)]
-    seeds += [n for n in operators if is_random(n)]
+    seeds += [n for n in operators if is_random(n) or n.target in OF_REPLICAS]
     return {n for n in reachable(seeds, depending) if n.op == "call_function"}
 
 

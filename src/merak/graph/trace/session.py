@@ -35,6 +35,7 @@ from merak.graph.trace.modes.grouped_products import GroupedProducts
 from merak.graph.trace.modes.known_ones import KnownOnes
 from merak.graph.trace.modes.metadata_queries import MetadataQueries
 from merak.graph.trace.modes.packed_sequences import PackedSequences
+from merak.graph.trace.modes.replica_collectives import replica_collectives
 from merak.graph.trace.modes.tensor_data import DetachedData
 from merak.graph.trace.modes.value_checks import ValueChecks
 from merak.graph.trace.modes.vmap import vmap_by_operators
@@ -45,6 +46,7 @@ from merak.graph.trace.opaque.operator import OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.repeats.calls import RepeatedCalls
+from merak.graph.trace.state.rank_reads import RankReads
 from merak.graph.trace.state.record import StateReads
 from merak.graph.trace.state.snapshot import restored_state
 
@@ -67,6 +69,7 @@ class Session:
         packed: follows packed sequences.
         autograd: records gradients that the model takes itself.
         loops: counts operators in loops.
+        ranks: records reads of the rank.
         copies_blocks: whether calls of equal blocks are copied.
         calls: opaque calls, in the order in which they were recorded.
         example: what follows from an example batch.
@@ -82,6 +85,7 @@ class Session:
     real: RealTensors
     reads: StateReads
     loops: Loops
+    ranks: RankReads
     copies_blocks: bool = False
     fake: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     checks: ValueChecks = field(default_factory=ValueChecks)
@@ -145,6 +149,7 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
         lambda s: s.host_random.recorded(s.model),
         "functions that draw arrays are operators; after the line above, whose draws they are not",
     ),
+    (lambda s: s.ranks.recorded(), "reads of the rank and the number of ranks find replicas"),
     (lambda s: refused_modules(s.model), "they communicate before any operator shows it"),
     (lambda s: refused_collectives(), "no function mode: sees operators of any caller"),
 )
@@ -165,6 +170,10 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (lambda s: s.checks, "no function mode: answers where no mode knows a tensor's boolean"),
     (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
     (lambda s: GroupedProducts(), "any place: no other mode looks at grouped products"),
+    (
+        lambda s: replica_collectives(s.model.training),
+        "the modes above see operators over the replicas in place of collectives",
+    ),
     (lambda s: s.packed, "sees operators on packed rows as the model wrote them, but for .data"),
     (lambda s: s.host_random, "takes arrays that its operators stand for in place of torch.tensor"),
     (lambda s: DetachedData(), "the modes above see detach() in place of .data"),

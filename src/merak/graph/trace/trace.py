@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.replicas import OF_REPLICAS
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.branches.host_random import (
@@ -148,7 +149,9 @@ def _traced(
     example: Mapping[str, torch.Tensor],
 ) -> Trace:
     """Trace a model, with all branches of its conditions."""
-    run = partial(export_model, model, columns, call, device, example=example)
+    _refuse_trained_loss(call.loss_fn)
+    ranks = RankReads(training=model.training)
+    run = partial(export_model, model, columns, call, device, example=example, ranks=ranks)
 
     def export(answers: tuple[bool, ...], opaque: OpaqueSelection) -> Trace:
         select_hooked_modules(model, opaque)
@@ -161,15 +164,15 @@ def _traced(
             logger.debug("no copies of blocks: %s", error)
             return normalized(whole(), columns)
 
-    ranks = RankReads()
-    with ranks.recorded():
-        made = trace_with_fallbacks(model, export, opaque)
+    made = trace_with_fallbacks(model, export, opaque)
+    made = replace(made, asks_size=ranks.asks_size)
     refuse_left(made.left)
     if made.replay is not None:
         batch = {name: meta for name, meta in columns.items() if name not in call.numbers}
         rehearse(made.replay, model, batch, device)
     calls = partial(run, opaque=opaque)
-    is_warned_of = refuse_by_rank(ranks, lambda: described_call(calls()))
+    meets = any(made.graph.find_nodes(op="call_function", target=t) for t in OF_REPLICAS)
+    is_warned_of = refuse_by_rank(ranks, lambda own: described_call(calls(ranks=own)), meets)
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
         return replace(made, is_warned_of=warn_of_left(made.left) or is_warned_of)
@@ -190,6 +193,7 @@ def export_model(
     counts: Sequence[Mapping[str, float]] = (),
     batches: Sequence[Mapping[str, TensorMeta]] = (),
     example: Mapping[str, torch.Tensor] | None = None,
+    ranks: RankReads | None = None,
 ) -> Exported:
     """Run `torch.export` on a model: the first half of `trace`.
 
@@ -206,12 +210,12 @@ def export_model(
         counts: per call, values that counters are set to before it, by their label.
         batches: the columns of each call, where these differ; none for `num_calls` like ones.
         example: as of `trace`.
+        ranks: records reads of the rank; None where nobody asks for them.
 
     Raises:
         LeftOpen: calls were copied that must not be.
         TraceError: as of `trace`.
     """
-    _refuse_trained_loss(call.loss_fn)
     opaque = OpaqueSelection() if opaque is None else opaque
     conditions = RandomConditions(answers, opaque.by_batch)
     real = RealTensors.of(model)
@@ -220,9 +224,8 @@ def export_model(
     columns, num_calls = columns_of_calls(batches), len(batches)
     session = Session(
         model, columns, device, opaque, conditions, HostRandomFunctions(call.host_random), real,
-        reads, Loops(model, opaque.unrolled), copies_blocks, example=BatchValues(example or {}),
-        ones=KnownOnes(batches[0]),
-    )  # fmt: skip
+        reads, Loops(model, opaque.unrolled), ranks or RankReads(training=model.training),
+        copies_blocks, example=BatchValues(example or {}), ones=KnownOnes(batches[0]))  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter

@@ -1,8 +1,9 @@
-"""Collectives in a model's own code, which are refused where a job has several ranks.
+"""Collectives in a model's own code, which are refused where they are no operators of its graph.
 
 A model's forward and its loss run in pieces: pipeline ranks run other lines of it, tensor parallel
 ranks have the same samples, and replicas may have other numbers of microbatches. So ranks that meet
-inside one line would wait for ever, or count samples twice.
+inside one line would wait for ever, or count samples twice. Those that mean one process with a
+larger batch become operators over the replicas (`modes/replica_collectives.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ INSTEAD = (
     "for ever, tensor parallel ranks have the same samples and would count them twice, and "
     "replicas would mix microbatches. Leave it out: Merak itself reduces gradients, losses and "
     "sums over split weights, and gives all replicas the same weights. What only prints may stay, "
-    "under `if dist.get_rank() == 0`."
+    "under `if dist.get_rank() == 0`. Of the default group, all_reduce, all_gather, "
+    "all_gather_into_tensor and broadcast may stay, and those of torch.distributed.nn.functional, "
+    "outside of opaque modules and of backwards of one's own: they meet the replicas."
 )
 
 

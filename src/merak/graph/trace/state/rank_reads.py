@@ -1,4 +1,8 @@
-"""The rank of this process as Python state: where a model's code reads it, and with what effect."""
+"""The rank of this process as Python state: where a model's code reads it, and with what effect.
+
+Inside a model's forward and loss the default group is that of the replicas: those ranks whose
+batches one process would have as one larger batch.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -16,7 +21,7 @@ import torch.distributed as dist
 from accelerate import PartialState  # type: ignore[import-untyped]
 
 from merak.core.errors import TraceError
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, current_mesh, has_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.source_lines import MERAK, is_library, with_text
 from merak.graph.weights.rank_agreement import is_distributed
@@ -31,33 +36,101 @@ _PASSING_ON = (__file__, os.__file__, *(sys.modules[m].__file__ for m in (Mesh._
 """Files of code that reads the rank for its caller, beside those of libraries."""
 
 
-class RankReads:
-    """Reads of the rank by a model's own code.
+_NUM_PROCESSES = "num_processes"
+_TRAINER = f"{os.sep}transformers{os.sep}trainer"
+"""Of files of transformers' trainer, whose own sums over ranks Merak's stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWorld:
+    """The default group as a model finds it in its forward and its loss.
 
     Args:
-        instead: the rank that this code finds; None for the true one.
-
-    Attributes:
-        lines: that read it, as "file:number".
+        size: number of replicas, each with samples of its own.
+        rank: which of them this is.
+        ranks: the global ranks that they are where this one is.
     """
 
-    def __init__(self, instead: int | None = None) -> None:
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+
+
+def replica_world(training: bool, rank: int | None = None) -> ReplicaWorld | None:
+    """The replicas of this job; None where no mesh has been laid out, or there is one rank.
+
+    Args:
+        training: whether the model trains; the batch of an evaluation is one replica's alone.
+        rank: the global rank that asks; None for this one.
+    """
+    if not (has_mesh() and is_distributed()):
+        return None
+    mesh = current_mesh()
+    mesh = mesh if rank is None else replace(mesh, rank=rank)
+    if not training:
+        return ReplicaWorld(1, 0, (mesh.rank,))
+    return ReplicaWorld(mesh.dp, mesh.dp_rank, tuple(sorted((mesh.rank, *mesh.peers("dp")))))
+
+
+class RankReads:
+    """Reads of the rank, and of the number of ranks, by a model's own code.
+
+    Args:
+        instead: the global rank that this code finds; None for the true one.
+        training: as of `replica_world`.
+
+    Attributes:
+        training: as given.
+        lines: that read the rank, as "file:number".
+        asks_size: whether the number of ranks is read.
+    """
+
+    def __init__(self, instead: int | None = None, *, training: bool = True) -> None:
         self._instead = instead
         self._thread = threading.get_ident()
+        self._world = replica_world(training, instead)
+        self.training = training
         self.lines: dict[str, None] = {}
+        self.asks_size = False
 
-    def _found(self, rank: Any) -> Any:
-        """What a read finds: Merak's own, and other threads', the true rank."""
-        if threading.get_ident() != self._thread or not (line := _reading_line()):
+    def _found(self, rank: Any, in_world: int | None = None) -> Any:
+        """What a read finds: Merak's own, and other threads', the true rank.
+
+        Args:
+            rank: the true one.
+            in_world: the one that a model finds; None for its global rank.
+        """
+        if threading.get_ident() != self._thread or not (line := reading_line()):
             return rank
         self.lines[line] = None
+        if in_world is not None:
+            return in_world
         return rank if self._instead is None else type(rank)(self._instead)
+
+    def _found_size(self, size: int) -> int:
+        """What a read of the number of ranks finds."""
+        if self._world is None or threading.get_ident() != self._thread:
+            return size
+        line = reading_line()
+        if not line or _TRAINER in line:
+            return size
+        self.asks_size = True
+        return self._world.size
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Context in which reads of this thread are recorded."""
-        rank_of, value_of = dist.ProcessGroup.rank, os._Environ.__getitem__
+        rank_of, size_of = dist.ProcessGroup.rank, dist.ProcessGroup.size
+        value_of = os._Environ.__getitem__
         own: Any = vars(Mesh)["rank"]
+        in_world = None if self._world is None else self._world.rank
+
+        def rank_in(group: dist.ProcessGroup) -> Any:
+            return self._found(rank_of(group), in_world if is_default(group) else None)
+
+        def size(group: dist.ProcessGroup) -> int:
+            found = size_of(group)
+            return self._found_size(found) if is_default(group) else found
 
         def variable(environment: Any, name: Any) -> Any:
             value = value_of(environment, name)
@@ -66,10 +139,12 @@ class RankReads:
 
         with ExitStack() as stack:
             for owner, name, value in (
-                (dist.ProcessGroup, "rank", lambda group: self._found(rank_of(group))),
+                (dist.ProcessGroup, "rank", rank_in),
+                (dist.ProcessGroup, "size", size),
                 (os._Environ, "__getitem__", variable),
                 (Mesh, "rank", property(lambda mesh: self._found(own.__get__(mesh)))),
                 *((PartialState, n, self._attribute(n)) for n in _OF_ACCELERATE),
+                (PartialState, _NUM_PROCESSES, self._number()),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
             yield
@@ -77,10 +152,22 @@ class RankReads:
     def _attribute(self, name: str) -> property:
         return property(lambda state: self._found(vars(state)[name]))
 
+    def _number(self) -> property:
+        return property(lambda state: self._found_size(vars(state)[_NUM_PROCESSES]))
 
-def _reading_line() -> str:
-    """The line of a model or a script that reads the rank; "" where Merak's own code does."""
-    frame: FrameType | None = sys._getframe(1)
+
+def is_default(group: Any) -> bool:
+    """Whether a process group is the default one, of all ranks."""
+    return dist.is_initialized() and group is dist.distributed_c10d._get_default_group()
+
+
+def reading_line(frame: FrameType | None = None) -> str:
+    """The line of a model or a script that asks for something; "" where Merak's own code does.
+
+    Args:
+        frame: where to begin; by default the caller's.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         is_merak = file.startswith(MERAK) and file not in _PASSING_ON
@@ -90,12 +177,16 @@ def _reading_line() -> str:
     return ""
 
 
-def refuse_by_rank(reads: RankReads, described: Callable[[], object]) -> bool:
+def refuse_by_rank(
+    reads: RankReads, described: Callable[[RankReads], object], meets_replicas: bool
+) -> bool:
     """Refuse a model that computes something else on other ranks; what only prints may do so.
 
     Args:
         reads: of a trace on this rank.
-        described: traces the model, and describes what it computes.
+        described: traces the model where others read the rank, and describes what it computes.
+        meets_replicas: whether the model takes anything from other replicas, which may then
+            compute something else: they know where their own rows are.
 
     Returns:
         Whether anything is warned of.
@@ -106,13 +197,17 @@ def refuse_by_rank(reads: RankReads, described: Callable[[], object]) -> bool:
     if not reads.lines or not is_distributed():
         return False
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    others = {0, 1, num_ranks - 1}
+    if meets_replicas:
+        mesh = current_mesh()
+        places = (replace(mesh, rank=other) for other in range(num_ranks))
+        others = {place.rank for place in places if place.dp_rank == mesh.dp_rank}
+        others = {min(others), max(others)}
     lines = ", ".join(map(with_text, reads.lines))
     try:
-        mine = described()
-        for other in sorted({0, 1, num_ranks - 1} - {rank}):
-            with RankReads(other).recorded():
-                differs = described() != mine
-            if differs:
+        mine = described(reads)
+        for other in sorted(others - {rank}):
+            if described(RankReads(other, training=reads.training)) != mine:
                 raise _Refusal(
                     f"{lines} reads the rank of the process, and rank {other} would compute "
                     f"something else than rank {rank}: pipeline ranks run pieces of one graph, "

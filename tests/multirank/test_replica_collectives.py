@@ -1,0 +1,160 @@
+"""Collectives in a model's forward or loss: as one process with the replicas' larger batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merak
+from merak.core import mesh as meshes
+from tests.multirank import collective_models as models
+from tests.multirank.ranks import RankPool
+from tests.multirank.training import Layout
+
+SIZE, NUM_MICROBATCHES, NUM_STEPS = 3, 2, 3
+"""Samples of a replica's microbatch, and how many of these a step has."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training.
+
+    Args:
+        model: makes it.
+        loss: makes its loss, of the rank and number of replicas; None where the model has it.
+        columns: of a batch.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Any] | None = None
+    of_loss: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """Losses of steps, gradients of the first, and parameters and buffers after the last."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+class Loss(nn.Module):
+    """A loss of embeddings as a loss function of outputs and batch."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, outputs: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
+        found: torch.Tensor = self.inner(outputs["image"], outputs["text"], outputs["scale"])
+        return found
+
+
+CASES = {
+    "clip": Case(models.Clip, models.ClipLoss, {"gather_with_grad": True}),
+}
+
+
+def rows_of(step: int, microbatch: int, dp: int) -> dict[str, torch.Tensor]:
+    """Samples of all replicas in a microbatch, in the replicas' order."""
+    generator = torch.Generator().manual_seed(10 * step + microbatch)
+    shape = (dp * SIZE, models.WIDTH)
+    return {name: torch.randn(shape, generator=generator) for name in ("x", "y")}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def loss_of(case: Case, rank: int, dp: int) -> Any:
+    if case.loss is None:
+        return None
+    return Loss(case.loss(rank=rank, world_size=dp, **case.of_loss))
+
+
+def train(layout: Layout, names: list[str]) -> dict[str, Outcome]:
+    dp, tp, pp = layout
+    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+
+    def own(step: int) -> dict[str, torch.Tensor]:
+        found = [rows_of(step, number, dp) for number in range(NUM_MICROBATCHES)]
+        start = mesh.dp_rank * SIZE
+        return {n: torch.cat([one[n][start : start + SIZE] for one in found]) for n in found[0]}
+
+    outcomes = {}
+    for name in names:
+        case = CASES[name]
+        parallel = merak.parallelize(
+            case.model(), own(0), loss_fn=loss_of(case, mesh.dp_rank, dp), optimizer=sgd,
+            num_microbatches=NUM_MICROBATCHES,
+        )  # fmt: skip
+        outcome = Outcome([], {}, {})
+        for step in range(NUM_STEPS):
+            outcome.losses.append(parallel.step(own(step)).item())
+            if step == 0:
+                found = parallel.engine.parameters.items()
+                outcome.gradients = {n: p.grad.clone() for n, p in found if p.grad is not None}
+        outcome.state = parallel.engine.gather_state_dict()
+        outcomes[name] = outcome
+    return outcomes
+
+
+def in_layouts(jobs: list[tuple[Layout, list[str]]]) -> list[dict[str, Outcome]]:
+    """Outcomes of all layouts, one after another, in one job of ranks."""
+    found = []
+    for layout, names in jobs:
+        meshes.reset()
+        found.append(train(layout, names))
+    return found
+
+
+def alone(case: Case, dp: int) -> Outcome:
+    """The same training in one process with the larger batch."""
+    model, loss_fn = case.model(), loss_of(case, 0, 1)
+    optimizer = sgd(model.parameters())
+    outcome = Outcome([], {}, {})
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for number in range(NUM_MICROBATCHES):
+            batch = rows_of(step, number, dp)
+            made = model(**batch)
+            loss = (made["loss"] if loss_fn is None else loss_fn(made, batch)) / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        outcome.losses.append(total)
+        named = model.named_parameters()
+        outcome.gradients = outcome.gradients or {
+            n: p.grad.clone() for n, p in named if p.grad is not None
+        }
+        optimizer.step()
+    outcome.state = {n: t.detach().clone() for n, t in model.state_dict().items()}
+    return outcome
+
+
+JOBS: list[tuple[Layout, list[str]]] = [
+    ((2, 1, 2), list(CASES)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+def test_as_one_process_with_the_larger_batch(pool: RankPool) -> None:
+    by_rank = pool.run(in_layouts, 4, JOBS)
+    for number, ((dp, _, _), names) in enumerate(JOBS):
+        for name in names:
+            expected = alone(CASES[name], dp)
+            for rank, outcomes in enumerate(by_rank):
+                found, what = outcomes[number][name], f"{name} {JOBS[number][0]} rank {rank}"
+                torch.testing.assert_close(found.losses, expected.losses, msg=what)
+                for key, gradient in found.gradients.items():
+                    if gradient.shape == expected.gradients[key].shape:
+                        torch.testing.assert_close(gradient, expected.gradients[key], msg=key)
+                if rank == 0:
+                    assert found.state.keys() == expected.state.keys(), what
+                    torch.testing.assert_close(found.state, expected.state, msg=what)
