@@ -108,3 +108,139 @@ class Clip(nn.Module):
             "text": F.normalize(self.text(y), dim=-1),
             "scale": self.logit_scale.exp(),
         }
+
+
+class SigLipLoss(nn.Module):
+    """As in open_clip's `loss.py`, without exchanges between neighbours."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, dist_impl: str = "gather") -> None:
+        super().__init__()
+        self.rank, self.world_size, self.dist_impl = rank, world_size, dist_impl
+
+    def _loss(
+        self, image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor, negative: bool = False
+    ) -> torch.Tensor:
+        logits = scale * image @ text.T - 1.0
+        labels = -torch.ones_like(logits)
+        if not negative:
+            labels = 2 * torch.eye(len(image), device=image.device, dtype=image.dtype) + labels
+        return -F.logsigmoid(labels * logits).sum() / image.shape[0]
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        loss = self._loss(image, text, scale)
+        if self.world_size > 1 and self.dist_impl == "reduce":
+            for i in range(self.world_size):
+                other = torch.distributed.nn.all_reduce(
+                    text * (self.rank == i), torch.distributed.ReduceOp.SUM
+                )
+                loss = loss + float(i != self.rank) * self._loss(image, other, scale, negative=True)
+        elif self.world_size > 1:
+            texts = torch.distributed.nn.all_gather(text)
+            for i in range(self.world_size):
+                loss = loss + float(i != self.rank) * self._loss(
+                    image, texts[i], scale, negative=True
+                )
+        return loss
+
+
+def is_dist_avail_and_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_world_size() -> int:
+    return dist.get_world_size() if is_dist_avail_and_initialized() else 1
+
+
+class Detector(nn.Module):
+    """A loss that is divided by the number of boxes, as in DETR's `SetCriterion`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = tower(16), nn.Linear(EMBEDDED, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        is_box = y > 0.2
+        num_boxes = is_box.sum().float()
+        if is_dist_avail_and_initialized():
+            torch.distributed.all_reduce(num_boxes)
+        num_boxes = torch.clamp(num_boxes / get_world_size(), min=1)
+        errors = F.l1_loss(self.head(self.body(x)), y, reduction="none")
+        return {"loss": (errors * is_box).sum() / num_boxes}
+
+
+class Dino(nn.Module):
+    """A student and a teacher's centre, as in DINO's `DINOLoss`, whose teacher is frozen."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.student, self.teacher = tower(16), tower(12)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("center", torch.zeros(1, EMBEDDED))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        teacher_output = self.teacher(y)
+        teacher = F.softmax((teacher_output - self.center) / 0.4, dim=-1).detach()
+        student = F.log_softmax(self.student(x) / 0.1, dim=-1)
+        loss = torch.sum(-teacher * student, dim=-1).mean()
+        self.update_center(teacher_output)
+        return {"loss": loss}
+
+    @torch.no_grad()
+    def update_center(self, teacher_output: torch.Tensor) -> None:
+        batch_center = torch.sum(teacher_output, dim=0, keepdim=True)
+        if is_dist_avail_and_initialized():
+            dist.all_reduce(batch_center)
+        batch_center = batch_center / (len(teacher_output) * get_world_size())
+        self.center = self.center * 0.5 + batch_center * 0.5
+
+
+class Quantizer(nn.Module):
+    """A codebook of moving averages, as in lucidrains' `EuclideanCodebook`."""
+
+    embed: torch.Tensor
+    cluster_size: torch.Tensor
+    embed_avg: torch.Tensor
+
+    def __init__(self, num_codes: int = 5) -> None:
+        super().__init__()
+        embed = torch.randn(num_codes, EMBEDDED)
+        self.register_buffer("embed", embed)
+        self.register_buffer("cluster_size", torch.ones(num_codes))
+        self.register_buffer("embed_avg", embed.clone())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        distances = -torch.cdist(x.detach(), self.embed)
+        ids = distances.argmax(dim=-1)
+        onehot = F.one_hot(ids, len(self.embed)).type(x.dtype)
+        quantize = F.embedding(ids, self.embed)
+        if self.training:
+            cluster_size = onehot.sum(dim=0)
+            embed_sum = onehot.t() @ x.detach()
+            if is_dist_avail_and_initialized():
+                dist.all_reduce(cluster_size)
+                work = dist.all_reduce(embed_sum.contiguous(), async_op=False)
+                assert work is None
+            self.cluster_size.data.lerp_(cluster_size, 0.2)
+            self.embed_avg.data.lerp_(embed_sum, 0.2)
+            smoothed = (self.cluster_size + 1e-5) / (self.cluster_size.sum() + 5e-5)
+            smoothed = smoothed * self.cluster_size.sum()
+            self.embed.data.copy_(self.embed_avg / smoothed.unsqueeze(1))
+        return x + (quantize - x).detach(), F.mse_loss(quantize.detach(), x)
+
+
+class QuantizedAutoencoder(nn.Module):
+    """An autoencoder around a codebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.encoder, self.codebook = tower(16), Quantizer()
+        self.decoder = nn.Sequential(nn.Linear(EMBEDDED, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        quantized, commitment = self.codebook(self.encoder(x))
+        return {"loss": F.mse_loss(self.decoder(quantized), y) + 0.3 * commitment}

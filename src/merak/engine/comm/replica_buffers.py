@@ -66,7 +66,7 @@ def stage_buffers(
     Args:
         layout: the model, laid out.
         mesh: the grid of ranks.
-        groups: by stage of this rank, all ranks that hold the same part of it.
+        groups: by stage, of this rank's at least, all ranks that hold the same part of it.
     """
     if mesh.replicas == 1 and len(layout.schedule.pipes) == 1:
         return []
@@ -80,7 +80,8 @@ def stage_buffers(
     own_ways = (WrittenBuffer.SAMPLES, WrittenBuffer.READ_MEAN)
     _warn([name for name, kind in kinds.items() if kind in own_ways])
     found = []
-    for stage, group in sorted(groups.items()):
+    for stage in sorted(layout.schedule.stages_of(mesh.pp_rank)):
+        group = groups[stage]
         own = layout.partition.stages[stage]
         written = {
             name: kinds[name]

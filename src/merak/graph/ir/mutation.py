@@ -5,7 +5,7 @@ Nodes with the same `meta["storage"]` are views of one tensor, or that tensor af
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,10 +132,23 @@ def _flat(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def depending_on(graph: fx.Graph, seeds: Iterable[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on some nodes, also through storages that are mutated."""
+def depending_on(
+    graph: fx.Graph, seeds: Iterable[fx.Node], ends: Collection[fx.Node] = ()
+) -> set[fx.Node]:
+    """Nodes that depend on some nodes, also through storages that are mutated.
+
+    Args:
+        graph: of the nodes.
+        seeds: on which others depend.
+        ends: nodes that depend on nothing.
+    """
     writes = find_mutations(graph)
-    found = reachable(seeds, lambda node: (*node.users, *writes.group(node)))
+    stops = set(ends)
+
+    def following(node: fx.Node) -> Iterable[fx.Node]:
+        return () if node in stops else (*node.users, *writes.group(node))
+
+    found = reachable(seeds, following) - stops
     return {node for node in found if node.op != "output"}
 
 

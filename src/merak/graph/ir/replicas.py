@@ -6,11 +6,15 @@ A trace has each as one operator over the replicas, so that all run it together.
 from __future__ import annotations
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import is_fake
 
 from merak.core.mesh import current_mesh
 from merak.graph.ir.custom_operators import Role, register
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.mutation import find_mutations
+from merak.graph.ir.operators import aten_family
+from merak.graph.ir.reachable import reachable
 from merak.ops.collectives import gather_replicas, sum_replicas
 
 
@@ -59,3 +63,52 @@ def meets_replicas(graph: ModelGraph) -> bool:
         for segment in graph.segments
         for target in OF_REPLICAS
     )
+
+
+OWN = "knows its replica"
+"""Key of what `mark_own` notes of a node."""
+
+
+def mark_own(graph: fx.Graph) -> None:
+    """Note that each replica's graph is another one: what it takes of all may be its own part."""
+    for target in OF_REPLICAS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            node.meta[OWN] = True
+
+
+def is_same_on_replicas(node: fx.Node) -> bool:
+    """Whether an operator makes the same value on all replicas, of values that are not."""
+    return node.target in OF_REPLICAS and OWN not in node.meta
+
+
+def read_results_for_writes(graph: fx.Graph) -> None:
+    """Read what comes of other replicas itself, where it is read from a tensor it is written into.
+
+    Collectives of torch write into tensors of the model's; nothing of what was there stays.
+    """
+    writes = find_mutations(graph)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    met = [n for n in graph.nodes if n.target in OF_REPLICAS]
+    for node in reachable(met, lambda n: n.users):
+        memory = node.meta.get("storage")
+        if aten_family(node.target) != "copy_" or writes.writers.get(memory) != [node]:
+            continue
+        value, members = node.args[1], writes.members[memory]
+        is_whole = all(
+            member.op == "call_function" and (i == 0 or aten_family(member.target) in _SAME)
+            for i, member in enumerate(members)
+        )
+        if not (isinstance(value, fx.Node) and is_whole and _is_like(value, members[0])):
+            continue
+        for member in members:
+            for user in [u for u in member.users if order[u] > order[node]]:
+                user.replace_input_with(member, value)
+        graph.erase_node(node)
+
+
+_SAME = ("copy_", "detach", "alias")
+
+
+def _is_like(one: fx.Node, other: fx.Node) -> bool:
+    first, second = one.meta["tensor"], other.meta["tensor"]
+    return bool((first.shape, first.dtype) == (second.shape, second.dtype))

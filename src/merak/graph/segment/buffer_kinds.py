@@ -10,6 +10,7 @@ from torch import fx
 from merak.graph.ir.ir import LITERAL, Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.mutation import depending_on, find_mutations, mutated_arguments
 from merak.graph.ir.operators import BATCH_NORMS, RUNNING_STATISTICS, family
+from merak.graph.ir.replicas import is_same_on_replicas
 from merak.graph.trace.branches.rng_stream import is_stream_draw
 from merak.graph.trace.normalize import is_random
 from merak.graph.trace.opaque.operator import is_opaque
@@ -20,7 +21,8 @@ class WrittenBuffer(Enum):
 
     Attributes:
         SAME: on parameters and buffers alone (averaged weights, a spectral norm's vectors, counts
-            of steps): replicas that have run equally many microbatches have the same.
+            of steps), or on what all replicas have brought together: replicas that have run equally
+            many microbatches have the same.
         MEAN: the running statistics of norms of a batch, which training writes and does not read:
             a mean over microbatches, whose mean over replicas is that of the whole batch.
         READ_MEAN: such statistics that training does read.
@@ -91,7 +93,10 @@ def _reached(segment: Segment, values: frozenset[str], buffers: frozenset[str]) 
         kind, name = node.meta["kind"], node.meta["name"]
         return kind is Kind.COLUMN or name in (buffers if kind is Kind.BUFFER else values)
 
-    return depending_on(segment.graph, [node for node in segment.graph.nodes if varies(node)])
+    nodes = segment.graph.nodes
+    return depending_on(
+        segment.graph, [n for n in nodes if varies(n)], [n for n in nodes if is_same_on_replicas(n)]
+    )
 
 
 def _outputs_with(

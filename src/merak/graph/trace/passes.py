@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from merak.graph.ir.mutation import eliminate_dead_code, repeat_buffer_mutations
+from merak.graph.ir.replicas import read_results_for_writes
 from merak.graph.trace.autograd.expand import expand_autograd
 from merak.graph.trace.modes.known_ones import note_packed
 from merak.graph.trace.normalize import (
@@ -60,6 +61,10 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     (lambda r: note_packed(r.graph), "metadata is there to note it in"),
     (drop_plain_masks, "behind the line above: a mask of documents is no plain one"),
     (erase_no_ops, "reads shapes and gradients from that metadata"),
+    (
+        lambda r: read_results_for_writes(r.graph),
+        "storages are there; a write that nothing reads is none",
+    ),
     (_hoist_parameter_writes, "before copies of written tensors are made, of which it needs none"),
     (
         lambda r: repeat_buffer_mutations(r.graph),

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.replicas import OF_REPLICAS
+from merak.graph.ir.replicas import OF_REPLICAS, mark_own
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.branches.host_random import (
@@ -172,6 +172,8 @@ def _traced(
         rehearse(made.replay, model, batch, device)
     calls = partial(run, opaque=opaque)
     meets = any(made.graph.find_nodes(op="call_function", target=t) for t in OF_REPLICAS)
+    if ranks.lines:
+        mark_own(made.graph)
     is_warned_of = refuse_by_rank(ranks, lambda own: described_call(calls(ranks=own)), meets)
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):

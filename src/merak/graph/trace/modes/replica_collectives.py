@@ -120,7 +120,8 @@ class ReplicaCollectives(TorchFunctionMode):
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             is_models = threading.get_ident() == self._thread
             if is_models and cls.__module__ == with_gradients.__name__:
-                return _WITH_GRADIENTS.get(cls.__name__, _refused_function)(self, *args)
+                function = _WITH_GRADIENTS.get(cls.__name__) or _refused("of another kind")
+                return function(self, *args)
             return before(cls, *args, **kwargs)
 
         # Which it says of a trace: `is_compiling` is true there.
@@ -334,10 +335,6 @@ def _gather_one_with_gradient(
 def _broadcast_with_gradient(mode: ReplicaCollectives, src: int, group: Any, tensor: Any) -> Any:
     mode.check(group)
     return _from_one(mode, tensor, src)
-
-
-def _refused_function(mode: ReplicaCollectives, *_: Any) -> Any:
-    raise refusal("communicates with other ranks", _LEAVE_OUT)
 
 
 _WITH_GRADIENTS: dict[str, Callable[..., Any]] = {
