@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,8 +18,8 @@ from tests.tiers import slow
 STEPS, MICROBATCHES, BATCH = 2, 4, 2
 
 
-def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str, Any]:
-    """Tokens that were counted in every step, what was logged, what was said, and the record."""
+def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str, Any, list[str]]:
+    """Tokens of every step, what was logged, what was said, the record, and the ranges traced."""
     import contextlib
     import io
 
@@ -27,7 +30,7 @@ def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str,
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     arguments = {
-        "max_steps": STEPS, "logging_steps": 1, "log_level": "passive",
+        "max_steps": STEPS, "logging_steps": 1, "log_level": "passive", "profile_steps": 2,
         "per_device_train_batch_size": BATCH,
     }  # fmt: skip
     setup = Setup("gpt2", num_microbatches=MICROBATCHES, padded=False, arguments=arguments)
@@ -44,7 +47,11 @@ def train_and_log(layout: Layout) -> tuple[list[int], list[dict[str, Any]], str,
     parameters = model_of(setup).num_parameters(exclude_embeddings=True)  # type: ignore[operator]
     assert trainer.state.total_flos == 6 * sum(counted) * parameters > 0
     record = read_run(trainer.args.output_dir) if merak.current_mesh().rank == 0 else None
-    return counted, logs, said.getvalue(), record
+    traces = list(Path(trainer.args.output_dir).glob("*/rank*"))
+    assert [path.name for path in traces] == [f"rank{merak.current_mesh().rank}.json.gz"]
+    events = json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]
+    ranges = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    return counted, logs, said.getvalue(), record, ranges
 
 
 class Keeping(TrainerCallback):
@@ -72,7 +79,7 @@ def _noting(counted: list[int]) -> Any:
 @pytest.mark.parametrize("layout", [(2, 1, 1), slow((1, 2, 1)), slow((1, 1, 2))])
 def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout: Layout) -> None:
     found = pool.run(train_and_log, 2, layout)
-    for counted, logs, _, _ in found:
+    for counted, logs, *_ in found:
         assert counted == [MICROBATCHES * BATCH * SEQUENCE] * STEPS
         assert len(logs) == STEPS
         assert all(log["tokens_per_second"] > 0 and log["memory_gb"] > 0 for log in logs)
@@ -80,6 +87,14 @@ def test_tokens_are_counted_once_and_the_job_is_summed_up(pool: RankPool, layout
     assert found[0][1][-1]["memory_gb"] == found[1][1][-1]["memory_gb"] or layout == (1, 2, 1)
     lines = found[0][2].splitlines()
     dp, tp, pp = layout
+    for rank, (*_, ranges) in enumerate(found):
+        stage = rank if pp > 1 else 0
+        actions = {f"{kind} {number}, stage {stage}" for kind in ("forward", "backward")
+                   for number in range(MICROBATCHES // dp)}  # fmt: skip
+        assert {name for name in ranges if "stage" in name and "wait" not in name} == actions
+        assert ranges.count("step 2") == 1 and "step 1" not in ranges
+        assert "Optimizer.step#AdamW.step" in ranges
+        assert f"wait for the gradient norm over tp and pp with rank {1 - rank}" in ranges or dp > 1
     assert lines[0] == f"[merak] 2 ranks on 1 host (cpu): dp {dp} × tp {tp} × pp {pp}"
     assert lines[1] == "[merak] tracing GPT2LMHeadModel …"
     assert any("forecast of a rank" in line for line in lines)

@@ -315,6 +315,7 @@ def test_errors_of_transformers_are_caught_by_their_types(job: Callable[..., Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"profile_steps": "5-3"}, "profile_steps='5-3' is no range of steps; use '3-5' for"),
         ({"nan_policy": "pray"}, "nan_policy='pray' is not a choice; use 'stop' or 'skip'"),
         ({"tied_gradients": "never"}, "use 'microbatch' or 'step'"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not a size"),

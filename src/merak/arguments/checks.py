@@ -15,8 +15,9 @@ from merak.arguments.ranges import loader_problems, range_problems
 from merak.arguments.rules import UNKNOWN, Layout, Policy, problems, refusal
 from merak.arguments.table import ACCELERATOR
 from merak.core.elastic import AUTO_PLAN
-from merak.core.errors import PlanError
+from merak.core.errors import ArgumentsError, PlanError
 from merak.core.mesh import Mesh
+from merak.engine.recording.step_traces import parse_steps
 from merak.graph.ir.torch_compiler import INDUCTOR, compile_backends, compile_modes
 from merak.plan.activations.offload import parse_offload
 from merak.plan.recompute_spec import Mode, parse_recompute
@@ -100,6 +101,11 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
             "nan_policy='rollback' loads the last checkpoint, but save_strategy='no' saves none; "
             "set save_strategy='steps' and save_steps."
         )
+    if arguments.profile_steps is not None:
+        try:
+            parse_steps(str(arguments.profile_steps))
+        except ArgumentsError as error:
+            yield str(error)
     if arguments.replan:
         yield from _replan_problems(arguments)
     if mesh.rank == 0:  # which makes it

@@ -361,6 +361,12 @@ class TrainingFields(TrainingArguments):
         "layout and its forecast, every training log, and the measured actions of a few steps. "
         "`merak report` shows it.",
     )
+    profile_steps: str | None = own(
+        None,
+        "Steps whose traces every rank writes, such as '3-5', or '3': torch's profiler into "
+        "profile/rank0.json.gz of output_dir, with the schedule's actions as named ranges, and on "
+        "GPUs a snapshot of the allocator into memory/rank0.pickle. Steps are slower meanwhile.",
+    )
     bucket_bytes: NumBytes | None = taken("bucket_bytes", default=None)
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")

@@ -38,6 +38,7 @@ PATHS = frozenset(
 
 ALSO: Mapping[str, Any] = {
     "resume_from_checkpoint": bool,
+    "profile_steps": int,
     "bf16": None,
     "fp16": None,
     "recompute": float | list[Any],

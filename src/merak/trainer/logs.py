@@ -21,6 +21,7 @@ from merak.engine.health.figures import (
 )
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.recorder import RunRecorder
+from merak.engine.recording.step_traces import StepTraces, parse_steps
 from merak.graph.trace.calls.host_reads import is_replayed
 from merak.graph.trace.calls.loss_recorder import note_effect
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
@@ -80,6 +81,27 @@ class Throughput:
         self._since_s = now if has_logged else self._since_s + now - begin_s
 
 
+class TracedSteps(TrainerCallback):
+    """The steps of the argument `profile_steps`, which this rank traces.
+
+    Args:
+        args: of the trainer.
+        mesh: the grid of ranks.
+    """
+
+    def __init__(self, args: MerakArguments, mesh: Mesh) -> None:
+        folder = Path(str(args.output_dir))
+        self.traces = StepTraces(parse_steps(str(args.profile_steps)), folder, mesh)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to trace a step, if it is one of them."""
+        self.traces.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the traces behind the last of them."""
+        self.traces.end_step(state.global_step)
+
+
 class Logging(Trainer):
     """The part of `MerakTrainer` that logs, shows and records."""
 
@@ -127,9 +149,15 @@ class Logging(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and leave the terminal as it was however that ends."""
+        traced = None if self.args.profile_steps is None else TracedSteps(self.args, self.mesh)
+        if traced is not None:
+            self.add_callback(traced)
         try:
             output = super().train(*args, **kwargs)
         finally:
+            if traced is not None:
+                self.remove_callback(traced)
+                traced.traces.finish()
             if isinstance(self._display, LiveDisplay):
                 self._display.close()
         if self._recorder is not None and self.engine is not None:

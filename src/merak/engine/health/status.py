@@ -9,13 +9,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import NamedTuple
 
+import torch
+
 from merak.core.health.status import Wait, end_step
 from merak.engine.health.step_records import Clock, Mark, StepRecords
-from merak.schedule.ir import Action, Schedule
+from merak.schedule.ir import Action, Kind, Schedule
+
+_KINDS = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRADIENT: "input gradient",
+    Kind.WEIGHT_GRADIENT: "weight gradient",
+}
+"""Names of actions in a profiler's trace, before the number of the microbatch."""
 
 _MOST_BEHIND = 4096
 """The most marks of a device that are waiting for it to pass them."""
@@ -61,7 +72,7 @@ class Progress:
     def step(self, number: int) -> Iterator[None]:
         """A context for one training step."""
         self.records.open(number)
-        with self._phase(f"step {number}"):
+        with self._phase(f"step {number}"), _profiled(f"step {number + 1}"):
             yield
         self.records.close()
         end_step()
@@ -83,8 +94,10 @@ class Progress:
         before = self.status
         self.status = RankStatus(before.phase, action, None, time.perf_counter())
         self._start = self._clock.mark()
+        name = f"{_KINDS[action.kind]} {action.microbatch}, stage {action.stage}"
         try:
-            yield
+            with _profiled(name):
+                yield
             end = self._leave()
             self.records.add(action, self._start, end)
         finally:
@@ -106,7 +119,8 @@ class Progress:
         now = time.perf_counter()
         self.status = RankStatus(before.phase, before.action, Wait(what, peers), now)
         try:
-            yield
+            with _profiled(f"wait for {what}", *peers):
+                yield
             if self._clock.runs_behind:
                 self._leave()
         finally:
@@ -135,3 +149,16 @@ class Progress:
                     return status
                 self.behind.popleft()
             return None
+
+
+def _profiled(name: str, *ranks: int) -> AbstractContextManager[object]:
+    """A named range in the trace of a profiler, if one runs.
+
+    Args:
+        name: of the range.
+        ranks: that follow it.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    whole = f"{name} rank {', '.join(map(str, ranks))}" if ranks else name
+    return torch.profiler.record_function(whole)
