@@ -35,7 +35,8 @@ def save(folder: str) -> None:
 
 def config_of(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return config | {"target_modules": sorted(config["target_modules"])}  # a set
+    sets = ("target_modules", "feedforward_modules", "target_parameters", "modules_to_save")
+    return config | {name: sorted(config[name]) for name in sets if config.get(name)}
 
 
 def test_the_adapters_alone_are_saved(pool: RankPool, tmp_path: Path) -> None:

@@ -54,11 +54,24 @@ def redrawn(model: nn.Module) -> None:
             nn.init.xavier_uniform_(weight) if weight.dim() > 1 else nn.init.normal_(weight)
 
 
+def by_gradients(model: nn.Module) -> None:
+    """An update by hand, as far as the gradient's norm has it, by code that walks the model."""
+    import merak
+
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    with merak.gathered_parameters(model, names, in_place=True) as whole:
+        assert whole.keys() == set(names)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.data.sub_(parameter.grad / (1 + parameter.grad.norm()), alpha=0.1)
+
+
 WAYS: dict[str, Callable[[nn.Module], None]] = {
     "scaled": scaled,
     "rows": rows_of_unit_norm,
     "unit": of_unit_norm,
     "redrawn": redrawn,
+    "gradients": by_gradients,
 }
 
 
@@ -87,6 +100,9 @@ def trained(degrees: dict[str, int], way: str, options: dict[str, Any]) -> Found
         slow({"pp": 2}, {}, "redrawn"),
         slow({"dp": 2}, {"zero": 3}, "redrawn"),
         slow({"tp": 2, "dp": 2}, {"zero": 3}, "unit"),
+        slow({"tp": 2, "pp": 2}, {}, "gradients"),
+        slow({"dp": 2}, {"zero": 1}, "gradients"),
+        slow({"tp": 2, "dp": 2}, {"zero": 3}, "gradients"),
     ],
 )
 def test_whole_parameters_are_read_and_written_as_in_one_process(

@@ -18,7 +18,12 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from transformers.utils import logging as bars
 
 from merak.checkpoint.files import inner_files
-from merak.checkpoint.peft_adapters import adapter_keys, has_adapters, write_adapters
+from merak.checkpoint.peft_adapters import (
+    adapter_keys,
+    has_adapters,
+    shown_to_peft,
+    write_adapters,
+)
 from merak.checkpoint.pretrained.exchange import Exchange, Held, Step, Wait, no_status
 from merak.checkpoint.pretrained.file_tensors import (
     FileTensor,
@@ -63,6 +68,7 @@ class ModelFiles:
         steps: what the writers need, in the order in which ranks exchange it.
         index: text of the file that says which tensor is in which file; None where there is one.
         shapes: state dict of a model with adapters on the meta device, which peft asks for.
+        shown: such a model, for peft to write.
     """
 
     model: nn.Module = field(repr=False, compare=False)
@@ -75,6 +81,7 @@ class ModelFiles:
     steps: tuple[Step, ...]
     index: str | None
     shapes: State = field(default_factory=dict, repr=False, compare=False)
+    shown: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
     def are_adapters(self) -> bool:
@@ -217,7 +224,8 @@ def plan_model_files(
     if has_adapters(model):
         needed = adapter_keys(model, state)
         steps = [_step(held, names, ranks[0], "", (key,), (key,)) for key in needed]
-        return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None, state)
+        shown = shown_to_peft(model)
+        return ModelFiles(model, mesh, held, names, {}, {}, {}, tuple(steps), None, state, shown)
     tensors = file_tensors(model, state)
     return _planned(model, mesh, held, names, tensors, ranks, max_shard_size, SAFE_WEIGHTS_NAME)
 
@@ -410,8 +418,9 @@ class _Adapters:
         """Let peft write what was collected."""
         if not self._state:
             return
-        before = set(inner_files(self._folder))
-        write_adapters(self._plan.model, {**self._plan.shapes, **self._state}, self._folder)
+        before, shown = set(inner_files(self._folder)), self._plan.shown
+        assert shown is not None
+        write_adapters(shown, {**self._plan.shapes, **self._state}, self._folder)
         self.written = sorted(set(inner_files(self._folder)) - before)
 
     def abandon(self) -> None:

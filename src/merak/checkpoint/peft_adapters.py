@@ -13,7 +13,7 @@ from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
 from merak.graph.weights.holders import named_tensors
-from merak.graph.weights.laid_out import like
+from merak.graph.weights.laid_out import StandIn, like
 
 _PROMPTS = "prompt_encoder"
 """Modules of peft's that compute prompts, by adapter."""
@@ -41,15 +41,33 @@ def adapter_keys(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[st
     from peft import get_peft_model_state_dict
 
     adapted: Any = model
-    names = {id(tensor): name for name, tensor in state.items()}
+    names = dict(enumerate(state))
+    # Full of their numbers, which tell what a result is a part of, in no memory of their own.
+    marked = {n: torch.tensor(float(i)).expand(state[n].shape) for i, n in names.items()}
     needed = {name for name, p in model.named_parameters() if p.requires_grad and name in state}
     for adapter, config in adapted.peft_config.items():
         if config.is_prompt_learning:  # of which peft saves what the encoder computes
             needed |= {name for name in state if name.startswith(f"{_PROMPTS}.{adapter}.")}
             continue
-        chosen = get_peft_model_state_dict(adapted, state_dict=dict(state), adapter_name=adapter)
-        needed |= {names[id(tensor)] for tensor in chosen.values() if id(tensor) in names}
+        chosen = get_peft_model_state_dict(adapted, state_dict=marked, adapter_name=adapter)
+        firsts = (part[(0,) * part.dim()].item() for part in chosen.values() if part.numel())
+        needed |= {names[int(number)] for number in firsts}
     return sorted(needed)
+
+
+def shown_to_peft(model: nn.Module) -> nn.Module:
+    """A copy of a model's modules, which share its tensors and keep methods of their own.
+
+    Those of a model that is laid out refuse, also in a thread while training goes on.
+
+    Args:
+        model: the user's.
+    """
+    made: nn.Module = type(model).__new__(type(model))
+    own = {name: value for name, value in vars(model).items() if not isinstance(value, StandIn)}
+    inner = {n: None if m is None else shown_to_peft(m) for n, m in model._modules.items()}
+    vars(made).update(own, _modules=inner)
+    return made
 
 
 def _with_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -75,14 +93,12 @@ def write_adapters(model: nn.Module, state: Mapping[str, torch.Tensor], folder: 
     """Write the adapters as peft does; also in a thread, beside the training.
 
     Args:
-        model: one of peft's.
+        model: one of peft's, as of `shown_to_peft`.
         state: its state dict, with real tensors for the adapters.
         folder: where to write; a model card that is there is updated.
     """
-    adapted: Any = model
-    # Its class's method: that of a model that is laid out refuses, also while training goes on.
     shown: Any = _with_prompts(model, state)
-    type(adapted).save_pretrained(shown, folder, state_dict=dict(state))
+    shown.save_pretrained(folder, state_dict=dict(state))
 
 
 def copy_card(source: Path, folder: Path) -> None:

@@ -103,7 +103,17 @@ def _merged(adapters: Path, load_base: Callable[[str], Any], base: str | None) -
         )
     model = load_base(name)
     try:
-        return PeftModel.from_pretrained(model, str(adapters)).merge_and_unload(safe_merge=True)
+        adapted = PeftModel.from_pretrained(model, str(adapters))
+        if (merge := getattr(adapted, "merge_and_unload", None)) is None:
+            raise NotImplementedError
+        return merge(safe_merge=True)
+    except NotImplementedError as cause:
+        kind = read_json(adapters / ADAPTER_CONFIG).get("peft_type")
+        raise WeightsError(
+            f"adapters of kind {kind} change no weights that they could be merged into, as peft "
+            "has it; leave --merge out, and load what is exported beside the model with "
+            "peft.PeftModel.from_pretrained."
+        ) from cause
     except (ValueError, RuntimeError, KeyError, AttributeError) as cause:
         problem = (" ".join(str(cause).split()) or type(cause).__name__).rstrip(".")[:300]
         raise WeightsError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,16 @@ from merak.core.errors import ArgumentsError, did_you_mean
 from merak.core.shards import take
 from merak.engine.comm.row_shards import rows_of
 from merak.engine.engine import Engine
-from merak.engine.parameters.held import Held, fetch, held_parameters
+from merak.engine.parameters.held import Held, broadcast_part, fetch, held_parameters
 from merak.engine.state import EngineState
 from merak.graph.weights.gather_weights import state_names, whole_tensors
-from merak.graph.weights.holders import first_names, named_tensors
+from merak.graph.weights.holders import first_names, named_tensors, shard_shape
 from merak.graph.weights.laid_out import engine_of
 
 
 @contextmanager
 def gathered_parameters(
-    model: nn.Module, names: str | Iterable[str] | None = None
+    model: nn.Module, names: str | Iterable[str] | None = None, *, in_place: bool = False
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Context with whole parameters on every rank; all ranks enter and leave it together.
 
@@ -33,9 +34,11 @@ def gathered_parameters(
     Args:
         model: the user's, as the trainer or `merak.parallelize` got it.
         names: of parameters, or one of them; None for all, which must fit in memory together.
+        in_place: whether the model's modules have the whole ones meanwhile, with the gradients that
+            the optimizer steps by, for code that walks a model, such as an adapter's.
 
     Yields:
-        Parameters without gradients by those names, whole.
+        Parameters by those names, whole; without gradients, unless they are in their places.
 
     Raises:
         ArgumentsError: the model has no such parameter, or replicas have models of their own
@@ -45,16 +48,24 @@ def gathered_parameters(
     engine: Engine | None = engine_of(model)
     if engine is None:
         named = dict(model.named_parameters(remove_duplicate=False))
-        yield {name: named[name].detach() for name in wanted}
+        yield {name: named[name] if in_place else named[name].detach() for name in wanted}
         return
     _await_update(engine, "gathered_parameters")
     state, held = engine._state, held_parameters(model, engine)
     if unread := [name for name in wanted if firsts[name] not in held and names is not None]:
         raise ArgumentsError(f"no operator reads {unread[0]}, so that no rank has it.")
     values = {n: _whole(state, firsts[n], held) for n in wanted if firsts[n] in held}
-    before = {name: value._version for name, value in values.items()}
-    yield values
-    changed = [name for name, value in values.items() if value._version != before[name]]
+    if in_place:
+        seen = {name: value.clone() for name, value in values.items()}
+        with _in_place(model, values, _whole_gradients(state, firsts, held, values)) as whole:
+            yield {**whole}
+            # Some write into `parameter.data`, of which no version tells.
+            values = {name: parameter.detach() for name, parameter in whole.items()}
+        changed = [name for name, value in values.items() if not torch.equal(value, seen[name])]
+    else:
+        before = {name: value._version for name, value in values.items()}
+        yield values
+        changed = [name for name, value in values.items() if value._version != before[name]]
     writers: dict[str, int] = {}
     for rank, theirs in enumerate(state.gather(changed, "what has been written on")):
         writers = {**dict.fromkeys(theirs, rank), **writers}
@@ -154,6 +165,68 @@ def _whole(state: EngineState, name: str, held: Mapping[str, Held]) -> torch.Ten
     value = fetch(state, name, held[name], range(state.mesh.pp), None)
     assert value is not None
     return value.clone()
+
+
+def _whole_gradients(
+    state: EngineState, firsts: Mapping[str, str], held: Mapping[str, Held], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The gradients of parameters that have one, whole on every rank."""
+    own = [n for n, item in state.optimizer_params.items.items() if item.tensor.grad is not None]
+    present = set(chain.from_iterable(state.gather(own, "the gradients of")))
+    found = {}
+    for name in (name for name in names if firsts[name] in present):
+        first, part = firsts[name], None
+        if state.mesh.pp_rank == min(held[first].pp_ranks):
+            part = _own_gradient(state, first, held[first])
+        value = broadcast_part(state, first, part, held[first], range(state.mesh.pp), None)
+        assert value is not None
+        found[name] = value
+    return found
+
+
+def _own_gradient(state: EngineState, name: str, held: Held) -> torch.Tensor:
+    """The gradient of this rank's part of a parameter, whose rows replicas may have shared out."""
+    mesh, params, shape = state.mesh, state.optimizer_params, held.shape
+    if held.shard is not None:
+        shape = shard_shape(shape, held.shard, mesh.shard_rank)
+    made = torch.zeros(shape, dtype=held.dtype, device=mesh.device)
+    item = params.items[name]
+    gradient, rows = item.tensor.grad, item.rows
+    if gradient is not None:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        (made if rows is None else rows_of(made, rows.start, rows.stop)).copy_(gradient)
+    if rows is not None:
+        with state.progress.waiting(f"the gradient of {name} on", mesh.peers("dp")):
+            dist.all_reduce(made, group=params.group_of(name))  # of zeros but for one's rows
+    return made
+
+
+@contextmanager
+def _in_place(
+    model: nn.Module, values: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+) -> Iterator[dict[str, nn.Parameter]]:
+    """Context in which modules have other parameters, each in every place of the model's own."""
+    named = dict(nn.Module.named_parameters(model, remove_duplicate=False))
+    whole, by_id = {}, {}
+    for name, value in values.items():
+        own = named[name]
+        if id(own) not in by_id:
+            by_id[id(own)] = nn.Parameter(value, own.requires_grad)
+            by_id[id(own)].grad = gradients.get(name)
+        whole[name] = by_id[id(own)]
+    places = [
+        (module._parameters, key, found)
+        for module in nn.Module.modules(model)
+        for key, found in module._parameters.items()
+        if id(found) in by_id
+    ]
+    for parameters, key, found in places:
+        parameters[key] = by_id[id(found)]
+    try:
+        yield whole
+    finally:
+        for parameters, key, found in places:
+            parameters[key] = found
 
 
 @torch.no_grad()

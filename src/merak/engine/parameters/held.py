@@ -88,14 +88,39 @@ def fetch(
     Returns:
         The value; what this rank has itself, or None, where it is no reader.
     """
-    mesh, source = state.mesh, min(held.pp_ranks)
+    mesh = state.mesh
     value = None
-    if mesh.pp_rank == source:
+    if mesh.pp_rank == min(held.pp_ranks):
         fsdp = state.fsdp
         is_sharded = fsdp is not None and name in fsdp.meta_parameters
         value = fsdp.full(name) if fsdp and is_sharded else state.parameters[name].detach()
-        if held.shard is not None and held.shard != shard:
-            value = _join(state, name, value, held)
+    return broadcast_part(state, name, value, held, readers, shard)
+
+
+def broadcast_part(
+    state: EngineState,
+    name: str,
+    value: torch.Tensor | None,
+    held: Held,
+    readers: Collection[int],
+    shard: ParameterShard | None,
+) -> torch.Tensor | None:
+    """A tensor of other ranks that is laid out as a parameter, as of `fetch`.
+
+    Args:
+        state: of this rank's engine.
+        name: of the parameter.
+        value: this rank's part, on the lowest pp rank that holds the parameter.
+        held: which ranks hold it.
+        readers: the pp ranks that read it.
+        shard: the layout in which they do; None for whole.
+
+    Returns:
+        The tensor; what this rank has itself, or None, where it is no reader.
+    """
+    mesh, source = state.mesh, min(held.pp_ranks)
+    if value is not None and held.shard is not None and held.shard != shard:
+        value = _join(state, name, value, held)
     group = mesh.group("pp")
     if group is None or set(readers) <= {source}:
         return value

@@ -23,7 +23,11 @@ from merak.trainer.subclass.agreed_metrics import metrics_of_rank0
 from merak.trainer.subclass.logged_layout import logged_layout
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.subclass.model_uploads import refuse_model_uploads
-from merak.trainer.subclass.parts_seen import check_gradient_readers, reporting_parts
+from merak.trainer.subclass.parts_seen import (
+    check_gradient_readers,
+    gathering_methods,
+    reporting_parts,
+)
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate",
              "should_log")  # fmt: skip
@@ -83,7 +87,7 @@ class AgreedCallbacks(CallbackHandler):
             metrics_of_rank0(kwargs["metrics"])
         job = self._board.job if begins else None
         layout = nullcontext() if job is None else args.with_layout(logged_layout(job))
-        with layout, reporting_parts(self.model):
+        with layout, reporting_parts(self.model), gathering_methods(self.model):
             changed: TrainerControl = super().call_event(event, args, state, control, **kwargs)  # type: ignore[no-untyped-call]
         if begins:
             check_gradient_readers(self.model, args, self.callbacks)

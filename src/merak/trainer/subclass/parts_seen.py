@@ -25,8 +25,10 @@ from merak.arguments import MerakArguments
 from merak.core.errors import TrainingError
 from merak.core.rank0 import warn_once
 from merak.core.source_lines import is_installed, users_line, with_text
+from merak.engine.parameters.gathered import gathered_parameters
+from merak.engine.parameters.held import held_parameters
 from merak.graph.weights.absent import INSTEAD, read_by
-from merak.graph.weights.laid_out import Part, StandIn, part_of
+from merak.graph.weights.laid_out import Part, StandIn, engine_of, part_of
 from merak.graph.weights.sharded import ShardTensor
 from merak.trainer.subclass.methods import codes_of
 
@@ -37,6 +39,10 @@ _GRADIENTS = frozenset({"grad", "clip_grad_norm_", "clip_grad_value_"})
 
 _WALKS = ("named_parameters", "parameters")
 _REPLACED = (*_WALKS, "__deepcopy__")
+
+
+_OF_TRAINED = ("update_and_allocate",)
+"""Methods of modules that compute with all trained parameters and their gradients: AdaLoRA's."""
 
 
 class _Reported(partial[Any], StandIn):
@@ -76,6 +82,45 @@ def reporting_parts(model: object) -> Iterator[None]:
         for module in modules:
             for name in _REPLACED:
                 vars(module).pop(name, None)
+
+
+@contextmanager
+def gathering_methods(model: object) -> Iterator[None]:
+    """Context of callbacks: methods that need all trained parameters have them whole, on all ranks.
+
+    Args:
+        model: of the trainer.
+    """
+    engine = engine_of(model) if isinstance(model, nn.Module) else None
+    if engine is None or not isinstance(model, nn.Module):
+        yield
+        return
+    found = [(m, name) for m in model.modules() for name in _OF_TRAINED if hasattr(type(m), name)]
+    for module, name in found:
+        vars(module)[name] = _Reported(_gathered, model, getattr(module, name))
+    try:
+        yield
+    finally:
+        for module, name in found:
+            del vars(module)[name]
+
+
+def _gathered(model: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method of a model while its trained parameters are whole; a collective of all ranks.
+
+    Raises:
+        TrainingError: none of them has a gradient.
+    """
+    held = held_parameters(model, engine_of(model))
+    trained = [n for n, p in nn.Module.named_parameters(model) if p.requires_grad and n in held]
+    with gathered_parameters(model, trained, in_place=True) as whole:
+        if all(parameter.grad is None for parameter in whole.values()):
+            raise TrainingError(
+                f"{method.__name__} reads gradients, and there are none now; call it from a "
+                "callback's on_optimizer_step, with a synchronous schedule and without "
+                "delay_optimizer_update."
+            )
+        return method(*args, **kwargs)
 
 
 def check_gradient_readers(

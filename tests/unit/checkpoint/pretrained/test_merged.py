@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from merak.checkpoint.model_files import plan_model_files
@@ -39,10 +40,14 @@ def write_checkpoint(folder: Path, model: Any) -> Path:
 
 def adapted(base: Path, **options: Any) -> Any:
     """A model with adapters that change what it computes."""
-    torch.manual_seed(5)
     config = peft.LoraConfig(
         r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False, **options
     )
+    return adapted_of(base, config)
+
+
+def adapted_of(base: Path, config: Any) -> Any:
+    torch.manual_seed(5)
     return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
 
 
@@ -82,6 +87,38 @@ def test_the_base_may_have_moved(
     assert main([*words, "--base", str(moved), "--dtype", "bfloat16"]) == 0
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert found.dtype is torch.bfloat16
+
+
+def test_prompts_are_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    model.save_pretrained(tmp_path / "run")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
+    said = capsys.readouterr().err
+    assert "adapters of kind PROMPT_TUNING change no weights" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The following rank_pattern keys")
+def test_ranks_of_adalora_are_those_that_were_allocated(base: Path, tmp_path: Path) -> None:
+    options = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "total_step": 9}
+    model = adapted_of(base, peft.AdaLoraConfig(init_r=4, **options))
+    own = "transformer.h.0.attn.c_attn.lora_E"
+    model.peft_config["default"].rank_pattern = {own: [True, False, True, False]}
+    with torch.no_grad():
+        model.get_parameter(f"base_model.model.{own}.default").copy_(
+            torch.tensor([9.0, 0.0, 9.0, 0.0]).view(4, 1)
+        )
+    checkpoint, out = write_checkpoint(tmp_path / "checkpoint-3", model), tmp_path / "out"
+    assert main(["export", str(checkpoint), str(out)]) == 0
+    assert tuple(load_file(out / "adapter_model.safetensors")[f"base_model.model.{own}"].shape) == (
+        2, 1,
+    )  # fmt: skip
+    assert main(["export", str(out), str(tmp_path / "merged"), "--merge"]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(found(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_saved_model_is_merged_as_a_checkpoint_is(base: Path, tmp_path: Path) -> None:
