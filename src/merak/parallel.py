@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from merak.arguments import default_trace_cache
+from merak.checkpoint.manifest import MODEL
 from merak.checkpoint.pretrained.whole_tensors import WholeTensors
 from merak.checkpoint.saved import check_valid
 from merak.checkpoint.saver import Contents, save_state
-from merak.checkpoint.state import MODEL, load_state
+from merak.checkpoint.state import load_state
 from merak.core.announce import announce
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (

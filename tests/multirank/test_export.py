@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch.distributed.checkpoint import load
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import merak
+from merak.checkpoint.pretrained.dcp import export_dcp
 from merak.checkpoint.pretrained.export import export_checkpoint
+from merak.checkpoint.writing import without_group_warning
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_model_files import gpt2, mixtral
 from tests.multirank.training import Layout, Texts
@@ -65,3 +68,9 @@ def test_an_exported_checkpoint_is_the_saved_model(
     assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= saved
     for name in found.files:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
+    export_dcp(tmp_path / "run" / "checkpoint-2", tmp_path / "dcp")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+    state = {key: torch.zeros_like(value) for key, value in expected.items()}
+    with without_group_warning():
+        load(state, checkpoint_id=tmp_path / "dcp")
+    assert all(torch.equal(state[key], value) for key, value in expected.items())

@@ -28,6 +28,12 @@ from merak.core.errors import WeightsError
 from merak.core.files.json_file import UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
+MODEL = "model/"
+"""Keys of parameters and buffers are `model/name`."""
+
+TIED = "tied_names"
+"""Small value: first names of tensors that the state dict has several times, by the other ones."""
+
 FORMAT = "merak checkpoint"
 MOST_BYTES = 2**33
 """Size of the largest manifest: it has a few hundred bytes for each box of thousands of ranks."""

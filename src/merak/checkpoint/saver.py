@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from merak.checkpoint.description import describe_model
@@ -25,13 +26,20 @@ from merak.checkpoint.files import (
     set_aside,
     start_partial,
 )
-from merak.checkpoint.manifest import MANIFEST, Manifest, StoredBox, StoredFile, StoredTensor
+from merak.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    TIED,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+)
 from merak.checkpoint.model_files import ModelFiles, plan_model_files, plan_other_files
 from merak.checkpoint.save_pretrained import on_rank0, ranks_that_see
 from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes, shard_of
 from merak.checkpoint.staging import ShardStager
 from merak.checkpoint.state import (
-    MODEL,
     RankState,
     buffers_to_save,
     held_shards,
@@ -47,6 +55,7 @@ from merak.core.health.status import during, phase, waiting, waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
 from merak.core.packages import installed_version
+from merak.graph.weights.gather_weights import state_names
 from merak.graph.weights.holders import find_holders
 from merak.graph.weights.rank_agreement import gather_objects, is_distributed
 
@@ -242,7 +251,7 @@ class CheckpointSaver:
             self._assigned = assign_boxes(gather_objects(sizes))[self._mesh.rank]
             self._assigned_for = hashes
         described = state.description or describe_model(state.model)
-        manifest = _manifest(contents, {}, {}, described)
+        manifest = _manifest(contents, {}, {}, described, state.model)
         of_ranks = merged_values([of_rank for _, of_rank in found])
         manifest = replace(manifest, values={**of_ranks, **manifest.values})
         return {BOXES: only_boxes(shards, self._assigned), WEIGHTS: weights}, manifest
@@ -332,7 +341,7 @@ def save_weights(target: Path, state: RankState, contents: Contents) -> None:
             _record(folder, sorted(set(inner_files(folder)) - every.keys()), every)
             described = state.description or describe_model(model)
             stored = _whole_tensors(files) | _whole_tensors(others)
-            manifest = _manifest(contents, stored, every, described)
+            manifest = _manifest(contents, stored, every, described, model)
             commit(target, manifest)
 
         on_rank0(finish, target, mesh, "model")
@@ -350,10 +359,13 @@ def _manifest(
     tensors: Mapping[str, StoredTensor],
     files: Mapping[str, StoredFile],
     described: Mapping[str, Any],
+    model: nn.Module,
 ) -> Manifest:
+    tied = {name: first for name, first in state_names(model).items() if name != first}
+    values = {**contents.values, **({TIED: tied} if tied else {})}
     return Manifest(
         tensors=tensors,
-        values={name: pack_value(one, name) for name, one in contents.values.items()},
+        values={name: pack_value(one, name) for name, one in values.items()},
         files=files,
         model=described,
         layout=contents.layout,

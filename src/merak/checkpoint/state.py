@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from merak.checkpoint.description import describe_model, first_difference
 from merak.checkpoint.formats.of_trainer import Order, with_names
+from merak.checkpoint.manifest import MODEL
 from merak.checkpoint.optimizer_state import (
     fill_optimizer,
     hyperparameters,
@@ -37,9 +38,6 @@ from merak.core.health.status import during
 from merak.core.mesh import Mesh
 from merak.core.shards import OptimizerTensor, ParameterShard
 from merak.graph.weights.holders import RankView, find_holders, rank_view
-
-MODEL = "model/"
-"""Keys of parameters and buffers are `model/name`."""
 
 OUTER = "outer/"
 """Keys of the momentum of DiLoCo's outer optimizer are `outer/parameter name`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,9 +44,9 @@ from merak.checkpoint.manifest import StoredBox, StoredFile, StoredTensor
 from merak.checkpoint.model_files import ModelFiles
 from merak.checkpoint.shards import Shards, TensorShard
 from merak.checkpoint.values import dtype_name
+from merak.checkpoint.writing import without_group_warning
 from merak.core.errors import WeightsError
 from merak.core.health.status import during, waiting_for_all
-from merak.graph.weights.rank_agreement import is_distributed
 
 MAX_FILE_BYTES = 2**30
 """Size at which a rank begins a new file."""
@@ -293,15 +292,6 @@ def load_shards(reader: StorageReader, wanted: Shards) -> None:
     """Fill shards from a checkpoint. Collective."""
     with without_group_warning(), waiting_for_all("shards to be read by"):
         load({}, storage_reader=reader, planner=ShardLoadPlanner(wanted))
-
-
-@contextmanager
-def without_group_warning() -> Iterator[None]:
-    """Silence torch's warning about a checkpoint without a process group."""
-    with warnings.catch_warnings():
-        if not is_distributed():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _file_result(folder: Path, name: str) -> WriteResult:

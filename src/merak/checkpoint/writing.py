@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from merak.core.errors import MerakError, SavingError, WeightsError
-from merak.graph.weights.rank_agreement import gather_objects
+from merak.graph.weights.rank_agreement import gather_objects, is_distributed
 
 _TORCH_WROTE = ("PytorchStreamWriter", "inline_container.cc", "unexpected pos")
 _RUST = re.compile(r"(?:^|: )([^:]*?) \(os error \d+\)")
@@ -118,3 +119,12 @@ def _free_bytes(folder: str | os.PathLike[str]) -> int:
     wanted = Path(folder).absolute()
     there = next(place for place in (wanted, *wanted.parents) if place.exists())
     return shutil.disk_usage(there).free
+
+
+@contextmanager
+def without_group_warning() -> Iterator[None]:
+    """Silence torch's warning about a checkpoint without a process group."""
+    with warnings.catch_warnings():
+        if not is_distributed():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -17,6 +17,9 @@ from merak.core.units import count, read_bytes, size
 if TYPE_CHECKING:
     import torch
 
+PRETRAINED, DCP = "pretrained", "dcp"
+"""Formats of a folder: what from_pretrained reads, and torch's distributed checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
@@ -44,7 +47,8 @@ class ExportRequest:
     checkpoint: Path = argument(
         MISSING,
         "CHECKPOINT",
-        "A checkpoint-… folder, of any layout; with --merge also a model's own.",
+        "A checkpoint-… folder, of any layout; with --merge also a model's own; with --base alone "
+        "one of torch.distributed.checkpoint.",
     )
     out: Path = argument(MISSING, "OUT", "The folder to write.")
     max_shard_size: str | None = option(
@@ -52,6 +56,13 @@ class ExportRequest:
     )
     dtype: str | None = option(
         None, "--dtype", "|".join(PARAMETER_TYPES), "Type of floating point tensors; their own."
+    )
+    format: str = option(
+        PRETRAINED,
+        "--format",
+        f"{PRETRAINED}|{DCP}",
+        "Folder that from_pretrained reads, or one of torch.distributed.checkpoint, by the names "
+        "of the model's state dict.",
     )
     merge: bool = option(
         False, "--merge", "", "Of adapters: write the whole model, with them merged into it."
@@ -61,7 +72,8 @@ class ExportRequest:
         "--base",
         "M",
         "With --merge, the model that the adapters were trained beside: a folder, or a name of the "
-        "hub; the one that they name.",
+        "hub; the one that they name. Of a folder of torch.distributed.checkpoint, the model whose "
+        "weights it has.",
     )
     overwrite: bool = option(
         False, "--overwrite", "", "Replace the model in a folder that is not empty."
@@ -97,21 +109,62 @@ def export_report(request: ExportRequest) -> ExportReport:
         "dtype": _dtype(request.dtype),
         "overwrite": request.overwrite,
     }
-    if request.base is not None and not request.merge:
-        raise CommandError(f"--base {request.base} is for --merge; add it, or leave --base out.")
+    from merak.checkpoint.pretrained.dcp import export_dcp, export_from_dcp, is_dcp
     from merak.checkpoint.pretrained.export import export_checkpoint
     from merak.checkpoint.pretrained.merged import export_merged
 
-    started = time.perf_counter()
     checkpoint, out = request.checkpoint, request.out
-    if request.merge:
+    is_from_dcp = is_dcp(checkpoint)
+    _check_words(request, is_from_dcp)
+    started = time.perf_counter()
+    if is_from_dcp:
+        found = export_from_dcp(checkpoint, out, _make_model(str(request.base)), **options)
+    elif request.merge:
         found = export_merged(checkpoint, out, _load_base, request.base, **options)
+    elif request.format == DCP:
+        options.pop("max_shard_size")
+        found = export_dcp(checkpoint, out, **options)
     else:
         found = export_checkpoint(checkpoint, out, **options)
     seconds = time.perf_counter() - started
     return ExportReport(
         str(request.out), list(found.files), found.parameters, found.num_bytes, seconds
     )
+
+
+def _check_words(request: ExportRequest, is_from_dcp: bool) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        CommandError: there are such.
+    """
+    if request.format not in (PRETRAINED, DCP):
+        raise CommandError(f"--format {request.format} is none; use {PRETRAINED} or {DCP}.")
+    if is_from_dcp and (request.merge or request.format == DCP):
+        raise CommandError(
+            f"{request.checkpoint} is a folder of torch.distributed.checkpoint, which is exported "
+            "as a folder that from_pretrained reads; leave --merge and --format out."
+        )
+    if is_from_dcp and request.base is None:
+        raise CommandError(
+            f"{request.checkpoint} is a folder of torch.distributed.checkpoint, which does not "
+            "name its model; give its folder, or its name on the hub, with --base."
+        )
+    if request.base is not None and not request.merge and not is_from_dcp:
+        raise CommandError(f"--base {request.base} is for --merge; add it, or leave --base out.")
+    if request.format == DCP and (request.merge or request.max_shard_size is not None):
+        raise CommandError(
+            f"--format {DCP} writes the weights as the checkpoint has them; leave --merge and "
+            "--max-shard-size out."
+        )
+
+
+def _make_model(name: str) -> Any:
+    """The model of a folder, or of the hub, with weights of its own."""
+    from merak.zoo.model_source import resolve_model
+
+    source = resolve_model(name)
+    return source.model_class(source.config)
 
 
 def _load_base(name: str) -> Any:

@@ -34,13 +34,13 @@ from merak.arguments import refuse_different_arguments
 from merak.checkpoint.description import describe_model
 from merak.checkpoint.files import remove_checkpoint, remove_partial
 from merak.checkpoint.formats.of_trainer import Order
-from merak.checkpoint.manifest import MANIFEST
+from merak.checkpoint.manifest import MANIFEST, MODEL
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
 from merak.checkpoint.pretrained.whole_tensors import WholeTensors
 from merak.checkpoint.save_pretrained import on_rank0, save_pretrained, save_whole
 from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
-from merak.checkpoint.state import MODEL, check_model, load_state
+from merak.checkpoint.state import check_model, load_state
 from merak.checkpoint.writing import writing_into
 from merak.core.announce import announce
 from merak.core.errors import ArgumentsError, RefusedBatchError, SavingError, WeightsError

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from merak.checkpoint.optimizer_state import split_key
-from merak.checkpoint.storage import ShardLoadPlanner, without_group_warning
+from merak.checkpoint.storage import ShardLoadPlanner
+from merak.checkpoint.writing import without_group_warning
 from merak.core.errors import WeightsError
 
 FOLDER = "merak"
