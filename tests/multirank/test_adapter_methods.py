@@ -17,7 +17,6 @@ from tests.multirank.ranks import RankPool, as_script
 from tests.multirank.test_adapter_saving import config_of
 from tests.multirank.training import (
     VOCABULARY,
-    Layout,
     Setup,
     alone,
     gpt2,
@@ -27,6 +26,7 @@ from tests.multirank.training import (
 )
 
 Train = dict[str, Any]
+Degrees = dict[str, int]
 
 STEPS = 4
 LINEARS = ["q_proj", "v_proj", "down_proj"]
@@ -121,15 +121,14 @@ Found = dict[str, tuple[list[float], list[float]]]
 
 @as_script
 def train(
-    methods: list[str], layouts: list[Layout], options: Train, cache: str, folder: Path
+    methods: list[str], layouts: list[Degrees], options: Train, cache: str, folder: Path
 ) -> list[Found]:
     """Train in each layout; in all but the first, the second half of what the first has begun."""
     import merak
 
     found: list[Found] = []
     for number, layout in enumerate(layouts):
-        dp, tp, pp = layout
-        merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+        merak.init(**layout, device="cpu")
         found.append({})
         for method in methods:
             output = folder / method / f"output{number}"
@@ -138,7 +137,7 @@ def train(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of peft: embeddings are saved, too
                 trainer = make_merak(
-                    setup, dp, cache, model=make_model(method), callbacks=[watched]
+                    setup, layout.get("dp", 1), cache, model=make_model(method), callbacks=[watched]
                 )
                 # What AdaLoRA knows of its ranks is in no checkpoint, also in one process.
                 begun = None if number == 0 or method == "adalora" else "output0/checkpoint-2"
@@ -160,7 +159,8 @@ def train_alone(method: str, folder: Path) -> tuple[list[float], list[float]]:
     return watched.losses, watched.norms
 
 
-LAYOUTS: list[Layout] = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+LAYOUTS: list[Degrees] = [{"pp": 2}, {"tp": 2}, {"dp": 2}]
+OF_EXPERTS: list[Degrees] = [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +169,7 @@ LAYOUTS: list[Layout] = [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
         (list(ESSENTIAL), LAYOUTS[:2], {}),
         pytest.param(list(OTHERS), LAYOUTS, {}, marks=pytest.mark.slow, id="others"),
         pytest.param(list(ESSENTIAL), LAYOUTS[2:], {"zero": 2}, marks=pytest.mark.slow, id="zero"),
+        pytest.param(["experts"], OF_EXPERTS, {}, marks=pytest.mark.slow, id="ep"),
     ],
 )
 def test_each_method_is_as_in_one_process(
@@ -176,7 +177,7 @@ def test_each_method_is_as_in_one_process(
     cache: str,
     tmp_path: Path,
     methods: list[str],
-    layouts: list[Layout],
+    layouts: list[Degrees],
     options: Train,
 ) -> None:
     pytest.importorskip("peft")

@@ -41,6 +41,7 @@ from merak.graph.tensor_parallel.propagate import permuted_dims
 from merak.graph.tensor_parallel.search.cost import parameter_nodes
 from merak.graph.tensor_parallel.search.experts import (
     check_experts,
+    computed_stacks,
     experts_of,
     refuse_other_readers,
 )
@@ -210,10 +211,14 @@ def _spread(
 ) -> fx.Graph:
     """Graph of a rank with some of the experts."""
     new, _ = copy_graph(graph)
-    weights = parameter_nodes(new)
+    weights, computed = parameter_nodes(new), computed_stacks(new)
+    for node, (_, placed) in computed.items():
+        _shrink_computed(node, placed, degree)
     for name, placed in experts.items():
-        _shrink(weights[name], placed, degree)
-    for region in expert_regions(new, {weights[name] for name in experts}, batches=degree > 1):
+        if weights[name] not in computed:
+            _shrink(weights[name], placed, degree)
+    of_experts = {weights[name] for name in experts} | computed.keys()
+    for region in expert_regions(new, of_experts, batches=degree > 1):
         if capacity is None:
             _Exchange(region, degree).rewrite()
         else:
@@ -233,6 +238,17 @@ def _shrink(node: fx.Node, placed: Shard, degree: int) -> None:
             dims = permuted_dims(user, dims)
         if name in SAME_VALUES | TRANSPOSES:
             _shrink(user, replace(placed, dim=dims.index(placed.dim)), degree)
+
+
+def _shrink_computed(node: fx.Node, placed: Shard, degree: int) -> None:
+    """Give a value of which stacks are computed the sizes of a rank's part."""
+    sizes = node.args[1] if len(node.args) > 1 else None
+    if family(node.target) in RESHAPES and isinstance(sizes, (list, tuple)):
+        own = list(sizes)
+        if own[placed.dim] != -1:
+            own[placed.dim] = shape_of(node)[placed.dim] // degree
+        node.args = (node.args[0], own, *node.args[2:])
+    node.meta = {**node.meta, "tensor": local_meta(node.meta["tensor"], placed, degree)}
 
 
 _Called = tuple[Callable[..., Any], tuple[Any, ...]]

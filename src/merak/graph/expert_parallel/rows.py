@@ -76,7 +76,7 @@ def expert_regions(
 
     Args:
         graph: the segment's graph.
-        weights: placeholders of the experts' weights.
+        weights: placeholders of the experts' weights, and what stacks are computed by.
         batches: whether to find those whose rows lie in batches, too.
 
     Raises:
@@ -85,7 +85,8 @@ def expert_regions(
     groups: dict[fx.Node, list[fx.Node]] = {}
     laid_out: dict[tuple[int, ...], list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not any(_is_of(n, weights) for n in node.all_input_nodes):
+        is_read = any(_is_of(own, weights) for own in node.all_input_nodes)
+        if node.op != "call_function" or node in weights or not is_read:
             continue
         if family(node.target) in GROUPED_GEMMS | SEPARATE_EXPERTS:
             groups.setdefault(grouped_operands(node)[2], []).append(node)
@@ -118,7 +119,7 @@ def has_rows(node: fx.Node, like: fx.Node, rows: tuple[int, ...]) -> bool:
 
 def _is_of(node: fx.Node, weights: Collection[fx.Node]) -> bool:
     """Whether a value is one of some weights, or shows one in another way."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+    while node not in weights and node.op == "call_function" and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node in weights
 

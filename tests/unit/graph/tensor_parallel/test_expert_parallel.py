@@ -5,6 +5,7 @@ Every parameter's gradient is compared with one process's, on all ranks in locks
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -56,6 +57,24 @@ from tests.unit.graph.lockstep import assert_parity
 def test_gradients_equal_those_of_one_process(name: str, degree: int, sequence: bool) -> None:
     columns = cases.batch(padded=False)
     assert_parity(build(name), columns, None, degree, sequence=sequence, ep=degree)
+
+
+@pytest.mark.parametrize("name", ["adapted", slow("dbrx")])
+def test_stacks_that_are_computed_of_parameters_are_split_by_experts(name: str) -> None:
+    """Those of adapters, whose factors have their experts' rows and columns, or rows of one."""
+    columns = cases.batch(padded=False)
+    model = PlainTokens(Adapted()) if name == "adapted" else build(name)
+    graph = cases.traced(model, columns)
+    of_experts = {n for n in graph.parameters if re.search("up|down|left|right|experts", n)}
+    shards = [expert_parallel(graph, None, 2)(segment)[1] for segment in graph.segments]
+    found = {name: shard for own in shards for name, shard in own.items()}
+    assert found.keys() == of_experts
+    assert of_experts <= tensor_parallel(graph, None, 2).weights.keys()
+    if name == "adapted":
+        assert (found["layers.0.left"].dim, found["layers.0.left"].parts) == (0, (8,))
+        assert (found["layers.0.right"].dim, found["layers.0.right"].parts) == (1, (4, 4))
+    for ep in (1, 2):
+        assert_parity(model, columns, None, 2, ep=ep)
 
 
 @pytest.mark.slow
@@ -178,11 +197,6 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     ("name", "why"),
     [
         (
-            "dbrx",
-            "those of transformer.blocks.0.ffn.experts.mlp are rows of one matrix, which tp "
-            "splits, but not ep; use ep=1, with tp, pp or zero=3 where memory is short.",
-        ),
-        (
             "read_beside",
             "something else reads weights of those of layers.0.inner.experts, too; use ep=1, with "
             "tp, pp or zero=2 where memory is short.",
@@ -193,9 +207,9 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
             "or model.set_experts_implementation('grouped_mm') where the model is of transformers.",
         ),
         (
-            "adapted",
-            "layers.0.up becomes a part of a stack of weights that is computed, as by adapters of "
-            "experts; use ep=1, with pp or zero=2 where memory is short (tp leaves them whole).",
+            "mixed",
+            "layers.0.up becomes a part of a stack of weights that is computed of several experts' "
+            "together; use ep=1, with tp, pp or zero=2 where memory is short.",
         ),
         (
             "counted",
@@ -205,7 +219,7 @@ def test_experts_that_cannot_be_split_are_refused() -> None:
     ],
 )
 def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
-    layers = {"read_beside": ReadBeside, "counted": Counted, "adapted": Adapted}
+    layers = {"read_beside": ReadBeside, "counted": Counted, "mixed": Mixed}
     model: Any = PlainTokens(layers[name]()) if name in layers else build(name)
     if name == "mixtral":
         model.set_experts_implementation("batched_mm")
@@ -223,7 +237,7 @@ def test_models_without_stacks_are_told_what_fits(name: str, why: str) -> None:
         if "expert" in n or "layers.0.up" in n
     ]
     assert split
-    assert all(split) if name in ("dbrx", "read_beside") else not any(split)
+    assert all(split) if name in ("read_beside", "mixed") else not any(split)
 
 
 def test_experts_that_are_modules_are_each_on_one_rank() -> None:
@@ -325,6 +339,20 @@ class Adapted(GroupedProducts):
         up = torch.baddbmm(self.up, left, self.right.view(32, 2, -1).permute(2, 1, 0))
         rows = nn.functional.grouped_mm(x[order], up, offs=ends).relu()
         rows = nn.functional.grouped_mm(rows, self.down.relu(), offs=ends)
+        return x.index_add(0, order, rows * weights[order, None])
+
+
+class Mixed(GroupedProducts):
+    """Experts whose weights are sums of shared ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        ends = nn.functional.one_hot(chosen, len(self.up)).sum(0).cumsum(0).to(torch.int32)
+        mean = torch.eye(len(self.up)) + 0.1
+        up, down = (torch.einsum("ef,fio->eio", mean, own) for own in (self.up, self.down))
+        rows = nn.functional.grouped_mm(x[order], up, offs=ends).relu()
+        rows = nn.functional.grouped_mm(rows, down, offs=ends)
         return x.index_add(0, order, rows * weights[order, None])
 
 

@@ -1,8 +1,9 @@
 """Weights of experts: those of products that have a weight a group.
 
 Found by how the graph reads them: stacks of weights of grouped products, of batches of matrix
-products and of einsums, values that are picked by the experts of a grouped product's rows, and
-weights that every expert has one of.
+products and of einsums, values that are picked by the experts of a grouped product's rows,
+parameters that such stacks are computed of, as adapters of experts are, and weights that every
+expert has one of.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -18,14 +19,16 @@ from torch import fx
 
 from merak.core.errors import ShardError
 from merak.graph.ir.contractions import contraction
-from merak.graph.ir.ir import ModelGraph, Segment
+from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.operators import (
     GROUPED_GEMMS,
     MATMULS,
+    RESHAPES,
     SAME_VALUES,
     SEPARATE_EXPERTS,
     TRANSPOSES,
     family,
+    is_pointwise,
 )
 from merak.graph.tensor_parallel.placement import Shard, shape_of
 from merak.graph.tensor_parallel.propagate import permuted_dims
@@ -41,13 +44,13 @@ class ExpertWeight:
         num_experts: how many there are.
         dim: that of the experts in a stack; in a parameter of one expert, that along which it is
             empty on other ranks.
-        size: along `dim`.
+        parts: sizes along `dim` of its fused parts, each of which has some of every expert.
         expert: whose it is; None for a stack of all.
     """
 
     num_experts: int
     dim: int
-    size: int
+    parts: tuple[int, ...]
     expert: int | None = None
 
     def placed(self, name: str, ep: int) -> Shard:
@@ -58,7 +61,7 @@ class ExpertWeight:
             ep: the number of ranks, which divides that of experts.
         """
         owner = None if self.expert is None else self.expert // (self.num_experts // ep)
-        return Shard(self.dim, (self.size,), name, owner)
+        return Shard(self.dim, self.parts, name, owner)
 
 
 def num_experts(model: ModelGraph) -> int:
@@ -117,12 +120,91 @@ def experts_of(segment: Segment) -> Mapping[str, ExpertWeight]:
     nodes = parameter_nodes(segment.graph)
     dims = {name: _expert_dims(node) for name, node in nodes.items()}
     stacks = {
-        name: ExpertWeight(shape_of(nodes[name])[dim], dim, shape_of(nodes[name])[dim])
+        name: ExpertWeight(size, dim, (size,))
         for name, own in dims.items()
         if len(own) == 1
         for dim in own
+        for size in [shape_of(nodes[name])[dim]]
     }
-    return stacks | _separate_weights(nodes)
+    computed = {
+        node.meta["name"]: ExpertWeight(count, placed.dim, placed.parts)
+        for node, (count, placed) in computed_stacks(segment.graph).items()
+        if node.op == "placeholder"
+    }
+    return stacks | computed | _separate_weights(nodes)
+
+
+def computed_stacks(graph: fx.Graph) -> dict[fx.Node, tuple[int, Shard]]:
+    """Values that stacks of grouped products are computed of, with the experts' dim of each.
+
+    Args:
+        graph: of a segment.
+
+    Returns:
+        Parameters, and what is computed of them up to the stacks, each with the number of experts
+        and how these lie in it. Nothing of a stack that is a parameter itself, or of which
+        something else reads a part.
+    """
+    found: dict[fx.Node, tuple[int, Shard]] = {}
+    for product in graph.nodes:
+        if product.op == "call_function" and family(product.target) in GROUPED_GEMMS:
+            count, own = shape_of(product.args[1])[0], _computed_of(product)
+            found |= {node: (count, placed) for node, placed in own.items()}
+    return found
+
+
+def _computed_of(product: fx.Node) -> dict[fx.Node, Shard]:
+    weight = product.args[1]
+    assert isinstance(weight, fx.Node)
+    own: dict[fx.Node, Shard] = {}
+    waiting = [(weight, Shard(0, shape_of(weight)[:1]))]
+    while waiting:
+        node, placed = waiting.pop()
+        if own.setdefault(node, placed) != placed:
+            return {}
+        if node.op == "placeholder" and node.meta["kind"] is Kind.PARAMETER:
+            continue
+        operands = _before(node, placed) if node.op == "call_function" else None
+        if operands is None:
+            return {}
+        waiting += operands
+    readers = {user for node in own for user in node.users} - own.keys()
+    shows = SAME_VALUES | TRANSPOSES
+    is_stack = all(n.op == "placeholder" or family(n.target) in shows for n in own)
+    return {} if is_stack or readers != {product} else own
+
+
+def _before(node: fx.Node, placed: Shard) -> list[tuple[fx.Node, Shard]] | None:
+    """The operands of which an operator computes parts, with theirs; None where it mixes them."""
+    name, product = family(node.target), contraction(node)
+    if product is not None:
+        label = product.result[placed.dim]
+        if len(placed.parts) > 1 or any(label not in labels for _, labels in product.operands):
+            return None
+        return [(n, replace(placed, dim=labels.index(label))) for n, labels in product.operands]
+    operands = node.all_input_nodes
+    if name in TRANSPOSES:
+        (operand,), dims = operands, tuple(range(len(shape_of(node))))
+        return [(operand, replace(placed, dim=permuted_dims(node, dims)[placed.dim]))]
+    if name in RESHAPES and len(operands) == 1:
+        before = _before_reshape(shape_of(operands[0]), shape_of(node), placed)
+        return None if before is None else [(operands[0], before)]
+    is_same = all(shape_of(operand) == shape_of(node) for operand in operands)
+    if is_same and (name in SAME_VALUES or is_pointwise(node.target)):
+        return [(operand, placed) for operand in operands]
+    return None
+
+
+def _before_reshape(before: tuple[int, ...], after: tuple[int, ...], placed: Shard) -> Shard | None:
+    """How a value lies that a reshape shows with a sharded dim; None where that is in no dim."""
+    if len(placed.parts) > 1:
+        return None
+    (size,), outside = placed.parts, math.prod(after[: placed.dim])
+    for dim, length in enumerate(before):
+        num_parts, rest = divmod(outside, math.prod(before[:dim]))
+        if not rest and num_parts and length % (num_parts * size) == 0:
+            return Shard(dim, (length // num_parts,) * num_parts)
+    return None
 
 
 def _separate_weights(nodes: Mapping[str, fx.Node]) -> dict[str, ExpertWeight]:
@@ -134,7 +216,7 @@ def _separate_weights(nodes: Mapping[str, fx.Node]) -> dict[str, ExpertWeight]:
         # An operator that reads one expert's from elsewhere reads all of them on every rank.
         if place is not None and all(counts[place[0]] == len(_listed(r)) for r in place[0]):
             size = shape_of(nodes[name])[0]
-            found[name] = ExpertWeight(counts[place[0]], 0, size, place[1])
+            found[name] = ExpertWeight(counts[place[0]], 0, (size,), place[1])
     return found
 
 

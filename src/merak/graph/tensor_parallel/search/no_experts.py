@@ -44,17 +44,11 @@ def no_experts(model: ModelGraph, ep: int, capacity: float | None = None) -> Sha
 
 def _reasons(model: ModelGraph) -> Iterator[str]:
     nodes = [item for s in model.segments for item in parameter_nodes(s.graph).items()]
-    for name, node in nodes:
-        if _is_flat_stack(node):
-            yield (
-                f"those of {_parent(name)} are rows of one matrix, which tp splits, but not ep; "
-                "ep=1, with tp, pp or zero=3 where memory is short"
-            )
     for segment in model.segments:
         for name in _computed_stacks(segment.graph):
             yield (
-                f"{name} becomes a part of a stack of weights that is computed, as by adapters of "
-                "experts; ep=1, with pp or zero=2 where memory is short (tp leaves them whole)"
+                f"{name} becomes a part of a stack of weights that is computed of several experts' "
+                "together; ep=1, with tp, pp or zero=2 where memory is short"
             )
     everything = (node for s in model.segments for node in s.graph.nodes)
     for product in (node for node in everything if family(node.target) in SEPARATE_GEMMS):
@@ -104,19 +98,6 @@ def numbered_modules(weights: Collection[str]) -> str | None:
                 counts[i, holder, kind[1], inside] += 1
     found = sorted(key for key, count in counts.items() if count > 1)
     return found[0][1] or "the model" if found else None
-
-
-def _is_flat_stack(node: fx.Node, is_reshaped: bool = False) -> bool:
-    """Whether grouped products multiply by a parameter that becomes a stack in a view of it."""
-    for user in node.users:
-        name = family(user.target)
-        if name in GROUPED_GEMMS and is_reshaped and user.args[1] is node:
-            return True
-        if name in RESHAPES | TRANSPOSES | SAME_VALUES and _is_flat_stack(
-            user, is_reshaped or name in RESHAPES
-        ):
-            return True
-    return False
 
 
 def _computed_stacks(graph: fx.Graph) -> Iterator[str]:

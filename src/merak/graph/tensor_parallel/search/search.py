@@ -257,7 +257,10 @@ class Search:
         """Whether the degree divides the outputs and the inputs of a weight."""
         sizes = self.shapes[name]
         dims = {split.dim for split in self.splits(name) if sizes[split.dim] % self.degree == 0}
-        return all({out, into} <= dims for out, into in self.dims[name])
+        ways = self.dims[name]
+        if not ways:  # one by one values of each expert, or a part of a stack that is computed
+            return len(sizes) < 3
+        return all({out, into} <= dims for out, into in ways)
 
     def close(self, weights: Assignment) -> Assignment:
         """Shard further weights as the operators on sharded values need them."""
