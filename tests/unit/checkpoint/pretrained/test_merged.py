@@ -17,7 +17,8 @@ from merak.checkpoint.state import RankState
 from merak.cli.main import main
 from merak.core.mesh import Mesh
 from merak.graph.weights.holders import find_holders
-from tests.unit.checkpoint.models import gpt2
+from tests.tiers import slow
+from tests.unit.checkpoint.models import gpt2, llama
 
 peft: Any = pytest.importorskip("peft")
 
@@ -73,6 +74,37 @@ def test_the_merged_model_computes_what_the_adapted_one_does(
     expected, plain = model(IDS).logits, AutoModelForCausalLM.from_pretrained(base).eval()(IDS)
     assert not torch.allclose(expected, plain.logits, rtol=1e-3)
     torch.testing.assert_close(found(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+LINEARS = {"target_modules": ["q_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("IA3Config", LINEARS | {"feedforward_modules": ["down_proj"]}),
+        slow("VeraConfig", {"target_modules": ["q_proj"], "r": 4}),
+        slow("OFTConfig", LINEARS | {"oft_block_size": 4}),
+        slow("BOFTConfig", LINEARS | {"boft_block_size": 4}),
+        slow("LoHaConfig", LINEARS | {"r": 2}),
+        slow("LoKrConfig", LINEARS | {"r": 2}),
+        slow("LoraConfig", {"target_modules": [], "target_parameters": ["q_proj.weight"]}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft")
+def test_other_methods_are_merged(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    model = adapted_of(tmp_path / "base", getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    plain = model(IDS).logits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    checkpoint, out = write_checkpoint(tmp_path / "checkpoint-3", model), tmp_path / "out"
+    assert main(["export", str(checkpoint), str(out), "--merge"]) == 0
+    found = AutoModelForCausalLM.from_pretrained(out).eval()(IDS).logits
+    assert not torch.allclose(found, plain, rtol=1e-4)
+    torch.testing.assert_close(found, model(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_the_base_may_have_moved(
