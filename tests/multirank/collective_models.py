@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.nn import functional as F
 
 WIDTH, EMBEDDED = 6, 8
@@ -244,3 +245,41 @@ class QuantizedAutoencoder(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
         quantized, commitment = self.codebook(self.encoder(x))
         return {"loss": F.mse_loss(self.decoder(quantized), y) + 0.3 * commitment}
+
+
+class EveryCall(nn.Module):
+    """A loss by every other call that is followed, of its own rows among those of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = tower(16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        own, world = self.body(x), get_world_size()
+        rank = dist.get_rank() if is_dist_avail_and_initialized() else 0
+        whole = _gathered_functionally(own)
+        labels = torch.arange(len(own)) + len(own) * rank
+        loss = F.cross_entropy(own @ whole.T, labels)
+        stacked, listed = own.new_zeros(world, *own.shape), [torch.zeros_like(own)] * world
+        largest, first, mean = own.detach().amax(0), own.detach()[0].clone(), own.detach().mean(0)
+        if is_dist_avail_and_initialized():
+            dist.all_gather_into_tensor(stacked, own)
+            listed = [torch.zeros_like(own) for _ in range(world)]
+            dist.all_gather(listed, own)
+            work = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=True)
+            assert work is not None
+            work.wait()
+            dist.broadcast(first, src=0)
+            mean = functional.all_reduce(own.mean(0), "avg", dist.group.WORLD)
+        else:
+            stacked, listed, mean = own.detach()[None], [own.detach()], own.mean(0)
+        listed[rank] = own
+        spread = (listed[rank] - 2 * stacked[rank] + mean - first).square().mean()
+        return {"loss": loss + spread + (own / largest.abs().clamp(min=1)).square().mean()}
+
+
+def _gathered_functionally(own: torch.Tensor) -> torch.Tensor:
+    if not is_dist_avail_and_initialized():
+        return own
+    return functional.all_gather_tensor_autograd(own, 0, dist.group.WORLD)
