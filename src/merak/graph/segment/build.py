@@ -24,7 +24,6 @@ from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
 from merak.graph.ir.ir import ModelGraph
-from merak.graph.ir.replicas import meets_replicas
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
@@ -244,9 +243,8 @@ def build_timed(
         seconds[0] = time.perf_counter() - traced_at
         # What is warned of is warned of again in the next run, and on rank 0 whoever is first.
         files = traced.sources | loaded_sources(source.model)
-        # Another number of replicas, or another of them, has another graph.
-        is_of_replica = traced.asks_size or meets_replicas(graph)
-        return graph, None if traced.is_warned_of or traced.leaves or is_of_replica else files
+        is_of_one_run = traced.is_warned_of or traced.leaves or traced.is_of_replica
+        return graph, None if is_of_one_run else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
         folder = None if does_call_model(source.loss_fn) else source.cache_dir

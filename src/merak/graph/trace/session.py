@@ -152,6 +152,7 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
     (lambda s: s.ranks.recorded(), "reads of the rank and the number of ranks find replicas"),
     (lambda s: refused_modules(s.model), "they communicate before any operator shows it"),
     (lambda s: refused_collectives(), "no function mode: sees operators of any caller"),
+    (lambda s: replica_collectives(s.ranks), "those that mean one process's batch are operators"),
 )
 """Functions, weights and attributes with stand-ins while a model is traced, and why.
 
@@ -170,10 +171,6 @@ MODES: tuple[tuple[Enter, str], ...] = (
     (lambda s: s.checks, "no function mode: answers where no mode knows a tensor's boolean"),
     (lambda s: CtcLosses(), "sees labels selected by a mask that no constant has replaced"),
     (lambda s: GroupedProducts(), "any place: no other mode looks at grouped products"),
-    (
-        lambda s: replica_collectives(s.model.training),
-        "the modes above see operators over the replicas in place of collectives",
-    ),
     (lambda s: s.packed, "sees operators on packed rows as the model wrote them, but for .data"),
     (lambda s: s.host_random, "takes arrays that its operators stand for in place of torch.tensor"),
     (lambda s: DetachedData(), "the modes above see detach() in place of .data"),

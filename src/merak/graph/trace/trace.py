@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.ir.replicas import OF_REPLICAS, mark_own
+from merak.graph.ir.replicas import mark_own
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.branches.host_random import (
@@ -56,9 +56,9 @@ from merak.graph.trace.repeats.calls import LeftOpen
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.places import StateLeft
-from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank
+from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank, refuse_outer_sizes
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.slots import Slot
+from merak.graph.trace.state.slots import Slot, slots_of
 from merak.graph.trace.traced import Trace
 
 logger = logging.getLogger(__name__)
@@ -165,16 +165,21 @@ def _traced(
             return normalized(whole(), columns)
 
     made = trace_with_fallbacks(model, export, opaque)
-    made = replace(made, asks_size=ranks.asks_size)
+    made = replace(made, is_of_replica=ranks.asks_size or ranks.are_met)
     refuse_left(made.left)
     if made.replay is not None:
         batch = {name: meta for name, meta in columns.items() if name not in call.numbers}
         rehearse(made.replay, model, batch, device)
     calls = partial(run, opaque=opaque)
-    meets = any(made.graph.find_nodes(op="call_function", target=t) for t in OF_REPLICAS)
     if ranks.lines:
         mark_own(made.graph)
-    is_warned_of = refuse_by_rank(ranks, lambda own: described_call(calls(ranks=own)), meets)
+
+    def described(ranks: RankReads) -> object:
+        return described_call(calls(ranks=ranks))
+
+    is_warned_of = refuse_by_rank(ranks, described)
+    slots = slots_of(made.reads, model, call.loss_fn)
+    refuse_outer_sizes(slots, ranks, described)
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
         return replace(made, is_warned_of=warn_of_left(made.left) or is_warned_of)

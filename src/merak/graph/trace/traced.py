@@ -34,7 +34,7 @@ class Trace:
         left: places of Python state that forward has left other values in.
         remade: buffers that forward has replaced by tensors of another shape.
         is_warned_of: whether people have been warned of these.
-        asks_size: whether the model's code reads the number of ranks.
+        is_of_replica: whether it may be another one for another replica, or number of them.
         queried: as of `ModelGraph`.
         replay: as of `ModelGraph`.
     """
@@ -52,7 +52,7 @@ class Trace:
     left: tuple[LeftState, ...] = ()
     remade: tuple[str, ...] = ()
     is_warned_of: bool = False
-    asks_size: bool = False
+    is_of_replica: bool = False
     queried: frozenset[str] = frozenset()
     replay: Any = None  # a `Replay`
 

@@ -27,24 +27,23 @@ from merak.graph.ir.replicas import REPLICA_ROWS, REPLICA_SUM
 from merak.graph.trace.autograd.calls import applying
 from merak.graph.trace.opaque.collectives import CollectiveError
 from merak.graph.trace.state.rank_reads import (
+    RankReads,
     ReplicaWorld,
     is_default,
     reading_line,
-    replica_world,
 )
 
 _c10d: Any = dist.distributed_c10d
 _LEAVE_OUT = "Leave it out, or use torch.distributed.nn.functional.all_gather"
 
 
-def replica_collectives(training: bool) -> AbstractContextManager[Any]:
+def replica_collectives(ranks: RankReads) -> AbstractContextManager[Any]:
     """Context in which this thread's collectives are operators; nothing where there is no mesh.
 
     Args:
-        training: whether the model trains; the batch of an evaluation is one replica's alone.
+        ranks: what the model finds of them.
     """
-    world = replica_world(training)
-    return nullcontext() if world is None else ReplicaCollectives(world, is_alone=not training)
+    return nullcontext() if ranks.world is None else ReplicaCollectives(ranks, ranks.world)
 
 
 class _Done:
@@ -61,14 +60,14 @@ class ReplicaCollectives(TorchFunctionMode):
     """Function mode that makes operators of functional collectives, and of torch's other ones.
 
     Args:
-        world: the replicas.
-        is_alone: whether a batch is one replica's alone, which meets no other.
+        ranks: gains whether a collective has been called.
+        world: the replicas; in an evaluation, whose batches are one replica's alone, this one.
     """
 
-    def __init__(self, world: ReplicaWorld, is_alone: bool) -> None:
+    def __init__(self, ranks: RankReads, world: ReplicaWorld) -> None:
         super().__init__()
+        self._ranks = ranks
         self._world = world
-        self._is_alone = is_alone
         self._thread = threading.get_ident()
         self._stack = ExitStack()
 
@@ -134,7 +133,7 @@ class ReplicaCollectives(TorchFunctionMode):
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of all replicas, (replicas, …)."""
         rows = tensor.unsqueeze(0)
-        if self._is_alone:
+        if not self._ranks.training:
             return rows.clone()
         found: torch.Tensor = REPLICA_ROWS(rows, self._world.size)
         return found
@@ -147,7 +146,7 @@ class ReplicaCollectives(TorchFunctionMode):
             return extreme(self.rows(tensor), 0)
         if kind not in ("sum", "avg"):
             raise refusal(f"reduces by {kind}", "SUM, AVG, MAX and MIN are followed")
-        total = tensor.clone() if self._is_alone else REPLICA_SUM(tensor)
+        total = tensor.clone() if not self._ranks.training else REPLICA_SUM(tensor)
         return total if kind == "sum" else total / self._world.size
 
     def check(self, group: Any) -> None:
@@ -156,6 +155,7 @@ class ReplicaCollectives(TorchFunctionMode):
         Raises:
             CollectiveError: it is not.
         """
+        self._ranks.are_met = True
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         elif isinstance(group, str):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -24,6 +25,7 @@ from merak.core.errors import TraceError
 from merak.core.mesh import Mesh, current_mesh, has_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.source_lines import MERAK, is_library, with_text
+from merak.graph.trace.state.slots import Slot
 from merak.graph.weights.rank_agreement import is_distributed
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ _PASSING_ON = (__file__, os.__file__, *(sys.modules[m].__file__ for m in (Mesh._
 """Files of code that reads the rank for its caller, beside those of libraries."""
 
 
+_OF_WORLD = re.compile("world|gpu|process|replica|nproc|num_ranks|devices")
+"""In names of attributes that hold a number of ranks."""
 _NUM_PROCESSES = "num_processes"
 _TRAINER = f"{os.sep}transformers{os.sep}trainer"
 """Of files of transformers' trainer, whose own sums over ranks Merak's stands for."""
@@ -81,6 +85,8 @@ class RankReads:
 
     Attributes:
         training: as given.
+        world: the default group as the model finds it; None for that of all ranks.
+        are_met: whether a collective has been called that is followed.
         lines: that read the rank, as "file:number".
         asks_size: whether the number of ranks is read.
     """
@@ -88,10 +94,10 @@ class RankReads:
     def __init__(self, instead: int | None = None, *, training: bool = True) -> None:
         self._instead = instead
         self._thread = threading.get_ident()
-        self._world = replica_world(training, instead)
+        self.world = replica_world(training, instead)
         self.training = training
         self.lines: dict[str, None] = {}
-        self.asks_size = False
+        self.asks_size = self.are_met = False
 
     def _found(self, rank: Any, in_world: int | None = None) -> Any:
         """What a read finds: Merak's own, and other threads', the true rank.
@@ -109,13 +115,13 @@ class RankReads:
 
     def _found_size(self, size: int) -> int:
         """What a read of the number of ranks finds."""
-        if self._world is None or threading.get_ident() != self._thread:
+        if self.world is None or threading.get_ident() != self._thread:
             return size
         line = reading_line()
         if not line or _TRAINER in line:
             return size
         self.asks_size = True
-        return self._world.size
+        return self.world.size
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -123,7 +129,7 @@ class RankReads:
         rank_of, size_of = dist.ProcessGroup.rank, dist.ProcessGroup.size
         value_of = os._Environ.__getitem__
         own: Any = vars(Mesh)["rank"]
-        in_world = None if self._world is None else self._world.rank
+        in_world = None if self.world is None else self.world.rank
 
         def rank_in(group: dist.ProcessGroup) -> Any:
             return self._found(rank_of(group), in_world if is_default(group) else None)
@@ -177,16 +183,14 @@ def reading_line(frame: FrameType | None = None) -> str:
     return ""
 
 
-def refuse_by_rank(
-    reads: RankReads, described: Callable[[RankReads], object], meets_replicas: bool
-) -> bool:
+def refuse_by_rank(reads: RankReads, described: Callable[[RankReads], object]) -> bool:
     """Refuse a model that computes something else on other ranks; what only prints may do so.
 
     Args:
         reads: of a trace on this rank.
         described: traces the model where others read the rank, and describes what it computes.
-        meets_replicas: whether the model takes anything from other replicas, which may then
-            compute something else: they know where their own rows are.
+
+    Other replicas may compute something else where they meet: they know which rows are their own.
 
     Returns:
         Whether anything is warned of.
@@ -198,7 +202,7 @@ def refuse_by_rank(
         return False
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     others = {0, 1, num_ranks - 1}
-    if meets_replicas:
+    if reads.are_met:
         mesh = current_mesh()
         places = (replace(mesh, rank=other) for other in range(num_ranks))
         others = {place.rank for place in places if place.dp_rank == mesh.dp_rank}
@@ -226,6 +230,48 @@ def refuse_by_rank(
         )
         return True
     return False
+
+
+def refuse_outer_sizes(
+    found: Iterable[Slot], reads: RankReads, described: Callable[[RankReads], object]
+) -> None:
+    """Refuse a number of ranks that was read outside of a model, where it computes with it.
+
+    Args:
+        found: places of plain values that a trace has read.
+        reads: of the trace.
+        described: as of `refuse_by_rank`.
+
+    Raises:
+        TraceError: it is another one than that of the replicas, and what is computed depends on it.
+    """
+    if reads.world is None or not reads.are_met:
+        return
+    mesh, size = current_mesh(), reads.world.size
+    wrong = {mesh.world_size, mesh.dp} - {size}
+    suspects = [slot for slot in found if _OF_WORLD.search(slot.read.steps[-1].lower())]
+    suspects = [s for s in suspects if type(s.get()) is int and s.get() in wrong]
+    mine = described(reads) if suspects else None
+    for slot in suspects:
+        value, own = slot.get(), slot.own()
+        slot.set(size)
+        try:
+            is_used = described(reads) != mine
+        except TraceError:
+            is_used = True
+        finally:
+            slot.set(own)
+        if is_used:
+            raise TraceError(
+                f"{with_text(slot.read.source)} computes with {slot.read}={value}, but collectives "
+                f"meet {size} replica{'s' * (size > 1)} here"
+                + (
+                    ", since an evaluation's batches are one replica's"
+                    if not reads.training
+                    else ""
+                )
+                + "; ask dist.get_world_size() inside forward or the loss, or set it by mesh.dp."
+            )
 
 
 class _Refusal(TraceError):

@@ -1,0 +1,192 @@
+"""Collectives of a model as operators over the replicas: what each becomes, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as with_gradients
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from merak.core import mesh as meshes
+from merak.core.errors import TraceError
+from merak.core.mesh import Mesh
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.ir.replicas import REPLICA_ROWS, REPLICA_SUM
+from merak.graph.trace.trace import trace
+from merak.graph.trace.traced import Trace
+from tests.tiers import one_in
+from tests.unit.graph.trace.opaque.test_collectives import SumOfGradients
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+
+WIDTH = 4
+COLUMNS = {"x": TensorMeta((3, WIDTH), torch.float32)}
+Use = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def mesh() -> Iterator[Mesh]:
+    """A job of dp=2 and pp=2, of which this is the second replica's last stage."""
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    connected: Any = object()
+    laid = Mesh(2, 1, 2, 3, torch.device("cpu"), connected)
+    meshes.set_mesh(laid)
+    yield laid
+    meshes.reset()
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.linear, self.use = nn.Linear(WIDTH, WIDTH), use
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.use(self.linear(x)).square().mean()}
+
+
+def traced(use: Use, training: bool = True) -> Trace:
+    return trace(Net(use).train(training), COLUMNS)
+
+
+def targets(found: Trace) -> list[Any]:
+    return [n.target for n in found.graph.nodes if n.target in (REPLICA_ROWS, REPLICA_SUM)]
+
+
+def group(*ranks: int) -> Any:
+    return dist.new_group(list(ranks))
+
+
+def known_count(x: Tensor) -> Tensor:
+    count = torch.full((), 3.0)
+    dist.all_reduce(count)
+    return x / count
+
+
+def in_a_list(number: int) -> Use:
+    def gathered(x: Tensor) -> Tensor:
+        parts = [torch.zeros_like(x) for _ in range(number)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts) + x.sum()
+
+    return gathered
+
+
+def in_place(x: Tensor) -> Tensor:
+    x = x * 2
+    dist.all_reduce(x)
+    return x
+
+
+def of_objects(x: Tensor) -> Tensor:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, {"a": 1})
+    return x
+
+
+def sent(x: Tensor) -> Tensor:
+    received = torch.zeros_like(x)
+    requests = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, x, 1), dist.P2POp(dist.irecv, received, 0)]
+    )
+    for request in requests:
+        request.wait()
+    return x + received
+
+
+def by_largest(x: Tensor) -> Tensor:
+    return with_gradients.all_reduce(x, dist.ReduceOp.MAX)
+
+
+def test_what_is_written_is_read_from_the_operator() -> None:
+    assert targets(traced(lambda x: x / with_gradients.all_reduce(x))) == [REPLICA_SUM]
+    found = traced(in_a_list(2))
+    assert targets(found) == [REPLICA_ROWS]
+    assert not [n for n in found.graph.nodes if "copy_" in str(n.target) or "zeros" in str(n)]
+
+
+def test_known_numbers_are_counted_on_every_replica() -> None:
+    assert targets(traced(known_count)) == [REPLICA_SUM]
+
+
+def test_an_evaluations_batch_is_one_replicas() -> None:
+    assert targets(traced(known_count, training=False)) == []
+    with pytest.raises(TraceError, match=r"gathers a list of 2 ranks .*; 1 replicas have"):
+        traced(in_a_list(2), training=False)
+
+
+def test_the_replicas_own_group_may_be_named(mesh: Mesh) -> None:
+    own = group(2, 3)  # the replicas of the last stage
+    found = traced(lambda x: x / with_gradients.all_reduce(x.detach(), group=own))
+    assert targets(found) == [REPLICA_SUM]
+
+
+def test_errors_of_the_models_own_are_told() -> None:
+    with pytest.raises(TraceError, match=r"x \+ torch\.cat.*RuntimeError"):
+        traced(lambda x: x + torch.cat(with_gradients.all_gather(x)))
+
+
+def test_the_rank_may_say_which_rows_are_its_own() -> None:
+    def own(x: Tensor) -> Tensor:
+        rows = torch.cat(with_gradients.all_gather(x))
+        return x @ rows.T - torch.arange(6) - len(x) * dist.get_rank()
+
+    found = traced(own)
+    assert 3 in [a for n in found.graph.nodes for a in n.args] and found.is_of_replica
+
+
+REFUSED: dict[str, tuple[Use, str]] = {
+    "other length": (
+        in_a_list(4),
+        r"gathers a list of 4 ranks .*; 2 replicas have .*mesh\.dp",
+    ),
+    "with gradient": (in_place, r"writes into a tensor that has a gradient \(all_reduce\)"),
+    "objects": (of_objects, r"communicates with other ranks \(all_gather_object\)"),
+    "neighbours": (sent, "communicates with other ranks .*all_gather"),
+    "largest": (by_largest, "takes the gradient of an all_reduce by max"),
+    "a backward": (lambda x: SumOfGradients.apply(x), "communicates with other ranks"),
+    "barrier": (lambda x: (dist.barrier(), x)[1], "communicates with other ranks"),
+}
+
+
+@one_in(3)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_followed_is_refused_with_its_line(kind: str) -> None:
+    use, said = REFUSED[kind]
+    with pytest.raises(TraceError, match=said) as refused:
+        traced(use)
+    assert str(refused.value).startswith(__file__) or kind == "a backward"
+
+
+def test_so_is_a_group_of_other_ranks() -> None:
+    pipeline = group(1, 3)
+    with pytest.raises(TraceError, match=r"uses a process group of ranks 1, 3 .*here ranks 2, 3"):
+        traced(lambda x: x / with_gradients.all_reduce(x.detach(), group=pipeline))
+
+
+class Counting(nn.Module):
+    """Divides by a number of ranks that its script has read."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.linear, self.world_size = nn.Linear(WIDTH, WIDTH), world_size
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        total = x.new_full((), len(x))
+        if self.world_size > 1:
+            dist.all_reduce(total)
+        return {"loss": self.linear(x).square().sum() / (total / self.world_size)}
+
+
+def test_a_number_of_ranks_from_outside_is_that_of_replicas_where_it_counts() -> None:
+    assert targets(trace(Counting(2), COLUMNS)) == [REPLICA_SUM]
+    with pytest.raises(TraceError, match=r"computes with model\.world_size=4, .*meet 2 replicas"):
+        trace(Counting(4), COLUMNS)
+    with pytest.raises(TraceError, match=r"model\.world_size=2, .*1 replica here, since an eval"):
+        trace(Counting(2).eval(), COLUMNS)
+    trace(Counting(1).eval(), COLUMNS)
