@@ -87,6 +87,23 @@ class ClipLoss(nn.Module):
         return (F.cross_entropy(per_image, labels) + F.cross_entropy(per_text, labels)) / 2
 
 
+class ClipOfReplicas(nn.Module):
+    """The mean of replicas' losses, each with gradients of its own rows alone."""
+
+    def __init__(self, num_replicas: int) -> None:
+        super().__init__()
+        self.num_replicas = num_replicas
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        def of(rows: torch.Tensor, own: int) -> torch.Tensor:
+            parts = enumerate(rows.chunk(self.num_replicas))
+            return torch.cat([part if i == own else part.detach() for i, part in parts])
+
+        every = range(self.num_replicas)
+        losses = [ClipLoss()(of(image, own), of(text, own), scale) for own in every]
+        return torch.stack(losses).mean()
+
+
 def tower(wide: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH), nn.Tanh(),
@@ -187,7 +204,8 @@ class Dino(nn.Module):
         teacher = F.softmax((teacher_output - self.center) / 0.4, dim=-1).detach()
         student = F.log_softmax(self.student(x) / 0.1, dim=-1)
         loss = torch.sum(-teacher * student, dim=-1).mean()
-        self.update_center(teacher_output)
+        if self.training:
+            self.update_center(teacher_output)
         return {"loss": loss}
 
     @torch.no_grad()
@@ -283,3 +301,11 @@ def _gathered_functionally(own: torch.Tensor) -> torch.Tensor:
     if not is_dist_avail_and_initialized():
         return own
     return functional.all_gather_tensor_autograd(own, 0, dist.group.WORLD)
+
+
+def gathered(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of all ranks, with gradients."""
+    if not is_dist_avail_and_initialized():
+        return (rows,)
+    found: tuple[torch.Tensor, ...] = torch.distributed.nn.all_gather(rows)
+    return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import merak
@@ -16,8 +18,12 @@ from merak.core import mesh as meshes
 from tests.multirank import collective_models as models
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout
+from tests.tiers import slow
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 SIZE, NUM_MICROBATCHES, NUM_STEPS = 3, 2, 3
+STARTS = (0, SIZE)
 """Samples of a replica's microbatch, and how many of these a step has."""
 
 
@@ -28,12 +34,16 @@ class Case:
     Args:
         model: makes it.
         loss: makes its loss, of the rank and number of replicas; None where the model has it.
-        columns: of a batch.
+        of_loss: further arguments of it.
+        reference: makes the loss of one process, of the number of replicas; None for the same one.
+        evaluates: whether it runs in an evaluation, too, where no replicas meet.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[..., Any] | None = None
     of_loss: dict[str, Any] = field(default_factory=dict)
+    reference: Callable[[int], nn.Module] | None = None
+    evaluates: bool = False
 
 
 @dataclass
@@ -42,6 +52,7 @@ class Outcome:
 
     losses: list[float] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    evaluated: float = 0.0
 
 
 class Loss(nn.Module):
@@ -57,7 +68,8 @@ class Loss(nn.Module):
 
 
 CASES = {
-    "clip": Case(models.Clip, models.ClipLoss, {"gather_with_grad": True}),
+    "clip": Case(models.Clip, models.ClipLoss, {"gather_with_grad": True}, evaluates=True),
+    "clip without gradients": Case(models.Clip, models.ClipLoss, {}, models.ClipOfReplicas),
     "local clip": Case(
         models.Clip,
         models.ClipLoss,
@@ -65,10 +77,10 @@ CASES = {
     ),
     "siglip": Case(models.Clip, models.SigLipLoss),
     "siglip by sums": Case(models.Clip, models.SigLipLoss, {"dist_impl": "reduce"}),
-    "detr": Case(models.Detector),
-    "dino": Case(models.Dino),
+    "detr": Case(models.Detector, evaluates=True),
+    "dino": Case(models.Dino, evaluates=True),
     "every call": Case(models.EveryCall),
-    "vq": Case(models.QuantizedAutoencoder),
+    "vq": Case(models.QuantizedAutoencoder, evaluates=True),
 }
 
 
@@ -106,6 +118,8 @@ def train(layout: Layout, names: list[str]) -> dict[str, Outcome]:
             num_microbatches=NUM_MICROBATCHES,
         )  # fmt: skip
         outcomes[name] = outcome = Outcome()
+        if case.evaluates:
+            outcome.evaluated = parallel.evaluate(own(0)).item()
         for step in range(NUM_STEPS):
             outcome.losses.append(parallel.step(own(step)).item())
             outcome.states.append(parallel.engine.gather_state_dict())
@@ -126,13 +140,25 @@ def alone(case: Case, dp: int) -> Outcome:
     model, loss_fn = case.model(), loss_of(case, 0, 1)
     optimizer = sgd(model.parameters())
     outcome = Outcome()
+
+    def loss_at(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        made = model(**batch)
+        loss: torch.Tensor = made["loss"] if loss_fn is None else loss_fn(made, batch)
+        return loss
+
+    if case.evaluates:
+        model.eval()
+        whole = [rows_of(0, number, dp) for number in range(NUM_MICROBATCHES)]
+        parts = [{n: t[i : i + SIZE] for n, t in b.items()} for b in whole for i in STARTS[:dp]]
+        outcome.evaluated = sum(loss_at(part).item() for part in parts) / len(parts)
+        model.train()
+    if case.reference is not None:
+        loss_fn = Loss(case.reference(dp))
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         total = 0.0
         for number in range(NUM_MICROBATCHES):
-            batch = rows_of(step, number, dp)
-            made = model(**batch)
-            loss = (made["loss"] if loss_fn is None else loss_fn(made, batch)) / NUM_MICROBATCHES
+            loss = loss_at(rows_of(step, number, dp)) / NUM_MICROBATCHES
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -141,17 +167,21 @@ def alone(case: Case, dp: int) -> Outcome:
     return outcome
 
 
-JOBS: list[tuple[Layout, list[str]]] = [
-    ((2, 1, 2), list(CASES)),
-    ((2, 2, 1), ["local clip", "every call", "dino", "vq"]),
+ESSENTIAL = ["clip", "dino", "every call", "vq"]
+JOBS: list[tuple[Layout, list[str]]] = [((2, 1, 2), ESSENTIAL), ((2, 2, 1), ["every call"])]
+ALL_JOBS: list[tuple[Layout, list[str]]] = [
+    ((2, 1, 2), [name for name in CASES if name not in ESSENTIAL]),
+    ((2, 2, 1), ["local clip", "dino", "vq"]),
     ((1, 2, 2), ["clip", "detr", "every call"]),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_as_one_process_with_the_larger_batch(pool: RankPool) -> None:
-    by_rank = pool.run(in_layouts, 4, JOBS)
-    for number, (layout, names) in enumerate(JOBS):
+@pytest.mark.parametrize("jobs", [pytest.param(JOBS, id="essential"), slow(ALL_JOBS, id="all")])
+def test_as_one_process_with_the_larger_batch(
+    pool: RankPool, jobs: list[tuple[Layout, list[str]]]
+) -> None:
+    by_rank = pool.run(in_layouts, 4, jobs)
+    for number, (layout, names) in enumerate(jobs):
         for name in names:
             expected = alone(CASES[name], layout[0])
             for rank, outcomes in enumerate(by_rank):
@@ -167,6 +197,74 @@ def expect_equal(found: Outcome, expected: Outcome, what: str) -> None:
 
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, msg=said)
     close(found.losses, expected.losses)
+    close(found.evaluated, expected.evaluated)
     for mine, whole in zip(found.states, expected.states, strict=True):
         if mine:
             close(mine, whole)
+
+
+class Contrasts:
+    """A contrastive loss of a trainer, with an accuracy that it reads, or with the rank."""
+
+    by_rank = False
+
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, **of_step: Any
+    ) -> Any:
+        found = model(**inputs)
+        image, text, rank = found["image"], found["text"], 0
+        every = torch.cat(models.gathered(text))
+        if self.by_rank and models.is_dist_avail_and_initialized():
+            rank = models.dist.get_rank()
+        elif models.is_dist_avail_and_initialized():
+            image = torch.cat(models.gathered(image))
+        labels = torch.arange(len(image)) + rank * len(image)
+        logits = found["scale"] * image @ every.T
+        loss = nn.functional.cross_entropy(logits, labels)
+        if not self.by_rank:
+            seen = vars(self).setdefault("seen", [])
+            seen.append((logits.argmax(-1) == labels).float().mean().item())
+        return (loss, found) if return_outputs else loss
+
+
+class Own(Contrasts, merak.MerakTrainer):
+    """In a job."""
+
+
+class Their(Contrasts, transformers.Trainer):
+    """In one process."""
+
+
+def trainings(dp: int, folder: str, **arguments: Any) -> list[tuple[list[float], list[float]]]:
+    """What trainers have logged and read, without the rank and with it."""
+    kind: Any = Own if meshes.has_mesh() else Their
+    rows = [rows_of(step, number, 2) for step in range(3) for number in range(2)]
+    samples = [{n: one[n][i] for n in one} for one in rows for i in range(2 * SIZE)]
+    found = []
+    for by_rank in (False, True):
+        args = (merak.MerakArguments if kind is Own else transformers.TrainingArguments)(
+            folder, max_steps=3, gradient_accumulation_steps=NUM_MICROBATCHES, logging_steps=1,
+            per_device_train_batch_size=2 * SIZE // dp, report_to=[], disable_tqdm=True,
+            use_cpu=True, remove_unused_columns=False, dataloader_drop_last=True,
+            save_strategy="no", log_level="error", label_names=[], **arguments,
+        )  # fmt: skip
+        trainer = kind(models.Clip(), args, train_dataset=samples)
+        trainer.by_rank = by_rank
+        trainer.train()
+        logs = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        found.append((logs, vars(trainer).get("seen", [])))
+    return found
+
+
+def trained(folder: str) -> list[tuple[list[float], list[float]]]:
+    merak.init(dp=2, pp=2, device="cpu")
+    return trainings(2, folder)
+
+
+def test_so_are_losses_of_a_trainer(pool: RankPool, tmp_path: Path) -> None:
+    expected = [  # a loss is called, and reads, for each replica's microbatch
+        (losses, [one for one in seen for _ in range(2)])
+        for losses, seen in trainings(1, str(tmp_path))
+    ]
+    for found in pool.run(trained, 4, str(tmp_path)):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -20,6 +20,7 @@ from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
 from merak.graph.trace.branches.host_random import HostRandomFunctions
+from merak.graph.trace.calls.outer_reads import evaluated_alone
 from merak.graph.trace.calls.replaced_functions import replaced_once
 from merak.graph.trace.modes.autograd_functions import record_autograd_functions
 from merak.graph.trace.modes.constant_values import BatchValues, ConstantValues
@@ -150,6 +151,10 @@ REPLACEMENTS: tuple[tuple[Enter, str], ...] = (
         "functions that draw arrays are operators; after the line above, whose draws they are not",
     ),
     (lambda s: s.ranks.recorded(), "reads of the rank and the number of ranks find replicas"),
+    (
+        lambda s: evaluated_alone(s.model, s.reads.loss_fn, s.ranks),
+        "a batch of an evaluation is one replica's, whatever a loss was given for training",
+    ),
     (lambda s: refused_modules(s.model), "they communicate before any operator shows it"),
     (lambda s: refused_collectives(), "no function mode: sees operators of any caller"),
     (lambda s: replica_collectives(s.ranks), "those that mean one process's batch are operators"),

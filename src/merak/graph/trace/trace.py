@@ -36,6 +36,7 @@ from merak.graph.trace.calls.further_calls import (
     warn_of_left,
 )
 from merak.graph.trace.calls.loss_recorder import ReadDecides, rehearse
+from merak.graph.trace.calls.outer_reads import refuse_outer_reads
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks
@@ -56,9 +57,9 @@ from merak.graph.trace.repeats.calls import LeftOpen
 from merak.graph.trace.session import MODES, REPLACEMENTS, Session, entered
 from merak.graph.trace.state.left import LeftState
 from merak.graph.trace.state.places import StateLeft
-from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank, refuse_outer_sizes
+from merak.graph.trace.state.rank_reads import RankReads, refuse_by_rank
 from merak.graph.trace.state.record import StateReads
-from merak.graph.trace.state.slots import Slot, slots_of
+from merak.graph.trace.state.slots import Slot
 from merak.graph.trace.traced import Trace
 
 logger = logging.getLogger(__name__)
@@ -178,8 +179,7 @@ def _traced(
         return described_call(calls(ranks=ranks))
 
     is_warned_of = refuse_by_rank(ranks, described)
-    slots = slots_of(made.reads, model, call.loss_fn)
-    refuse_outer_sizes(slots, ranks, described)
+    refuse_outer_reads(model, call.loss_fn, ranks, described)
     seed_host_random(made.graph)
     if not any(one.may_be_read for one in made.left):
         return replace(made, is_warned_of=warn_of_left(made.left) or is_warned_of)

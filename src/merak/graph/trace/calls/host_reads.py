@@ -37,6 +37,8 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from merak.core.errors import TrainingError
 from merak.core.source_lines import model_line, with_text
 from merak.core.tensor_meta import TensorMeta
+from merak.graph.trace.modes.replica_collectives import replica_collectives
+from merak.graph.trace.state.rank_reads import RankReads
 from merak.graph.trace.state.snapshot import Snapshot
 
 READ = "read: "
@@ -182,7 +184,8 @@ class Replay:
         before = Snapshot.of_loss(self.run) if self.keeps else None
         reads = HostReads(call, answer, is_exact=self.loss is not None)
         reads.name_columns(batch)
-        with fake, reads.followed():
+        ranks = RankReads(training=model.training, keeps_rank=True)
+        with ranks.recorded(), replica_collectives(ranks), fake, reads.followed():
             loss = loss_in(self.run(model, {**batch, **self.fixed}))
         if self.loss is not None and reads.key(loss) != self.loss:
             where = f", such as at {with_text(reads.lines[-1])}" if reads.lines else ""

@@ -258,7 +258,8 @@ class HostReadsRecorder:
             with self._rank.found(1):
                 loss = loss_with(lambda line: _NUMBERS[0])
             if loss != self._loss:
-                raise TraceError(
+                # Where replicas meet, it may: then nothing of it is left to a step.
+                raise ReadDecides(
                     "compute_loss asks for the rank of the process, and computes another loss on "
                     "rank 1 than on rank 0, where all ranks run pieces of one graph; only log or "
                     "keep values by it."

@@ -113,15 +113,14 @@ class ReplicaCollectives(TorchFunctionMode):
     @contextmanager
     def _applied(self) -> Iterator[None]:
         """Replace the autograd functions of `torch.distributed.nn`."""
-        single: Any = torch.autograd.function._SingleLevelFunction
-        before = getattr_static(single, "apply").__func__
+        before: Any = getattr_static(torch.autograd.function._SingleLevelFunction, "apply")
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             is_models = threading.get_ident() == self._thread
             if is_models and cls.__module__ == with_gradients.__name__:
                 function = _WITH_GRADIENTS.get(cls.__name__) or _refused("of another kind")
                 return function(self, *args)
-            return before(cls, *args, **kwargs)
+            return before.__get__(None, cls)(*args, **kwargs)
 
         # Which it says of a trace: `is_compiling` is true there.
         allowed = partial(mock.patch.object, with_gradients, "_not_supported_under_compile")

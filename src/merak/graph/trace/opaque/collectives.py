@@ -170,11 +170,12 @@ _MODULES: tuple[tuple[type[nn.Module], str, str], ...] = (
 
 def may_communicate(module: nn.Module) -> bool:
     """Whether the files of a module's classes, or of its parts', name `torch.distributed`."""
-    return any(_names_distributed(cls) for part in module.modules() for cls in type(part).__mro__)
+    return any(names_distributed(cls) for part in module.modules() for cls in type(part).__mro__)
 
 
 @cache
-def _names_distributed(cls: type) -> bool:
+def names_distributed(cls: type) -> bool:
+    """Whether the file of a class, or the class, names `torch.distributed`."""
     source = sys.modules.get(cls.__module__)
     if source is None or cls.__module__.partition(".")[0] in ("torch", "builtins"):
         return False

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -25,7 +24,6 @@ from merak.core.errors import TraceError
 from merak.core.mesh import Mesh, current_mesh, has_mesh
 from merak.core.rank0 import warn_on_rank0
 from merak.core.source_lines import MERAK, is_library, with_text
-from merak.graph.trace.state.slots import Slot
 from merak.graph.weights.rank_agreement import is_distributed
 
 logger = logging.getLogger(__name__)
@@ -38,8 +36,6 @@ _PASSING_ON = (__file__, os.__file__, *(sys.modules[m].__file__ for m in (Mesh._
 """Files of code that reads the rank for its caller, beside those of libraries."""
 
 
-_OF_WORLD = re.compile("world|gpu|process|replica|nproc|num_ranks|devices")
-"""In names of attributes that hold a number of ranks."""
 _NUM_PROCESSES = "num_processes"
 _TRAINER = f"{os.sep}transformers{os.sep}trainer"
 """Of files of transformers' trainer, whose own sums over ranks Merak's stands for."""
@@ -82,6 +78,8 @@ class RankReads:
     Args:
         instead: the global rank that this code finds; None for the true one.
         training: as of `replica_world`.
+        keeps_rank: whether this code finds the rank among all ranks, as what only logs by it has to
+            in a step, and the number of replicas all the same.
 
     Attributes:
         training: as given.
@@ -91,10 +89,13 @@ class RankReads:
         asks_size: whether the number of ranks is read.
     """
 
-    def __init__(self, instead: int | None = None, *, training: bool = True) -> None:
+    def __init__(
+        self, instead: int | None = None, *, training: bool = True, keeps_rank: bool = False
+    ) -> None:
         self._instead = instead
         self._thread = threading.get_ident()
         self.world = replica_world(training, instead)
+        self._keeps_rank = keeps_rank
         self.training = training
         self.lines: dict[str, None] = {}
         self.asks_size = self.are_met = False
@@ -129,7 +130,7 @@ class RankReads:
         rank_of, size_of = dist.ProcessGroup.rank, dist.ProcessGroup.size
         value_of = os._Environ.__getitem__
         own: Any = vars(Mesh)["rank"]
-        in_world = None if self.world is None else self.world.rank
+        in_world = None if self.world is None or self._keeps_rank else self.world.rank
 
         def rank_in(group: dist.ProcessGroup) -> Any:
             return self._found(rank_of(group), in_world if is_default(group) else None)
@@ -230,48 +231,6 @@ def refuse_by_rank(reads: RankReads, described: Callable[[RankReads], object]) -
         )
         return True
     return False
-
-
-def refuse_outer_sizes(
-    found: Iterable[Slot], reads: RankReads, described: Callable[[RankReads], object]
-) -> None:
-    """Refuse a number of ranks that was read outside of a model, where it computes with it.
-
-    Args:
-        found: places of plain values that a trace has read.
-        reads: of the trace.
-        described: as of `refuse_by_rank`.
-
-    Raises:
-        TraceError: it is another one than that of the replicas, and what is computed depends on it.
-    """
-    if reads.world is None or not reads.are_met:
-        return
-    mesh, size = current_mesh(), reads.world.size
-    wrong = {mesh.world_size, mesh.dp} - {size}
-    suspects = [slot for slot in found if _OF_WORLD.search(slot.read.steps[-1].lower())]
-    suspects = [s for s in suspects if type(s.get()) is int and s.get() in wrong]
-    mine = described(reads) if suspects else None
-    for slot in suspects:
-        value, own = slot.get(), slot.own()
-        slot.set(size)
-        try:
-            is_used = described(reads) != mine
-        except TraceError:
-            is_used = True
-        finally:
-            slot.set(own)
-        if is_used:
-            raise TraceError(
-                f"{with_text(slot.read.source)} computes with {slot.read}={value}, but collectives "
-                f"meet {size} replica{'s' * (size > 1)} here"
-                + (
-                    ", since an evaluation's batches are one replica's"
-                    if not reads.training
-                    else ""
-                )
-                + "; ask dist.get_world_size() inside forward or the loss, or set it by mesh.dp."
-            )
 
 
 class _Refusal(TraceError):

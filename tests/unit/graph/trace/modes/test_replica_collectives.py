@@ -185,8 +185,34 @@ class Counting(nn.Module):
 
 def test_a_number_of_ranks_from_outside_is_that_of_replicas_where_it_counts() -> None:
     assert targets(trace(Counting(2), COLUMNS)) == [REPLICA_SUM]
-    with pytest.raises(TraceError, match=r"computes with model\.world_size=4, .*meet 2 replicas"):
+    with pytest.raises(TraceError, match=r"Counting\.world_size=4, .*meet 2 replicas"):
         trace(Counting(4), COLUMNS)
-    with pytest.raises(TraceError, match=r"model\.world_size=2, .*1 replica here, since an eval"):
-        trace(Counting(2).eval(), COLUMNS)
-    trace(Counting(1).eval(), COLUMNS)
+
+
+def test_in_an_evaluation_it_is_one_and_ranks_are_zero() -> None:
+    model = Counting(2).eval()
+    found = trace(model, COLUMNS)
+    assert targets(found) == [] and model.world_size == 2
+    assert not [n for n in found.graph.nodes if 2 in n.args and "div" in str(n.target)]
+    inner = Placed(1)
+
+    def loss(outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        found: Tensor = inner(outputs["loss"] * batch["x"])
+        return found
+
+    assert targets(trace(Net(torch.tanh), COLUMNS, loss_fn=loss)) == [REPLICA_ROWS]
+    found = trace(Net(torch.tanh).eval(), COLUMNS, loss_fn=loss)
+    assert [n for n in found.graph.nodes if 0 in n.args and "mul" in str(n.target)]
+    assert inner.rank == 1
+
+
+class Placed(nn.Module):
+    """Reads its own rows of all by a rank that its script has given it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.cat(with_gradients.all_gather(x))
+        return (x - rows.sum(0) * self.rank).square().mean()
