@@ -132,7 +132,7 @@ class ReplicaCollectives(TorchFunctionMode):
     def rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """Tensors of all replicas, (replicas, …)."""
         rows = tensor.unsqueeze(0)
-        if not self._ranks.training:
+        if self._world.size == 1:
             return rows.clone()
         found: torch.Tensor = REPLICA_ROWS(rows, self._world.size)
         return found
@@ -145,7 +145,7 @@ class ReplicaCollectives(TorchFunctionMode):
             return extreme(self.rows(tensor), 0)
         if kind not in ("sum", "avg"):
             raise refusal(f"reduces by {kind}", "SUM, AVG, MAX and MIN are followed")
-        total = tensor.clone() if not self._ranks.training else REPLICA_SUM(tensor)
+        total = tensor.clone() if self._world.size == 1 else REPLICA_SUM(tensor)
         return total if kind == "sum" else total / self._world.size
 
     def check(self, group: Any) -> None:
