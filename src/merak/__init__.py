@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from merak.core.errors import MerakError
     from merak.core.mesh import current_mesh
     from merak.core.start.init import init
+    from merak.engine.inference.callable_model import callable_model
     from merak.engine.optimizer.one_bit import OneBitAdam, OneBitLamb
     from merak.engine.parameters.gathered import gathered_parameters, stream_weights
     from merak.engine.parameters.teacher import average_teacher
@@ -37,6 +38,7 @@ _HOMES = {
     "Vocabulary": "merak.graph.tensor_parallel.features",
     "arguments_for": "merak.arguments",
     "average_teacher": "merak.engine.parameters.teacher",
+    "callable_model": "merak.engine.inference.callable_model",
     "current_mesh": "merak.core.mesh",
     "gathered_parameters": "merak.engine.parameters.gathered",
     "empty_weights": "merak.graph.weights.empty_weights",
@@ -64,6 +66,7 @@ __all__ = [
     "Vocabulary",
     "arguments_for",
     "average_teacher",
+    "callable_model",
     "current_mesh",
     "empty_weights",
     "gathered_parameters",

@@ -111,8 +111,7 @@ _HABITS: Mapping[str, str] = MappingProxyType(
         "load_state_dict": "load_checkpoint(folder) loads what save_checkpoint(folder) has saved; "
         "weights of another file are loaded into the model before merak.parallelize",
         "save_pretrained": "save_checkpoint(folder), then `.model.save_pretrained(…)`",
-        "generate": "save_checkpoint(folder) and `merak export` make a folder that "
-        "from_pretrained loads, to generate in one process",
+        "generate": "`with merak.callable_model(model) as whole` gives one that does, on all ranks",
         "module": _OF_MODEL,
         "config": f"{_OF_MODEL}.config",
         "device": "`.engine.mesh.device` is this rank's",

@@ -141,4 +141,4 @@ def test_a_model_after_training(
         for name, sentence in rank["said"].items():
             assert sentence.startswith(f"{name} of the model needs all of its weights")
         assert "call gather_state_dict()" in rank["said"]["state_dict"]
-        assert "trainer.save_model(folder) on all ranks" in rank["said"]["generate"]
+        assert "merak.callable_model(model) as whole" in rank["said"]["generate"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,12 +90,15 @@ def evaluated(
 
 def on_ranks(layout: Layout, zero: int, folder: Path) -> Any:
     import merak
+    from merak.trainer import generation
 
     dp, tp, pp = layout
+    rooms = itertools.cycle((False, True))  # evaluations are on the stages and on copies in turn
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
     own = {"zero": zero, "trace_cache": "", "run_record": False}
     kind = merak.MerakSeq2SeqArguments
-    return evaluated(merak.MerakSeq2SeqTrainer, kind, folder, 2 // dp, **own)
+    with mock.patch.object(generation, "has_room_for_copies", lambda *_: next(rooms)):
+        return evaluated(merak.MerakSeq2SeqTrainer, kind, folder, 2 // dp, **own)
 
 
 @pytest.mark.parametrize(

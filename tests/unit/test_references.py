@@ -28,7 +28,8 @@ FOLDERS = frozenset(path.name for path in SOURCE.iterdir() if path.is_dir())
 MODULE = re.compile(rf"({'|'.join(sorted(FOLDERS))})(\.[a-z]\w*)+(\.[A-Z]\w*)*")
 
 OF_USERS = {
-    "trainer.save_model": "a method of a trainer that a script has made",
+    "trainer.generate": "a method of a trainer that a script has made",
+    "trainer.save_model": "likewise",
 }
 """References to what is not of this repository → why they are there."""
 

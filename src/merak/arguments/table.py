@@ -268,7 +268,7 @@ ACCELERATOR = {
 SEQ2SEQ = {
     "predict_with_generate": honoured(
         "while an evaluation lasts, every rank has a copy of the whole model, and ranks share out "
-        "the batches"
+        "the batches; without room for copies, stages generate together"
     ),
     "generation_max_length": _GENERATES,
     "generation_num_beams": _GENERATES,

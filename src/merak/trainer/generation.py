@@ -1,13 +1,14 @@
 """Evaluation by generation (`predict_with_generate`): ranks share out the batches.
 
-A pipeline that is laid out for training generates nothing, so every rank has a copy of the whole
-model while the evaluation lasts, and transformers' own step runs it.
+Transformers' own step runs on each: every rank has a copy of the whole model while the evaluation
+lasts, or, where there is no room for copies, ranks of a pipeline run it together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from merak.core.health.status import phase
-from merak.core.mesh import Mesh
+from merak.core.mesh import Mesh, current_mesh
 from merak.engine import Engine
+from merak.engine.inference.callable_model import callable_model, has_room_for_copies
 from merak.graph.weights.rank_agreement import gather_objects
 from merak.trainer.evaluation import seen_by_accelerate
 
@@ -26,25 +28,53 @@ Results = tuple[Any, Any, Any]
 """Loss, logits or tokens, and labels of a batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines of ranks, each of which runs batches of its own.
+
+    Args:
+        number: how many there are.
+        own: the index of this rank's; the first rank of each line is the one of its index.
+        step_together: whether all run as many batches, since they gather parts of parameters.
+    """
+
+    number: int
+    own: int
+    step_together: bool = False
+
+
 @contextmanager
 def with_whole_model(
     trainer: Trainer, engine: Engine | None, device: torch.device
-) -> Iterator[None]:
-    """Context in which the trainer's model has all weights on every rank; collective.
+) -> Iterator[Lines]:
+    """Context in which the trainer's model can be called as the whole one; collective.
 
     Args:
         trainer: about to evaluate.
         engine: that trains the model; None where none does yet.
         device: of this rank.
+
+    Yields:
+        The ranks that run the same batches.
     """
     model, wrapped = trainer.model, trainer.model_wrapped
+    mesh = current_mesh()
     assert model is not None
-    trainer.model = model.to(device) if engine is None else engine.whole_copy()
-    trainer.model_wrapped = trainer.model
-    try:
-        yield
-    finally:
-        trainer.model, trainer.model_wrapped = model, wrapped
+    with ExitStack() as stack:
+        lines = Lines(mesh.world_size, mesh.rank)
+        if engine is None:
+            trainer.model = model.to(device)
+        elif has_room_for_copies(model, engine):
+            trainer.model = engine.whole_copy()
+        else:
+            trainer.model = stack.enter_context(callable_model(model))
+            number = mesh.world_size // mesh.pp
+            lines = Lines(number, mesh.rank % number, step_together=True)
+        trainer.model_wrapped = trainer.model
+        try:
+            yield lines
+        finally:
+            trainer.model, trainer.model_wrapped = model, wrapped
 
 
 class GeneratedBatches:
@@ -52,20 +82,26 @@ class GeneratedBatches:
 
     Args:
         loader: the loader of a single process, the same on every rank.
-        mesh: the grid of ranks; each evaluates every n-th batch, n being the number of ranks.
+        mesh: the grid of ranks.
+        lines: of ranks; each evaluates every n-th batch, n being their number.
         autocast: the type of the model's autocast; None for its own precision.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], mesh: Mesh, autocast: torch.dtype | None = None
+        self,
+        loader: DataLoader[Any],
+        mesh: Mesh,
+        lines: Lines,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self._loader = loader
         self._mesh = mesh
+        self._lines = lines
         self._autocast = autocast
         self._current: Any = None
-        self._round: list[Any] = []  # a batch for each rank, in order
+        self._round: list[Any] = []  # a batch for each line, in order
         self._results: list[Results] = []  # of those batches of the round that are still to come
 
     def __len__(self) -> int:
@@ -74,11 +110,11 @@ class GeneratedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order of one process; `result` has the results of each."""
-        batches, num_ranks = iter(self._loader), self._mesh.world_size
-        following = list(islice(batches, num_ranks))
+        batches, number = iter(self._loader), self._lines.number
+        following = list(islice(batches, number))
         while following:
             self._round, self._results = following, []
-            following = list(islice(batches, num_ranks))
+            following = list(islice(batches, number))
             for number, batch in enumerate(self._round, 1):
                 self._current = batch
                 is_last = not following and number == len(self._round)
@@ -96,11 +132,14 @@ class GeneratedBatches:
         if inputs is not self._current:
             return self._evaluated(evaluate, inputs)
         if not self._results:
-            rank, own = self._mesh.rank, None
-            if rank < len(self._round):
+            line, own = self._lines.own, None
+            if self._lines.step_together:
+                line = min(line, len(self._round) - 1)
+            if line < len(self._round):
                 with phase("generating"):
-                    own = self._evaluated(evaluate, self._round[rank])
-            self._results = gather_objects(own, "what they generate on")
+                    own = self._evaluated(evaluate, self._round[line])
+            is_first = self._mesh.rank == self._lines.own
+            self._results = gather_objects(own if is_first else None, "what they generate on")
         number = next(n for n, batch in enumerate(self._round) if batch is inputs)
         return self._results[number]
 

@@ -45,6 +45,7 @@ from merak.data.own_loader import as_data_loader
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast
 from merak.engine.health.figures import memory_bytes
+from merak.engine.inference.callable_model import callable_model
 from merak.engine.layer_dropping import drop_layers
 from merak.engine.planning.reductions import choose_reductions
 from merak.engine.rank_arguments import example_of_rank0, refuse_different_optimizers
@@ -560,6 +561,21 @@ class MerakTrainer(Stepping):
 
     # ---- evaluation ----
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the model as it is; all ranks call it together, in every layout.
+
+        Args:
+            *args: as of the model's own `generate`, the same on the ranks of a pipeline.
+            **kwargs: likewise.
+
+        Returns:
+            What the model's own gives, on every rank: (samples, tokens) ids, or more.
+        """
+        call_the_roll("trainer.generate")
+        assert self.model is not None
+        with callable_model(self.model) as model:
+            return cast("Any", model).generate(*args, **kwargs)
+
     @property
     def _generates(self) -> bool:
         """Whether evaluations generate, with the whole model on every rank."""
@@ -611,13 +627,13 @@ class MerakTrainer(Stepping):
     def _generation_loop(self, dataloader: DataLoader[Any], *rest: Any) -> EvalLoopOutput:
         if self.engine is None and any(p.is_meta for p in self.model.parameters()):
             self.build_engine(dataloader, trains=False)  # which has its weights
-        generated = GeneratedBatches(dataloader, self.mesh, self.args.autocast)
-        self._evaluation = generated
         try:
             with (
-                with_whole_model(self, self.engine, self.mesh.device),
+                with_whole_model(self, self.engine, self.mesh.device) as lines,
                 metrics_on_rank0_alone(self),
             ):
+                generated = GeneratedBatches(dataloader, self.mesh, lines, self.args.autocast)
+                self._evaluation = generated
                 output = super().evaluation_loop(cast("DataLoader[Any]", generated), *rest)
         finally:
             self._evaluation = None

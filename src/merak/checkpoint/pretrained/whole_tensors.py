@@ -62,10 +62,7 @@ class WholeTensors:
 def _fits(num_bytes: int) -> bool:
     """Whether all ranks of this host have room for so many bytes each, and much to spare."""
     memory = read_memory(System())
-    free = memory.available_bytes
-    if memory.limit_free_bytes is not None:
-        free = min(free, memory.limit_free_bytes)
-    return memory.num_local_ranks * num_bytes <= _SHARE * free
+    return memory.num_local_ranks * num_bytes <= _SHARE * memory.free_bytes
 
 
 class _File:

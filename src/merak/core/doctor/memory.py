@@ -38,6 +38,13 @@ class Memory:
     num_local_ranks: int = 1
 
     @property
+    def free_bytes(self) -> int:
+        """What processes can still take, of the host and of the container."""
+        if self.limit_free_bytes is None:
+            return self.available_bytes
+        return min(self.available_bytes, self.limit_free_bytes)
+
+    @property
     def whole_bytes(self) -> int:
         """The container's limit, or the host's memory where that is less; 0 if unknown."""
         if self.limit_bytes is None:

@@ -91,9 +91,7 @@ def fetch(
     mesh = state.mesh
     value = None
     if mesh.pp_rank == min(held.pp_ranks):
-        fsdp = state.fsdp
-        is_sharded = fsdp is not None and name in fsdp.meta_parameters
-        value = fsdp.full(name) if fsdp and is_sharded else state.parameters[name].detach()
+        value = _unsharded(state, name)
     return broadcast_part(state, name, value, held, readers, shard)
 
 
@@ -133,6 +131,33 @@ def broadcast_part(
     with state.progress.waiting(f"{name} on", mesh.peers("pp")):
         dist.broadcast(value, src=mesh.rank_at(source), group=group)
     return value
+
+
+def own_whole(state: EngineState, name: str, held: Held) -> torch.Tensor:
+    """A parameter whole on the ranks that hold it, of the parts of which they have one each.
+
+    The ranks that have a part of it call it together, those of each pp rank alone.
+
+    Args:
+        state: of this rank's engine.
+        name: of the parameter.
+        held: which ranks hold it; this one is among them.
+    """
+    value = _unsharded(state, name)
+    return value if held.shard is None else _join(state, name, value, held)
+
+
+def is_sharded(state: EngineState, name: str) -> bool:
+    """Whether replicas have rows of a parameter that this rank holds (zero=3)."""
+    return state.fsdp is not None and name in state.fsdp.meta_parameters
+
+
+def _unsharded(state: EngineState, name: str) -> torch.Tensor:
+    """What this rank has of a parameter, beside its own rows those of the other replicas."""
+    fsdp = state.fsdp
+    if fsdp is not None and name in fsdp.meta_parameters:
+        return fsdp.full(name)
+    return state.parameters[name].detach()
 
 
 def _join(state: EngineState, name: str, own: torch.Tensor, held: Held) -> torch.Tensor:

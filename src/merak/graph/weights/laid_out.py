@@ -30,6 +30,7 @@ _GATHER = (
     "call gather_state_dict() of MerakTrainer, or of what merak.parallelize returns, on all ranks"
 )
 _LEFT = "or let train() or save_checkpoint(folder) leave the weights on disk, for any rank to read"
+_WHOLE = "within `with merak.callable_model(model) as whole`, that of `whole`, on all ranks"
 _SAVE = "save it with trainer.save_model(folder) on all ranks"
 _INSTEAD = {
     "state_dict": f"{_GATHER}: rank 0 gets all weights; {_LEFT}",
@@ -37,9 +38,8 @@ _INSTEAD = {
     "push_to_hub": f"{_SAVE}, and push the folder from one rank",
     "__reduce_ex__": f"{_SAVE}, and load the folder where the whole model is needed",
     "load_state_dict": "load it before the trainer (or merak.parallelize) gets the model",
-    "generate": f"{_SAVE}, and load the folder with from_pretrained where it is to generate",
-    "forward": f"evaluate with trainer.evaluate or trainer.predict, or {_SAVE} and load the folder "
-    "with from_pretrained",
+    "generate": f"call trainer.generate, or, {_WHOLE}",
+    "forward": f"evaluate with trainer.evaluate or trainer.predict, or, {_WHOLE}",
 }
 """Methods that need the whole model, and the way to do what they do."""
 

@@ -100,7 +100,8 @@ IN_JOBS = {
     ),
     "`Seq2SeqTrainer`, `predict_with_generate`": (
         "`MerakSeq2SeqTrainer` and `MerakSeq2SeqArguments`: while an evaluation lasts, every rank "
-        "has a copy of the whole model, and the ranks share out the batches"
+        "has a copy of the whole model, and the ranks share out the batches; without room for "
+        "copies, [stages generate together](how-to/generate.md), as in `trainer.generate`"
     ),
     "`hyperparameter_search`": "with optuna in every job: rank 0 has the study, all "
     "ranks train its trials together; other backends in a job of one rank",
