@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.multirank.ranks import RankPool
+from tests.multirank.test_zoo import SAMPLE
 from tests.multirank.training import Layout
 from tests.tiers import slow
 
@@ -198,3 +199,59 @@ def test_values_stay_where_they_are_computed_and_code_reads_them_everywhere(pool
     assert first[3] == second[3] == counted and 0 < counted[0] < 24
     assert "shape '[5, 5]' is invalid" in first[4] and first[4] == second[4]
     assert "pp rank 1 calls __int__, where this rank calls __bool__" in first[5]
+
+
+def in_halves(name: str) -> list[bool]:
+    """Whether outputs, and tokens, are equal where either rank has half of the parameters."""
+    import merak
+    from merak.check import CheckOptions, Layout
+    from merak.engine.health.status import Progress
+    from merak.engine.health.step_records import HostClock
+    from merak.engine.inference.callable_model import call_together, copy_with
+    from merak.engine.inference.placed import Pipeline, place
+    from merak.graph.weights.holders import first_names, named_tensors
+    from merak.zoo.check_by_name import small_version
+    from merak.zoo.request import Request
+
+    mesh = merak.init(pp=2, device="cpu")
+    case = small_version(Request(name), Layout(pp=2), CheckOptions(steps=1)).job.case
+    model: Any = case.model(0).eval()
+    batch = {n: v for n, v in case.batch(0, 4).items() if n not in case.loss_columns}
+    named = named_tensors(model)
+    parameters = [n for n in dict.fromkeys(first_names(named).values())
+                  if isinstance(named[n], nn.Parameter)]  # fmt: skip
+    pipeline, placed = Pipeline(mesh, Progress(HostClock(), 0)), dict[str, torch.Tensor]()
+    for number, one in enumerate(parameters):
+        holder = int(number >= len(parameters) // 2)
+        own = named[one].detach()
+        own = own if holder == mesh.pp_rank else own.to("meta")
+        placed[one] = place(own, pipeline, frozenset((holder,)), mesh.device)
+    parts: Any = copy_with(model, placed)
+    call_together(parts, pipeline, syncs=False)
+    equal = []
+    with torch.no_grad():
+        first, second = (_tensors_of(m(**batch, **case.fixed)) for m in (model, parts))
+    equal.append(len(first) == len(second))
+    for wanted, found in zip(first, second, strict=True):
+        # Values that were sent lie in memory in order, which some kernels round otherwise.
+        torch.testing.assert_close(found, wanted, equal_nan=True)
+    if model.can_generate() and "input_ids" in batch:
+        given = {n: v for n, v in batch.items() if n in ("input_ids", "attention_mask")}
+        given |= {"max_new_tokens": 4, "do_sample": False, "decoder_start_token_id": 0}
+        tokens = [m.generate(**given) for m in (model, parts)]
+        equal.append(torch.equal(*tokens))
+    return equal
+
+
+def _tensors_of(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    values = outputs.values() if isinstance(outputs, dict) else outputs
+    inner = values if isinstance(outputs, (dict, tuple, list)) else ()
+    return [tensor for value in inner for tensor in _tensors_of(value)]
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in SAMPLE])
+def test_an_architecture_in_halves(pool: RankPool, name: str) -> None:
+    for equal in pool.run(in_halves, 2, name):
+        assert equal and all(equal)

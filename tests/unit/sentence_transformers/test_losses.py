@@ -36,7 +36,7 @@ def test_a_cached_loss_is_that_of_the_whole_batch(model: Any, name: str, merges:
         return value.detach(), [one.grad for one in model.parameters()]
 
     expected = run()
-    with as_one_graph(merges_columns=merges, num_replicas=1):
+    with as_one_graph(merges_columns=merges):
         found = run()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(run(), expected, rtol=0, atol=0)
@@ -49,7 +49,7 @@ def test_sizes_that_are_drawn_are_refused_of_a_cached_loss(model: Any) -> None:
     loss = losses.MatryoshkaLoss(model, cached, [32, 16], n_dims_per_step=1)
     features = [model.preprocess(list(texts[:3])) for texts in (TEXTS, OTHERS)]
     with (
-        as_one_graph(merges_columns=False, num_replicas=1),
+        as_one_graph(merges_columns=False),
         pytest.raises(ValueError, match="n_dims_per_step=1 draws sizes anew"),
     ):
         loss(features, None)
