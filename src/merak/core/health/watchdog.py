@@ -70,6 +70,9 @@ JOINING = "the connection to"
 
 _MAX_INTERVAL_S = 2.0
 _CONNECTION_S = 5.0
+_LEAVE_S = 4 * store.ANSWER_S
+"""Seconds that a thread may take to end: longer than it waits for a store that is gone, since
+Python aborts where it is in torch's code meanwhile."""
 
 Reporter = Callable[[], Report | None]
 """Reporter of a rank's status, such as its engine; None while it does nothing."""
@@ -175,7 +178,7 @@ class Watchdog:
         """Stop, and wait until the threads have ended."""
         self.stop()
         for thread in self._threads:
-            thread.join(_CONNECTION_S)
+            thread.join(_LEAVE_S)
 
     @property
     def _interval_s(self) -> float:

@@ -7,11 +7,12 @@ import io
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from merak.core.health import status, watchdog
+from merak.core.health import status, store, watchdog
 from merak.core.health.heartbeat import PREFIX, Heartbeat, own_heartbeat
 from merak.core.health.status import Report
 from merak.core.health.watchdog import Limit, Member, Watchdog
@@ -172,3 +173,14 @@ def test_parts_of_a_rank_report_before_it() -> None:
     dog.remove(nothing)
     dog.remove(nothing)
     assert dog._current() is WORKS
+
+
+def test_threads_may_end_after_a_store_that_is_gone_has_failed() -> None:
+    """Python aborts where a thread comes back from torch's code after the last of its own."""
+    dog, _ = watching(OUTSIDE)
+    thread = mock.Mock()
+    dog._threads = [thread]
+    dog.join()
+    (seconds,) = thread.join.call_args.args
+    assert seconds >= 2 * store.ANSWER_S  # a connection, and a question
+    assert dog._is_stopped
