@@ -208,7 +208,9 @@ def in_halves(name: str) -> list[bool]:
     from merak.engine.health.status import Progress
     from merak.engine.health.step_records import HostClock
     from merak.engine.inference.callable_model import call_together, copy_with
-    from merak.engine.inference.placed import Pipeline, place
+    from merak.engine.inference.calls import Calls
+    from merak.engine.inference.pipeline import Pipeline
+    from merak.engine.inference.placed import place
     from merak.graph.weights.holders import first_names, named_tensors
     from merak.zoo.check_by_name import small_version
     from merak.zoo.request import Request
@@ -221,11 +223,12 @@ def in_halves(name: str) -> list[bool]:
     parameters = [n for n in dict.fromkeys(first_names(named).values())
                   if isinstance(named[n], nn.Parameter)]  # fmt: skip
     pipeline, placed = Pipeline(mesh, Progress(HostClock(), 0)), dict[str, torch.Tensor]()
+    calls = Calls(pipeline)
     for number, one in enumerate(parameters):
         holder = int(number >= len(parameters) // 2)
         own = named[one].detach()
         own = own if holder == mesh.pp_rank else own.to("meta")
-        placed[one] = place(own, pipeline, frozenset((holder,)), mesh.device)
+        placed[one] = place(own, calls, frozenset((holder,)), mesh.device)
     parts: Any = copy_with(model, placed)
     call_together(parts, pipeline, syncs=False)
     equal = []

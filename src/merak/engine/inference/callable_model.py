@@ -17,7 +17,9 @@ from merak.core.doctor.memory import read_memory
 from merak.core.errors import WeightsError
 from merak.core.random import random_state, restore_random_state
 from merak.engine.engine import Engine
-from merak.engine.inference.placed import Conversions, Pipeline, Placed, bring, leaves, place, whole
+from merak.engine.inference.calls import Calls
+from merak.engine.inference.pipeline import Pipeline
+from merak.engine.inference.placed import Conversions, Placed, bring, leaves, place, whole
 from merak.engine.parameters.held import held_parameters, is_sharded, own_whole
 from merak.graph.weights.gather_weights import whole_tensors
 from merak.graph.weights.holders import first_names, named_tensors
@@ -88,6 +90,7 @@ def has_room_for_copies(model: nn.Module, engine: Engine) -> bool:
 def _placed_model(model: nn.Module, engine: Engine) -> nn.Module:
     state, mesh = engine._state, engine.mesh
     pipeline = Pipeline(mesh, state.progress)
+    calls = Calls(pipeline)
     held, named = held_parameters(model, engine), named_tensors(model)
     parameters: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(first_names(named).values()):
@@ -105,7 +108,7 @@ def _placed_model(model: nn.Module, engine: Engine) -> nn.Module:
                 gather = functools.partial(own_whole, state, name, found)
             elif mesh.pp_rank in holders:
                 own = state.parameters[name].detach()
-        parameters[name] = place(own, pipeline, holders, mesh.device, gather)
+        parameters[name] = place(own, calls, holders, mesh.device, gather)
     buffers = {name for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)}
     others = {n: v.to(mesh.device) for n, v in whole_tensors(model, engine.part, buffers)}
     gathers = engine.part.is_sharded or any(one.shard is not None for one in held.values())
