@@ -77,6 +77,7 @@ def evaluated(
     given: Any = {"args": args, "train_dataset": Pairs(16), "eval_dataset": Pairs(7)}
     made = trainer(model=model(), compute_metrics=compute_metrics, **given)
     made.train()
+    tokens = getattr(made, "generate", made.model.generate)(Pairs(3)[2]["input_ids"][None])
     beams = words(made.predict(Pairs(5), num_beams=2, max_length=6))
     names = ("loss", "eval_loss", "eval_sum")
     logs = [{n: log[n] for n in names if n in log} for log in made.state.log_history]
@@ -85,7 +86,8 @@ def evaluated(
     args.predict_with_generate = True
     other = type("Other", (OwnInputs, trainer), {})
     made = other(model=model(), **given)
-    return logs, seen, {"loss": whole}, beams, words(made.predict(Pairs(3)))
+    found = {"tokens": tokens.tolist(), "loss": whole}
+    return logs, seen, found, beams, words(made.predict(Pairs(3)))
 
 
 def on_ranks(layout: Layout, zero: int, folder: Path) -> Any:

@@ -71,6 +71,8 @@ def with_whole_model(
             number = mesh.world_size // mesh.pp
             lines = Lines(number, mesh.rank % number, step_together=True)
         trainer.model_wrapped = trainer.model
+        if vars(model).get("generation_config") is not None:  # which the loop notes something in
+            trainer.model.generation_config = model.generation_config
         try:
             yield lines
         finally:

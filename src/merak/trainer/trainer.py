@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Never, cast
 
 import torch
+from accelerate.utils import send_to_device  # type: ignore[import-untyped]
 from accelerate.utils.memory import clear_device_cache  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import DataLoader
@@ -572,7 +573,11 @@ class MerakTrainer(Stepping):
             What the model's own gives, on every rank: (samples, tokens) ids, or more.
         """
         call_the_roll("trainer.generate")
+        self._plan()
+        if self.engine is None and (self.train_dataset is not None or self._overrides_loader):
+            self.build_engine(self._train_loader(), self.train_dataset)
         assert self.model is not None
+        args, kwargs = send_to_device((args, kwargs), self.mesh.device)
         with callable_model(self.model) as model:
             return cast("Any", model).generate(*args, **kwargs)
 
