@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel
 
-from merak.checkpoint.files import damage, inner_files
+from merak.checkpoint.files import damage
 from merak.checkpoint.manifest import MANIFEST, MODEL, TIED, read_manifest
 from merak.checkpoint.pretrained.export import Exported, check_target
 from merak.checkpoint.pretrained.placing import written_folder
@@ -106,9 +106,7 @@ def export_dcp(
     with written_folder(target) as unfinished, without_group_warning():
         writer = filesystem.FileSystemWriter(unfinished)
         save(shown, storage_writer=writer, planner=_Saving(read), no_dist=True)
-        names = tuple(inner_files(unfinished))
-        num_bytes = sum((unfinished / name).stat().st_size for name in names)
-    return Exported(names, sum(tensor.numel() for tensor in tensors.values()), num_bytes)
+        return Exported.of(unfinished, sum(tensor.numel() for tensor in tensors.values()))
 
 
 def export_from_dcp(
@@ -144,9 +142,7 @@ def export_from_dcp(
         if dtype is not None:
             nn.Module.to(model, dtype)
         model.save_pretrained(unfinished, **size)
-        names = tuple(inner_files(unfinished))
-        num_bytes = sum((unfinished / name).stat().st_size for name in names)
-    return Exported(names, model.num_parameters(), num_bytes)
+        return Exported.of(unfinished, model.num_parameters())
 
 
 def load_dcp(model: nn.Module, folder: Path) -> None:

@@ -71,6 +71,17 @@ class Exported:
     parameters: int
     num_bytes: int
 
+    @classmethod
+    def of(cls, folder: Path, parameters: int) -> Exported:
+        """Describe a folder that has been written.
+
+        Args:
+            folder: of the exported model.
+            parameters: elements of all tensors in it.
+        """
+        files = tuple(inner_files(folder))
+        return cls(files, parameters, sum((folder / name).stat().st_size for name in files))
+
 
 @dataclass(frozen=True, slots=True)
 class _Source:
@@ -127,10 +138,8 @@ def export_checkpoint(
                     _copy(checkpoint / name, unfinished / name)
         except DamagedFile as error:
             raise _damaged(checkpoint, str(error)) from error
-        files = tuple(inner_files(unfinished))
-        num_bytes = sum((unfinished / name).stat().st_size for name in files)
-    metas = [source.meta for sources in stored.values() for source in sources.values()]
-    return Exported(files, sum(math.prod(meta.shape) for meta in metas), num_bytes)
+        metas = [source.meta for sources in stored.values() for source in sources.values()]
+        return Exported.of(unfinished, sum(math.prod(meta.shape) for meta in metas))
 
 
 def check_target(checkpoint: Path, target: Path, overwrite: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from merak.checkpoint.files import inner_files
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.pretrained.export import (
     ADAPTER,
@@ -69,9 +68,7 @@ def export_merged(
                 if name not in _OF_ADAPTERS and not place.exists():
                     place.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(adapters / name, place)
-            files = tuple(inner_files(unfinished))
-            num_bytes = sum((unfinished / name).stat().st_size for name in files)
-    return Exported(files, sum(own.numel() for own in model.parameters()), num_bytes)
+            return Exported.of(unfinished, sum(own.numel() for own in model.parameters()))
 
 
 def _adapters(checkpoint: Path, place: Path) -> tuple[Path, list[str]]:
