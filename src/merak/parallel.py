@@ -223,6 +223,25 @@ class ParallelModel:
             self._plan_watch.compare(self.engine, self.num_steps)
         return loss
 
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let checkpoints hold the optimizer that the loop steps; all ranks call it together.
+
+        For a loop that clips or steps apart from `step`, to which `parallelize` gave no optimizer.
+
+        Args:
+            optimizer: over parameters of the model; it steps this rank's tensors.
+
+        Raises:
+            ArgumentsError: `parallelize` was given one, or ranks cannot step this one.
+        """
+        if self._update is not None:
+            raise ArgumentsError(
+                "merak.parallelize was given an optimizer, which step(batch) steps; leave it out "
+                "there, or leave connect_optimizer out."
+            )
+        self.engine.connect_optimizer(optimizer)
+        self.optimizer = optimizer
+
     def figures(self, **logged: float) -> dict[str, float]:
         """Figures of the steps since the last call, for a logger; all ranks call it together.
 
@@ -440,12 +459,14 @@ class ParallelModel:
         return stream_weights(self.model, rank)
 
     def _step_optimizer(self) -> None:
-        if self.optimizer is not None:
-            self._is_stepping = True
-            self.optimizer.step()
-            self._is_stepping = False
-        elif self._update is not None:  # a rank without parameters gathers those of others
+        if self._update is None:  # the loop steps its own
+            return
+        if self.optimizer is None:  # a rank without parameters gathers those of others
             self.engine.optimizers.step_none()
+            return
+        self._is_stepping = True
+        self.optimizer.step()
+        self._is_stepping = False
 
     def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The loss of one batch, without training.

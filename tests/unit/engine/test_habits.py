@@ -60,6 +60,12 @@ def test_names_that_are_mistyped(parallel: ParallelModel) -> None:
         parallel.of_no_use  # noqa: B018
 
 
+def test_an_optimizer_beside_the_one_that_is_stepped(parallel: ParallelModel) -> None:
+    own = torch.optim.SGD(parallel.model.parameters())
+    with pytest.raises(MerakError, match=r"was given an optimizer, which step\(batch\) steps;"):
+        parallel.connect_optimizer(own)
+
+
 class Packed(torch.Tensor):
     """Weights of eight bits, which operators see as float32."""
 

@@ -305,6 +305,9 @@ class _Describer:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         """Hash a tensor's shape and dtype; its values too where the graph may hold them."""
+        if tensor.is_nested:  # whose sizes and memory are those of its parts
+            self.add(tensor.detach().unbind())
+            return
         kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         self._write("tensor", repr(kind), repr(tensor.stride()))
         own = {name: v for name, v in vars(tensor).items() if isinstance(v, _SCALARS)}

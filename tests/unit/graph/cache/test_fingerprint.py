@@ -95,6 +95,16 @@ def test_code_of_no_file_counts_by_what_it_does(changed: dict[str, Any]) -> None
     assert other != first
 
 
+def test_jagged_tensors_count_by_their_parts() -> None:
+    def jagged(value: float) -> Callable[..., Any]:
+        rows = [torch.full((count,), value) for count in (2, 3)]
+        return functools.partial(print, torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+    model = odd_models.Mlp()
+    first, again, other = (fingerprint(model, jagged(value)) for value in (1.0, 1.0, 2.0))
+    assert first == again != other
+
+
 def hooked(hook: Callable[..., Any]) -> nn.Module:
     model = odd_models.Mlp()
     model.a.register_forward_hook(hook)

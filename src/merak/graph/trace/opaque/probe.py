@@ -368,6 +368,7 @@ def undisturbed(call: OpaqueCall) -> Iterator[None]:
         patch(nn.Module, __call__=_MODULE_CALL, __getattr__=_MODULE_GETATTR),
         applying(plain_apply),
         patch(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False),
+        patch(torch.fx._symbolic_trace, _is_fx_tracing_flag=False),
         torch.random.fork_rng(),
         refused_collectives(),
     ):

@@ -254,6 +254,25 @@ def test_results_of_every_kind_shared_modules_and_no_grad() -> None:
     assert model.training and model.kinds.training
 
 
+class Jagged(nn.Module):
+    """The sum of the norms of samples, as a jagged tensor has them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = int(x.shape[0] + x.max() * 0)
+        ends = torch.arange(count + 1) * x.shape[1]
+        rows = torch.nested.nested_tensor_from_jagged(x.flatten(), ends)
+        return torch.stack([row.norm() for row in rows.unbind()]).sum()
+
+
+def test_jagged_tensors_inside_are_those_of_eager_code() -> None:
+    """torch refuses to make them while it traces, which an opaque module is no part of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Jagged())
+    graph = build_graph(GraphSource(model), {"input": COLUMNS["x"]}, training=True)
+    assert len(opaque_calls(graph)) == 1
+    assert_like_eager(graph, model, {"input": torch.randn(6, 8)})
+
+
 def test_opaque_modules_are_reported_once_for_modules_that_are_alike() -> None:
     graph = build_graph(GraphSource(Model(Experts)), COLUMNS, training=True)
     first, second = report_opaque(graph)
