@@ -58,6 +58,12 @@ def losses(
         parallel.load_checkpoint(folder)
     found = [float(parallel.step(own(step))) for step in steps]
     parallel.save_checkpoint(folder, {})
+    streamed = {name: tensor.clone() for name, tensor in parallel.stream_weights(rank=None)}
+    whole = parallel.gather_state_dict()  # on rank 0
+    assert streamed.keys() == parallel.model.state_dict().keys() == (whole or streamed).keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(streamed[name], tensor, rtol=0, atol=0)
+    assert not any(map(torch.isnan, [tensor.sum() for tensor in streamed.values()]))
     return found
 
 
