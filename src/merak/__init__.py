@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from merak.core.start.init import init
     from merak.engine.inference.callable_model import callable_model
     from merak.engine.optimizer.one_bit import OneBitAdam, OneBitLamb
+    from merak.engine.parameters.averages import averaged_parameters
     from merak.engine.parameters.gathered import gathered_parameters, stream_weights
     from merak.engine.parameters.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
@@ -38,6 +39,7 @@ _HOMES = {
     "Vocabulary": "merak.graph.tensor_parallel.features",
     "arguments_for": "merak.arguments",
     "average_teacher": "merak.engine.parameters.teacher",
+    "averaged_parameters": "merak.engine.parameters.averages",
     "callable_model": "merak.engine.inference.callable_model",
     "current_mesh": "merak.core.mesh",
     "gathered_parameters": "merak.engine.parameters.gathered",
@@ -66,6 +68,7 @@ __all__ = [
     "Vocabulary",
     "arguments_for",
     "average_teacher",
+    "averaged_parameters",
     "callable_model",
     "current_mesh",
     "empty_weights",

@@ -193,6 +193,7 @@ def host_bytes(settings: list[Setting]) -> list[tuple[int, int]]:
 def test_host_memory_is_what_was_foreseen(pool: RankPool) -> None:
     settings: list[Setting] = [({}, "float32", "fused"), (MASTERS, "bfloat16", "fused")]
     settings += [({"zero": stage} | MASTERS, "bfloat16", "fused") for stage in (2, 3)]
+    settings += [({"zero": 2, "ema_decay": 0.9}, "bfloat16", "fused")]
     late = {"delay_optimizer_update": True}
     settings += [({"zero": stage} | MASTERS | late, "bfloat16", "fused") for stage in (0, 3)]
     ranks = pool.run(host_bytes, 2, settings)

@@ -101,6 +101,11 @@ def _field_problems(arguments: TrainingFields, mesh: Mesh) -> Iterator[str]:
             "nan_policy='rollback' loads the last checkpoint, but save_strategy='no' saves none; "
             "set save_strategy='steps' and save_steps."
         )
+    if arguments.ema_evaluation and arguments.ema_decay is None:
+        yield (
+            "ema_evaluation=True evaluates averages of parameters, but ema_decay=None keeps none; "
+            "set ema_decay=0.999, or leave ema_evaluation out."
+        )
     if arguments.profile_steps is not None:
         try:
             parse_steps(str(arguments.profile_steps))

@@ -390,6 +390,12 @@ class TrainingFields(TrainingArguments):
     offload_activations: str | None = taken("offload_activations")
     offload_optimizer: str | None = taken("offload_optimizer")
     delay_optimizer_update: bool = taken("delay_optimizer_update")
+    ema_decay: float | None = taken("ema_decay")
+    ema_evaluation: bool = own(
+        False,
+        "Whether evaluate and predict, also during training, run the averages of ema_decay in the "
+        "parameters' place. `merak export --average` exports them of a checkpoint.",
+    )
     host_bytes_per_s: BytesPerSecond | None = taken("host_bytes_per_s")
     memory_budget: NumBytes | None = taken("memory_budget")
 

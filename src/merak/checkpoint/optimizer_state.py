@@ -21,6 +21,9 @@ PREFIX = "optimizer/"
 MASTER = "merak-master"
 """The key of a parameter's float32 master, which the optimizer steps."""
 
+AVERAGE = "merak-average"
+"""The key of a parameter's moving average (`ema_decay`), one of the optimizer's own states."""
+
 MARK = "@"
 """After the key of a tensor that cannot be resharded: the shard of its parameter."""
 
@@ -130,7 +133,7 @@ def refuse_other_class(
     """
     own = type(optimizer).__name__
     classes: Sequence[str] = values.get("optimizer_class", ())  # none in earlier checkpoints
-    keys = {split_key(key)[1] for key in metadata.state_dict_metadata} - {"", MASTER}
+    keys = {split_key(key)[1] for key in metadata.state_dict_metadata} - {"", MASTER, AVERAGE}
     keys |= {key for state in values["optimizer_values"].values() for key in state}
     if own in classes or not keys:
         return
@@ -199,6 +202,8 @@ def _restore_dtypes(
             state = optimizer.state.get(parameter, {})
             for key, value in values.get(_name(parameter, view), {}).items():
                 now = state.get(key)
+                if now is None:  # dropped as it was loaded
+                    continue
                 if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
                     state[key] = value.to(now.device)
 

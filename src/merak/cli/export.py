@@ -17,6 +17,8 @@ from merak.core.units import count, read_bytes, size
 if TYPE_CHECKING:
     import torch
 
+    from merak.checkpoint.pretrained.export import Exported
+
 PRETRAINED, DCP = "pretrained", "dcp"
 """Formats of a folder: what from_pretrained reads, and torch's distributed checkpoint."""
 
@@ -75,6 +77,9 @@ class ExportRequest:
         "hub; the one that they name. Of a folder of torch.distributed.checkpoint, the model whose "
         "weights it has.",
     )
+    average: bool = option(
+        False, "--average", "", "The moving averages that ema_decay has kept, in place of weights."
+    )
     overwrite: bool = option(
         False, "--overwrite", "", "Replace the model in a folder that is not empty."
     )
@@ -119,13 +124,19 @@ def export_report(request: ExportRequest) -> ExportReport:
     started = time.perf_counter()
     if is_from_dcp:
         found = export_from_dcp(checkpoint, out, _make_model(str(request.base)), **options)
-    elif request.merge:
+        return _report(request, found, started)
+    options["average"] = request.average
+    if request.merge:
         found = export_merged(checkpoint, out, _load_base, request.base, **options)
     elif request.format == DCP:
         options.pop("max_shard_size")
         found = export_dcp(checkpoint, out, **options)
     else:
         found = export_checkpoint(checkpoint, out, **options)
+    return _report(request, found, started)
+
+
+def _report(request: ExportRequest, found: Exported, started: float) -> ExportReport:
     seconds = time.perf_counter() - started
     return ExportReport(
         str(request.out), list(found.files), found.parameters, found.num_bytes, seconds
@@ -140,10 +151,10 @@ def _check_words(request: ExportRequest, is_from_dcp: bool) -> None:
     """
     if request.format not in (PRETRAINED, DCP):
         raise CommandError(f"--format {request.format} is none; use {PRETRAINED} or {DCP}.")
-    if is_from_dcp and (request.merge or request.format == DCP):
+    if is_from_dcp and (request.merge or request.average or request.format == DCP):
         raise CommandError(
             f"{request.checkpoint} is a folder of torch.distributed.checkpoint, which is exported "
-            "as a folder that from_pretrained reads; leave --merge and --format out."
+            "as a folder that from_pretrained reads; leave --merge, --average and --format out."
         )
     if is_from_dcp and request.base is None:
         raise CommandError(

@@ -161,6 +161,7 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
         fsdp=fsdp,
         zero=job.options.zero,
         local_steps=_local_steps(job, optimizer_params),
+        ema_decay=job.options.ema_decay,
         layer_dropping=layer_dropping(job.programs.source, job.options),
         progress=job.progress,
         oom_guard=job.oom_guard,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merak.core.errors import TrainingError
+from merak.core.errors import ArgumentsError, TrainingError
 from merak.core.mesh import REPLICAS
 from merak.core.precision import refuse_inference_mode
 from merak.core.random import own_random_state
@@ -107,6 +107,23 @@ class Engine:
         self.complete_updates()
         model = self._state.model
         with self._state.optimizer_params.unsharded(model), methods_allowed(model):
+            yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which parameters are their averages; all ranks enter and leave it together.
+
+        Raises:
+            ArgumentsError: none are kept.
+        """
+        self._refuse_retired()
+        if self._state.ema_decay is None:
+            raise ArgumentsError(
+                "this job keeps no averages of its parameters; give ema_decay, such as 0.999."
+            )
+        self.complete_updates()
+        aside = self.last_weights.set_aside("parameters are their averages")
+        with aside, self.optimizers.averaged():
             yield
 
     @property

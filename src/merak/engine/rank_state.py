@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from merak.checkpoint.state import RankState
+from merak.core.errors import TrainingError
 from merak.engine.engine import Engine
 
 
@@ -20,7 +21,15 @@ def rank_state(
         engine: of this rank.
         model: the user's model, holding this rank's parameters.
         optimizer: of this rank's parameters; None to save or load the model alone.
+
+    Raises:
+        TrainingError: with an optimizer, while parameters are their averages.
     """
+    if optimizer is not None and engine.optimizers.is_averaged:
+        raise TrainingError(
+            "a checkpoint was to be saved or loaded inside merak.averaged_parameters, where "
+            "parameters are their averages; do it behind the context."
+        )
     outer: dict[str, torch.Tensor] = {}
     whole = engine.optimizer_params.whole_tensors
     if engine.local_steps is not None and optimizer is not None:

@@ -59,6 +59,7 @@ class EngineState:
         optimizer_params: the optimizer's tensors.
         fsdp: the parameters that are sharded over replicas; None for none.
         zero: the level of ZeRO; see `EngineOptions`.
+        ema_decay: of the averages that the optimizers keep of parameters; None for none.
         layer_dropping: the probabilities of blocks that are dropped by chance; None for none.
         local_steps: the rounds of Local SGD; None where replicas reduce gradients in every step.
         progress: of the actions and waits of the engine.
@@ -90,6 +91,7 @@ class EngineState:
     fsdp: FsdpParameters | None
     zero: int
     local_steps: LocalSteps | None
+    ema_decay: float | None
     layer_dropping: LayerDropping | None
     progress: Progress
     oom_guard: OomGuard

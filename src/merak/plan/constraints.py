@@ -248,6 +248,12 @@ def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) 
             f"outer_optimizer={options.outer_optimizer!r} steps after every local_steps steps, but "
             "local_steps=0; give local_steps, such as 100, or outer_optimizer='average'."
         )
+    if options.local_steps and options.ema_decay is not None:
+        raise ScheduleError(
+            f"ema_decay={options.ema_decay} averages parameters that are the same on all replicas, "
+            f"but with local_steps={options.local_steps} each has its own between rounds; use one "
+            "of the two."
+        )
     if problem := problem_of(reductions_of(schedule, options, mesh)):
         raise ScheduleError(problem)
     refuse_hierarchy(schedule, options, mesh)

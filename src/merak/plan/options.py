@@ -62,6 +62,7 @@ _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
 _CAPACITY = Range(1, LARGEST, "use a factor of 1 or more, such as 1.25", "is no capacity")
 _FRACTION = Range(SMALLEST, 1.0, "use a fraction such as 0.01", "is no fraction")
+_AVERAGE = Range(0, math.nextafter(1, 0), "use a number such as 0.999", "is no part of an average")
 _RANK = Range(1, LARGEST, "use 1 or more", "is no rank")
 _KEEP = Range(SMALLEST, 1, "use a number above 0 and at most 1", "is no probability to keep blocks")
 _DECAY = Range(0, LARGEST, "use a number of 0 or more, such as 0.001", "is no rate")
@@ -362,6 +363,16 @@ class ParallelOptions:
         "Whether the optimizer of offload_optimizer steps beside all of the next training step, "
         "whose gradients are then those of the parameters one update earlier. Checkpoints and "
         "evaluations have all updates. Other losses than without it.",
+        planned=_PRICED,
+    )
+    ema_decay: float | None = option(
+        None,
+        "DECAY",
+        "Keep an exponential moving average (EMA) of every trained parameter, beside the "
+        "optimizer's states and sharded with them: behind each update, decay * average + (1 - "
+        "decay) * parameter, such as 0.999. Checkpoints have it, `merak.averaged_parameters` and "
+        "`merak export --average` read it. If unset, none. Not with local_steps.",
+        within=_AVERAGE,
         planned=_PRICED,
     )
     host_bytes_per_s: float | None = option(

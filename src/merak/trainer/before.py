@@ -95,8 +95,9 @@ def least_checkpoint_bytes(trainer: Trainer) -> int:
         return weights
     counts, factory = Counter(metas), partial(similar_optimizer, trainer)
     with suppress(Exception):  # of an optimizer that cannot step on fake parameters
-        states = measure_step(factory, list(counts), torch.device("cpu")).state_bytes
-        return weights + sum(n * state for n, state in zip(counts.values(), states))
+        decay: float | None = getattr(trainer.args, "ema_decay", None)
+        found = measure_step(factory, list(counts), torch.device("cpu"), ema_decay=decay)
+        return weights + sum(n * state for n, state in zip(counts.values(), found.state_bytes))
     return weights
 
 

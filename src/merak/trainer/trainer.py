@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -624,16 +624,24 @@ class MerakTrainer(Stepping):
         if not isinstance(self, Seq2SeqTrainer):  # which has its own, that drops no sample
             self.gather_function = self.accelerator.gather_for_metrics
         batches = cast("DataLoader[Any]", evaluation)  # all of a loader that the loop looks at
-        with metrics_on_rank0_alone(self), self._saving_before_refusal():
+        alone, saving = metrics_on_rank0_alone(self), self._saving_before_refusal()
+        with alone, saving, self._evaluated_parameters():
             output = super().evaluation_loop(batches, *rest)
         metrics_of_rank0(output.metrics)
         return output
+
+    def _evaluated_parameters(self) -> AbstractContextManager[None]:
+        """Context of an evaluation, which is of the averages if the arguments say so."""
+        if self.engine is None or not self.args.ema_evaluation:
+            return nullcontext()
+        return self.engine.averaged()
 
     def _generation_loop(self, dataloader: DataLoader[Any], *rest: Any) -> EvalLoopOutput:
         if self.engine is None and any(p.is_meta for p in self.model.parameters()):
             self.build_engine(dataloader, trains=False)  # which has its weights
         try:
             with (
+                self._evaluated_parameters(),
                 with_whole_model(self, self.engine, self.mesh.device) as lines,
                 metrics_on_rank0_alone(self),
             ):

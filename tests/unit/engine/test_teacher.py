@@ -43,6 +43,14 @@ def test_what_does_not_fit_is_refused(teacher: str, student: str, decay: float, 
         merak.average_teacher(pair(), teacher, student, decay)
 
 
+def test_averages_of_a_model_that_is_not_laid_out_are_refused() -> None:
+    with (
+        pytest.raises(ArgumentsError, match="not laid out; train it with MerakTrainer or merak"),
+        merak.averaged_parameters(pair()),
+    ):
+        pass
+
+
 def test_shapes_are_compared() -> None:
     model = pair()
     model["target"][0] = nn.Linear(4, 3).requires_grad_(False)

@@ -44,6 +44,7 @@ def test_every_synchronous_schedule_is_allowed(name: str, options: dict[str, Any
             "use one of the two",
         ),
         ({"gradient_compression": "bf16", "zero": 3}, "use zero=0, or gradient_compression='off'"),
+        ({"ema_decay": 0.9, "local_steps": 2}, "each has its own between rounds; use one"),
         ({"outer_optimizer": "nesterov"}, "give local_steps, such as 100"),
         ({"local_steps": 2, "zero": 3}, "use zero=0 with a larger tp or pp, or local_steps=0"),
     ],

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from merak.checkpoint.files import damage
 from merak.checkpoint.manifest import MANIFEST, MODEL, TIED, read_manifest
+from merak.checkpoint.pretrained.averages import StoredAverages
 from merak.checkpoint.pretrained.export import Exported, check_target
 from merak.checkpoint.pretrained.placing import written_folder
 from merak.checkpoint.pretrained.whole_tensors import WholeTensors
@@ -69,6 +70,7 @@ def export_dcp(
     *,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    average: bool = False,
 ) -> Exported:
     """Export the model of a checkpoint as a folder of torch's distributed checkpoint.
 
@@ -77,6 +79,7 @@ def export_dcp(
         target: the folder to write.
         dtype: type of floating point tensors; None for their own.
         overwrite: as of `export_checkpoint`.
+        average: export the moving averages of its parameters in their place.
 
     Returns:
         What was written.
@@ -97,8 +100,12 @@ def export_dcp(
     tied = unpack_value(manifest.values[TIED]) if TIED in manifest.values else {}
     firsts = {**{name: name for name in tensors}, **tied}
 
+    averages = StoredAverages(checkpoint) if average else None
+
     def read(name: str) -> torch.Tensor:
-        found = tensors[firsts[name]]
+        found = tensors[first := firsts[name]]
+        if averages is not None and first in averages.names:
+            found = averages.read(first).to(dtype or found.dtype)
         is_float = found.is_floating_point() and found.element_size() > 1
         return found.to(dtype) if dtype is not None and is_float else found
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +18,15 @@ from transformers.core_model_loading import dot_natural_key
 
 from merak.checkpoint.files import damage, inner_files
 from merak.checkpoint.manifest import MANIFEST, read_manifest
+from merak.checkpoint.pretrained.averages import StoredAverages
 from merak.checkpoint.pretrained.placing import written_folder
-from merak.checkpoint.pretrained.splitting import INDEX, index_text, is_weights, split_files
+from merak.checkpoint.pretrained.splitting import (
+    ADAPTER,
+    INDEX,
+    index_text,
+    is_weights,
+    split_files,
+)
 from merak.checkpoint.pretrained.tensor_file import (
     DamagedFile,
     TensorFile,
@@ -51,9 +59,6 @@ _OF_TRAINING = {
     TRAINING_ARGS_NAME,
     "training_args.json",
 }
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""Files of adapters, as peft names them."""
-
 _CHUNK_BYTES = 2**24
 
 
@@ -91,11 +96,19 @@ class _Source:
         file: its file.
         begin: its first byte in the file.
         meta: its shape and type.
+        averaged: gives the average that is exported in its place; None for itself.
     """
 
     file: Path
     begin: int
     meta: TensorMeta
+    averaged: Callable[[], torch.Tensor] | None = None
+
+    def read(self) -> torch.Tensor:
+        """What is exported."""
+        if self.averaged is not None:
+            return self.averaged()
+        return read_tensor(self.file, self.begin, self.meta)
 
 
 def export_checkpoint(
@@ -105,6 +118,7 @@ def export_checkpoint(
     max_shard_size: int | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    average: bool = False,
 ) -> Exported:
     """Export a checkpoint as the folder that `trainer.save_model` would have written.
 
@@ -114,6 +128,7 @@ def export_checkpoint(
         max_shard_size: the most bytes of a file; None for the files of the checkpoint.
         dtype: type of floating point tensors; None for their own.
         overwrite: replace files of a target that is not empty; others that are in it stay.
+        average: export the moving averages of its parameters in their place.
 
     Returns:
         What was written.
@@ -127,12 +142,15 @@ def export_checkpoint(
     names = _model_files(checkpoint)
     stored = {name: _read_header(checkpoint, name) for name in names if _holds_tensors(name)}
     _check_index(checkpoint, names)
+    averages = _with_averages(checkpoint, stored) if average else None
     _check_room(sum((checkpoint / name).stat().st_size for name in names), target)
     with written_folder(target) as unfinished:
         written: set[str] = set()
         try:
-            if max_shard_size is not None or dtype is not None:
-                written = _write_again(checkpoint, unfinished, stored, max_shard_size, dtype)
+            if max_shard_size is not None or dtype is not None or averages is not None:
+                written = _write_again(
+                    checkpoint, unfinished, averages or stored, max_shard_size, dtype
+                )
             for name in names:
                 if name not in written and not (written and name in (*stored, INDEX)):
                     _copy(checkpoint / name, unfinished / name)
@@ -215,6 +233,18 @@ def _read_header(checkpoint: Path, name: str) -> dict[str, _Source]:
     return {key: _Source(checkpoint / name, begins[key], meta) for key, meta in metas.items()}
 
 
+def _with_averages(
+    checkpoint: Path, stored: Mapping[str, Mapping[str, _Source]]
+) -> dict[str, dict[str, _Source]]:
+    """The tensors of the model's files, of which averages are read in the place of parameters."""
+    averages = StoredAverages(checkpoint)
+    names = averages.names_of((file, key) for file, sources in stored.items() for key in sources)
+    found = {file: dict(sources) for file, sources in stored.items()}
+    for (file, key), name in names.items():
+        found[file][key] = replace(found[file][key], averaged=partial(averages.read, name))
+    return found
+
+
 def _check_index(checkpoint: Path, names: list[str]) -> None:
     """Check that the index names the files that are there, and no others."""
     if INDEX not in names:
@@ -290,8 +320,7 @@ def _write_file(path: Path, sources: Mapping[str, _Source], dtype: torch.dtype |
     file = TensorFile(path, layout)
     try:
         for key, source in sources.items():
-            tensor = read_tensor(source.file, source.begin, source.meta)
-            file.write(key, tensor.to(metas[key].dtype))
+            file.write(key, source.read().to(metas[key].dtype))
         file.close()
     except BaseException:
         file.abandon()

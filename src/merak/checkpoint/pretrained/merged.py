@@ -12,14 +12,13 @@ import torch
 
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.pretrained.export import (
-    ADAPTER,
-    ADAPTER_CONFIG,
     Exported,
     check_target,
     export_checkpoint,
     is_of_model,
 )
 from merak.checkpoint.pretrained.placing import written_folder
+from merak.checkpoint.pretrained.splitting import ADAPTER, ADAPTER_CONFIG
 from merak.core.errors import WeightsError
 from merak.core.files.json_file import read_json
 from merak.core.packages import refuse_missing
@@ -34,6 +33,7 @@ def export_merged(
     max_shard_size: int | None = None,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    average: bool = False,
 ) -> Exported:
     """Export a checkpoint of adapters as a whole model: one process, with all of it in memory.
 
@@ -45,6 +45,7 @@ def export_merged(
         max_shard_size: the most bytes of a file; None as transformers has it.
         dtype: type of floating point weights; None for the base's own.
         overwrite: as of `export_checkpoint`.
+        average: merge the moving averages of the adapters in their place.
 
     Returns:
         What was written.
@@ -58,7 +59,7 @@ def export_merged(
     refuse_missing("peft", "export --merge")
     check_target(checkpoint, target, overwrite)
     with TemporaryDirectory() as folder:
-        adapters, names = _adapters(checkpoint, Path(folder) / "adapters")
+        adapters, names = _adapters(checkpoint, Path(folder) / "adapters", average)
         model = _merged(adapters, load_base, base)
         with written_folder(target) as unfinished:
             size = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
@@ -71,14 +72,15 @@ def export_merged(
             return Exported.of(unfinished, sum(own.numel() for own in model.parameters()))
 
 
-def _adapters(checkpoint: Path, place: Path) -> tuple[Path, list[str]]:
+def _adapters(checkpoint: Path, place: Path, average: bool) -> tuple[Path, list[str]]:
     """A folder with the adapters of a checkpoint, or of a saved model, and its model's files."""
-    if (checkpoint / ADAPTER_CONFIG).is_file() and not (checkpoint / MANIFEST).is_file():
+    is_saved = (checkpoint / ADAPTER_CONFIG).is_file() and not (checkpoint / MANIFEST).is_file()
+    if is_saved and not average:
         names = [
             own.name for own in checkpoint.iterdir() if own.is_file() and is_of_model(own.name)
         ]
         return checkpoint, names
-    found = export_checkpoint(checkpoint, place)
+    found = export_checkpoint(checkpoint, place, average=average)
     if ADAPTER not in found.files:
         raise WeightsError(f"{checkpoint} holds a whole model and no adapters; leave --merge out.")
     return place, list(found.files)

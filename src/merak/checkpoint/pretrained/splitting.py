@@ -14,6 +14,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from merak.core.tensor_meta import TensorMeta
 
 INDEX = SAFE_WEIGHTS_INDEX_NAME
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Files of adapters, as peft names them."""
+
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from merak.checkpoint.optimizer_state import AVERAGE
 from merak.core.announce import announce
-from merak.core.errors import ArgumentsError
+from merak.core.errors import ArgumentsError, RefusedBatchError, TrainingError
 from merak.core.rank0 import warn_on_rank0
 from merak.engine.comm.local_steps import LocalSteps
 from merak.engine.comm.sparse_gradients import refuse_sparse_optimizer
@@ -39,6 +41,7 @@ from merak.engine.zero.delayed_step import DelayedStep
 from merak.engine.zero.host_steps import StepInParts, steps_in_parts
 from merak.engine.zero.optimizer_params import OptimizerParams
 from merak.graph.weights.sharded import ShardWatch
+from merak.plan.optimizer.average import forget_averages, keep_averages, update_averages
 from merak.plan.optimizer.needs import Needs
 
 logger = logging.getLogger(__name__)
@@ -64,6 +67,8 @@ class OptimizerConnections:
         self.note_originals({})
         self._connected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._is_stepping = False
+        self.is_averaged = False
+        """Whether parameters are their averages by now."""
         self.can_mask = False
         """Whether every optimizer of this job's ranks can leave a step out on the device."""
         self._wholes: list[tuple[WholeTensors, ReducedSteps]] = []
@@ -149,7 +154,13 @@ class OptimizerConnections:
 
         # Some that wrap another do not call torch's __init__: what it makes is made here.
         torch.optim.Optimizer.__setstate__(optimizer, {})
+        decay, average = self._state.ema_decay, None
+        if decay is None:
+            optimizer.register_load_state_dict_post_hook(forget_averages)
+        else:
+            average = partial(update_averages, decay=decay)
         optimizer.register_load_state_dict_post_hook(lambda own: show_states(own, stepped))
+        optimizer.register_step_pre_hook(lambda *_: self._refuse_averaged())
         optimizer.register_step_pre_hook(lambda own, *_: hide_states(own))
         optimizer.register_step_pre_hook(lambda *_: self._note(True))
         optimizer.register_step_pre_hook(lambda *_: self._state.optimizer_params.take_written())
@@ -158,16 +169,19 @@ class OptimizerConnections:
             compression.momenta.follow(optimizer, {id(i.parameter): i.tensor for i in items})
         if reduced is not None:  # before anything else looks at what it has stepped
             optimizer.register_step_post_hook(lambda *_: reduced.end())
+        params, parts = self._state.optimizer_params, None
+        is_in_parts = params.host is not None and steps_in_parts(optimizer)
+        if decay is not None and not is_in_parts:  # before whole tensors lose their gradients
+            keep_averages(optimizer, decay)
         if whole is not None:
             optimizer.register_step_pre_hook(lambda *_: whole.collect())
             optimizer.register_step_post_hook(lambda *_: whole.distribute())
-        params, parts = self._state.optimizer_params, None
         if params.host is not None and params.host.delays:
             show = partial(show_states, optimizer, stepped)
-            params.delayed.append(DelayedStep(optimizer, params.host, params.land, show))
-        elif params.host is not None and steps_in_parts(optimizer):
-            hide = partial(hide_states, optimizer)
-            parts = StepInParts(optimizer, params.send, params.host.file_states(), hide)
+            params.delayed.append(DelayedStep(optimizer, params.host, params.land, show, average))
+        elif params.host is not None and is_in_parts:
+            hide, files = partial(hide_states, optimizer), params.host.file_states()
+            parts = StepInParts(optimizer, params.send, files, hide, average)
         # Between what ranks exchange before and behind it.
         records = self._state.progress.records
         optimizer.register_step_pre_hook(lambda *_: records.begin_update())
@@ -192,6 +206,75 @@ class OptimizerConnections:
         for optimizer in self._connected:
             # As torch's own GradScaler hands it to them.
             optimizer.grad_scale, optimizer.found_inf = None, non_finite  # type: ignore[attr-defined]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which parameters are their averages; all ranks enter and leave it together.
+
+        Averages and what the optimizers step change places, so it takes no memory, but where an
+        average is more precise. Behind another error than of a batch, averages stay.
+        """
+        if self.is_averaged:
+            yield
+            return
+        with self._watch.paused():
+            self._state.optimizer_params.take_written()
+            for whole, _ in self._wholes:
+                whole.collect()
+            kept = self._swap_averages({})
+        self.is_averaged = True
+
+        def end() -> None:
+            with self._watch.paused():
+                self._swap_averages(kept)
+            self.is_averaged = False
+
+        try:
+            yield
+        except RefusedBatchError:  # on all ranks, which may save their training now
+            end()
+            raise
+        end()
+
+    @torch.no_grad()
+    def _swap_averages(self, kept: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Let what is stepped and its averages change places, and update the parameters.
+
+        Args:
+            kept: of tensors that are less precise than their averages, what they were, by id.
+
+        Returns:
+            Those tensors as they are before.
+        """
+        found: dict[int, torch.Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for optimizer in self._connected:
+                for tensor, state in optimizer.state.items():
+                    average = state.get(AVERAGE) if isinstance(state, dict) else None
+                    if average is None:
+                        continue
+                    before = tensor.detach().clone()
+                    tensor.copy_(kept.get(id(tensor), average))
+                    if average.dtype == before.dtype:
+                        average.copy_(before)
+                    else:
+                        found[id(tensor)] = before
+            for whole, _ in self._wholes:
+                whole.distribute()
+        self._state.optimizer_params.sync_model_params()
+        return found
+
+    def _refuse_averaged(self) -> None:
+        """Refuse a step while parameters are averages.
+
+        Raises:
+            TrainingError: they are.
+        """
+        if self.is_averaged:
+            raise TrainingError(
+                "an optimizer stepped inside merak.averaged_parameters, where parameters are their "
+                "averages; train behind the context."
+            )
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer has tensors of this model."""

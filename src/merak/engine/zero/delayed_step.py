@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from merak.engine.zero.host_steps import Average
 from merak.engine.zero.host_tensors import HostTensors
 from merak.plan.optimizer.home import in_parts
 
@@ -40,6 +41,7 @@ class DelayedStep:
         host: has the tensors, two gradients of each, and what was last sent of them.
         land: is called with tensors whose update is complete; a script may have written meanwhile.
         show: shows a script the states that the optimizer has by then.
+        average: averages a part that was stepped, while it is in memory; None for no averages.
     """
 
     def __init__(
@@ -48,7 +50,9 @@ class DelayedStep:
         host: HostTensors,
         land: Land,
         show: Callable[[], None],
+        average: Average | None = None,
     ) -> None:
+        self._average = average
         self._optimizer, self._host, self._land, self._show = optimizer, host, land, show
         self._step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
@@ -153,6 +157,8 @@ class DelayedStep:
         for alias, gradient in zip(part, gradients.values(), strict=True):
             alias.grad = gradient
         self._step(shadow)
+        if self._average is not None:
+            self._average(shadow, part)
         for tensor, alias in zip(gradients, part, strict=True):
             self._host.stage(tensor, alias)
             alias.grad = None

@@ -20,6 +20,9 @@ from merak.core.errors import TrainingError
 from merak.engine.zero.state_files import FileStates
 from merak.plan.optimizer.home import in_parts
 
+Average = Callable[[torch.optim.Optimizer, Sequence[torch.Tensor]], None]
+"""Averages what an optimizer has stepped of its tensors."""
+
 Arrived = tuple[nn.Parameter, torch.Tensor]
 """A tensor in host memory, and its gradient there."""
 
@@ -57,6 +60,7 @@ class StepInParts:
         send: is called with each part that was stepped, while it is in memory.
         files: have the states; None where they are in memory.
         prepare: is called before the first part that is stepped beside the backward.
+        average: averages a part that was stepped, while it is in memory.
     """
 
     def __init__(
@@ -65,8 +69,9 @@ class StepInParts:
         send: Send,
         files: FileStates | None,
         prepare: Callable[[], None] = lambda: None,
+        average: Average | None = None,
     ) -> None:
-        self._optimizer, self._prepare = optimizer, prepare
+        self._optimizer, self._prepare, self._average = optimizer, prepare, average
         self._step: Callable[..., Any] = type(optimizer).step.__wrapped__  # type: ignore[attr-defined]
         self._send, self._files = send, files
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
@@ -196,6 +201,8 @@ class StepInParts:
             tensor.grad = self._gradients[tensor]
 
     def _end(self, part: Sequence[nn.Parameter], is_early: bool) -> None:
+        if self._average is not None:
+            self._average(self._optimizer, part)
         for tensor in part:
             tensor.grad = None
         self._send(part, is_early)

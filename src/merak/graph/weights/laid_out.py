@@ -102,6 +102,20 @@ class LastWeights:
         self.folder, self.were_left, self._read = None, False, None
         self._tensors, self.why_none = {}, why_none
 
+    @contextmanager
+    def set_aside(self, why_none: str) -> Iterator[None]:
+        """Context in which no weights are read, since the model's are others meanwhile.
+
+        Args:
+            why_none: the reason, as a clause.
+        """
+        before = dict(vars(self))
+        self.forget(why_none)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     def refuse_writes(self, folder: Any) -> None:
         """Refuse to save into the folder whose files the weights are read from while they are.
 

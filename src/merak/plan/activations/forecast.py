@@ -345,10 +345,11 @@ class Forecast:
             and shared.whole is graph
             and shared.rewrite is self.rewrite
             and shared.optimizers.factory is options.optimizer
+            and shared.optimizers.ema_decay == options.ema_decay
             and shared.device == device
         ):
             return shared
-        optimizers = OptimizerMemories(options.optimizer, device)
+        optimizers = OptimizerMemories(options.optimizer, device, options.ema_decay)
         return LocalModel(graph, self.rewrite, device, optimizers)
 
     def _tied(self) -> tuple[Mapping[tuple[str, int], TiedParameter], ...]:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from merak.core.rank0 import is_rank0
 from merak.core.storages import Storages
 from merak.core.tensor_meta import TensorMeta
+from merak.plan.optimizer.average import keep_averages
 from merak.plan.optimizer.findings import find_before
 from merak.plan.optimizer.needs import Findings
 from merak.plan.optimizer.small_tensors import JobTensor
@@ -59,6 +60,7 @@ def optimizer_memory(
     device: torch.device,
     kernels: str | None = None,
     by_reductions: bool = False,
+    ema_decay: float | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer for some parameters.
 
@@ -68,11 +70,12 @@ def optimizer_memory(
         device: where they are.
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
         by_reductions: whether they are shards, stepped by reductions of the whole parameters.
+        ema_decay: of averages that it keeps of them; None for none.
     """
     if factory is None or not parameters:
         return OptimizerMemory((0,) * len(parameters), 0)
     try:
-        return measure_step(factory, parameters, device, kernels, by_reductions)
+        return measure_step(factory, parameters, device, kernels, by_reductions, ema_decay)
     except Exception as error:
         # A user's own optimizer may read values, which fake tensors do not have.
         log = logger.warning if is_rank0() else logger.debug
@@ -81,9 +84,9 @@ def optimizer_memory(
             "copies of the parameters.",
             type(error).__name__,
             str(error).partition("\n")[0],
-            _UNKNOWN_COPIES,
+            copies := _UNKNOWN_COPIES + (ema_decay is not None),
         )
-        return OptimizerMemory(tuple(_UNKNOWN_COPIES * meta.num_bytes for meta in parameters), 0)
+        return OptimizerMemory(tuple(copies * meta.num_bytes for meta in parameters), 0)
 
 
 class OptimizerMemories:
@@ -92,11 +95,18 @@ class OptimizerMemories:
     Args:
         factory: makes the optimizer; None where there is none.
         device: where the parameters are.
+        ema_decay: of averages that it keeps of them; None for none.
     """
 
-    def __init__(self, factory: OptimizerFactory | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        factory: OptimizerFactory | None,
+        device: torch.device,
+        ema_decay: float | None = None,
+    ) -> None:
         self.factory = factory
         self.device = device
+        self.ema_decay = ema_decay
         self._lists: dict[tuple[_How, tuple[TensorMeta, ...]], OptimizerMemory] = {}
         self._kinds: dict[tuple[_How, frozenset[TensorMeta]], _Kinds | None] = {}
         self._findings: dict[tuple[bool, bool], Findings] = {}
@@ -137,7 +147,8 @@ class OptimizerMemories:
             return kinds.of(parameters)
         every = (how, tuple(parameters))
         if every not in self._lists:
-            self._lists[every] = optimizer_memory(self.factory, parameters, self.device, *how)
+            rest = (self.device, *how, self.ema_decay)
+            self._lists[every] = optimizer_memory(self.factory, parameters, *rest)
         return self._lists[every]
 
     def _among_more(self, how: _How, metas: frozenset[TensorMeta]) -> _Kinds | None:
@@ -150,11 +161,11 @@ class OptimizerMemories:
 
     def _measure_kinds(self, metas: tuple[TensorMeta, ...], how: _How) -> _Kinds | None:
         """Memory by kind of parameter; None for an optimizer that is neither sort of `_Kinds`."""
-        factory, device = self.factory, self.device
+        factory, rest = self.factory, (self.device, *how, self.ema_decay)
         assert factory is not None
         try:
-            once = measure_step(factory, metas, device, *how)
-            twice = measure_step(factory, (*metas, *metas), device, *how)
+            once = measure_step(factory, metas, *rest)
+            twice = measure_step(factory, (*metas, *metas), *rest)
             if twice.state_bytes != once.state_bytes * 2:
                 return None
             states = dict(zip(metas, once.state_bytes, strict=True))
@@ -162,7 +173,7 @@ class OptimizerMemories:
                 return _Kinds(states, once.taken_bytes, None)
             own = {}
             for meta in metas:
-                one, two = (measure_step(factory, (meta,) * n, device, *how) for n in (1, 2))
+                one, two = (measure_step(factory, (meta,) * n, *rest) for n in (1, 2))
                 own[meta] = (one.taken_bytes, two.taken_bytes - one.taken_bytes)
         except Exception:  # the measurement of the whole list warns of it
             return None
@@ -205,6 +216,7 @@ def measure_step(
     device: torch.device,
     kernels: str | None = None,
     by_reductions: bool = False,
+    ema_decay: float | None = None,
 ) -> OptimizerMemory:
     """Memory of an optimizer's step on fake parameters; raises what the optimizer does.
 
@@ -214,6 +226,7 @@ def measure_step(
         device: where they are.
         kernels: type of the device whose kernels run, which need not be here; None for `device`'s.
         by_reductions: whether they are shards, stepped by reductions of the whole parameters.
+        ema_decay: of averages that it keeps of them; None for none.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
@@ -225,6 +238,8 @@ def measure_step(
     known = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
     # Outside of the mode: counts of steps are then real tensors, whose values optimizers read.
     optimizer = factory(parameters)
+    if ema_decay is not None:
+        keep_averages(optimizer, ema_decay)
     if (kernels, device.type) == ("cuda", "cpu"):
         _step_as_on_gpu(optimizer)
 

@@ -188,7 +188,10 @@ class Workload:
 
         def made() -> LocalModel:
             device = device_or_cpu(self.device)
-            optimizers = self.once("optimizers", lambda: OptimizerMemories(self.optimizer, device))
+            decay = self.common.ema_decay
+            optimizers = self.once(
+                "optimizers", lambda: OptimizerMemories(self.optimizer, device, decay)
+            )
             graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
             ranks = (form.tp, form.cp, form.ep)
             return LocalModel(graph, rewrite, device, optimizers, self._measured, ranks)

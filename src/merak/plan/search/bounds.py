@@ -322,9 +322,9 @@ class JobPricing:
             for own in segments:
                 every |= own
             kinds = list({replace(m, requires_grad=False): m for m in every.values()})
-            device = torch.device("cpu")
-            sizes = optimizer_memory(self.workload.optimizer, kinds, device).state_bytes
-            states = dict(zip(kinds, sizes, strict=True))
+            device, decay = torch.device("cpu"), self.workload.common.ema_decay
+            memory = optimizer_memory(self.workload.optimizer, kinds, device, ema_decay=decay)
+            states = dict(zip(kinds, memory.state_bytes, strict=True))
             master_bytes = 4 if self.workload.common.master_weights else 0
             gradient_bytes = 4 if self.workload.common.float32_gradients else 0
             spread = frozenset[str]()

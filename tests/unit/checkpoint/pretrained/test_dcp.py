@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     based = ["--base", str(tmp_path / "base")]
     for number, (saved, words, said) in enumerate((
         (state, [], "does not name its model; give its folder"),
-        (state, [*based, "--merge"], "leave --merge and --format out"),
+        (state, [*based, "--merge"], "leave --merge, --average and --format out"),
         (wider, based, "lm_head.weight is of shape (3, 2)"),
         (fewer, based, "has no transformer.ln_f.bias, which the model has"),
     )):  # fmt: skip

@@ -104,6 +104,9 @@ def test_no_optimizer_holds_nothing():
 def test_a_list_is_forecast_from_its_kinds(factory, kernels):
     low = TensorMeta((100, 10), torch.bfloat16, True)
     memories = OptimizerMemories(factory, CPU)
+    averaged = OptimizerMemories(factory, CPU, 0.9)(PARAMETERS, kernels).state_bytes
+    states = zip(memories(PARAMETERS, kernels).state_bytes, PARAMETERS, strict=True)
+    assert averaged == tuple(state + meta.num_bytes for state, meta in states)
     for own in (PARAMETERS, [*PARAMETERS, *PARAMETERS[1:] * 3], [low, *PARAMETERS, low]):
         assert memories(own, kernels) == optimizer_memory(factory, own, CPU, kernels)
         assert memories(own, kernels) == optimizer_memory(factory, own, CPU, kernels)  # known
