@@ -7,7 +7,7 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -15,7 +15,7 @@ from torch import nn
 
 import merak
 
-VOCABULARY, LENGTH, GROUP, CLIP = 64, 16, 4, 0.2
+VOCABULARY, LENGTH, LONGEST, GROUP, CLIP = 64, 16, 12, 4, 0.2
 
 
 def language_model() -> nn.Module:
@@ -34,7 +34,18 @@ def language_model() -> nn.Module:
 
 
 class Grpo:
-    """The loss, for transformers' trainer and for Merak's."""
+    """The loss, for transformers' trainer and for Merak's.
+
+    Args:
+        average: of tokens: of each completion first ("grpo"), of all tokens of the file ("dapo"),
+            or over the longest completion that there may be ("dr_grpo").
+        level: of the ratio that is clipped: of each "token", or of each "sequence".
+        beta: weight of the distance to the reference, whose log-probabilities the file then has.
+    """
+
+    average: ClassVar[str] = "grpo"
+    level: ClassVar[str] = "token"
+    beta: ClassVar[float] = 0.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,19 +58,31 @@ class Grpo:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The clipped objective of each token, averaged over a completion, then over samples.
+        """The clipped objective of each token, and its distance to the reference, averaged.
 
-        Source: arXiv:2402.03300, equation 3, without the reference (beta = 0).
+        Source: arXiv:2402.03300, equation 3; arXiv:2503.14476 (dapo); arXiv:2503.20783 (dr_grpo);
+        arXiv:2507.18071 (sequences); arXiv:2512.02556 (the distance times the ratio).
         """
         ids, mask = inputs["input_ids"], inputs["completion_mask"][:, 1:]
         outputs = model(input_ids=ids, attention_mask=inputs["attention_mask"])
         each = outputs.logits[:, :-1].float().log_softmax(-1)
         own = each.gather(-1, ids[:, 1:, None]).squeeze(-1)
-        ratio = torch.exp((own - inputs["sampled"][:, 1:]) * mask)
+        count = mask.sum(-1, keepdim=True).clamp(min=1)
+        change = (own - inputs["sampled"][:, 1:]) * mask
+        if self.level == "sequence":
+            change = change.sum(-1, keepdim=True) / count * mask
+        ratio = torch.exp(change)
         bounded = ratio.clamp(1 - CLIP, 1 + CLIP)
         gain = inputs["advantage"][:, None]
         objective = torch.minimum(ratio * gain, bounded * gain)
-        loss = -((objective * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+        if self.beta:
+            behind = (inputs["reference"][:, 1:] - own) * mask
+            objective = objective - self.beta * ratio * (torch.exp(behind) - behind - 1)
+        if self.average == "dapo":
+            count = inputs["mean_tokens"].mean()
+        elif self.average == "dr_grpo":
+            count = LONGEST
+        loss = -((objective * mask) / count).sum(-1).mean()
         self.clipped.append((((ratio != bounded) * mask).sum() / mask.sum()).item())
         return (loss, outputs) if return_outputs else loss
 
@@ -73,13 +96,14 @@ def read(file: Path) -> list[dict[str, torch.Tensor]]:
 
     Args:
         file: lines with token ids of `prompt` and `completion`, `logprobs` of the completion's
-            tokens as the engine sampled them, a `reward`, and a `group`: of which prompt it is.
+            tokens as the engine sampled them, a `reward`, and a `group`: of which prompt it is;
+            `reference_logprobs`, where a loss asks for them.
     """
     rollouts = [json.loads(line) for line in file.read_text().splitlines()]
     rewards = defaultdict(list)
     for one in rollouts:
         rewards[one["group"]].append(one["reward"])
-    samples = []
+    samples, num_tokens = [], sum(len(one["completion"]) for one in rollouts)
     for one in rollouts:
         others = torch.tensor(rewards[one["group"]])
         advantage = (one["reward"] - others.mean()) / (others.std() + 1e-4)
@@ -88,12 +112,16 @@ def read(file: Path) -> list[dict[str, torch.Tensor]]:
         ids, sampled = torch.zeros(LENGTH, dtype=torch.long), torch.zeros(LENGTH)
         ids[:count] = torch.tensor(one["prompt"] + one["completion"])
         sampled[before:count] = torch.tensor(one["logprobs"])
+        reference = torch.zeros(LENGTH)
+        reference[before:count] = torch.tensor(one.get("reference_logprobs", one["logprobs"]))
         samples.append(
             {
                 "input_ids": ids,
                 "attention_mask": (places < count).long(),
                 "completion_mask": ((places >= before) & (places < count)).float(),
                 "sampled": sampled,
+                "reference": reference,
+                "mean_tokens": torch.tensor(num_tokens / len(rollouts)),
                 "advantage": advantage,
             }
         )
@@ -114,7 +142,8 @@ def made_up(file: Path, num_prompts: int = 8) -> Path:
         for length in range(5, 5 + GROUP):
             tokens = torch.randint(VOCABULARY, (length,), generator=generator)
             one = {"group": group, "prompt": prompt, "completion": tokens.tolist()}
-            one |= {"logprobs": (torch.randn(length, generator=generator) * 0.3 - 4.2).tolist()}
+            for name in ("logprobs", "reference_logprobs"):
+                one[name] = (torch.randn(length, generator=generator) * 0.3 - 4.2).tolist()
             lines.append(json.dumps({**one, "reward": (tokens.diff() > 0).float().mean().item()}))
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(lines))
