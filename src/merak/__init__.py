@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from merak.engine.parameters.gathered import gathered_parameters, stream_weights
     from merak.engine.parameters.teacher import average_teacher
     from merak.graph.tensor_parallel.features import Column, Replicate, Row, Vocabulary
+    from merak.graph.trace.calls.eager_loss import eager_loss
     from merak.graph.weights.empty_weights import empty_weights
     from merak.parallel import ParallelModel, parallelize
     from merak.trainer import MerakSeq2SeqTrainer, MerakTrainer
@@ -43,6 +44,7 @@ _HOMES = {
     "callable_model": "merak.engine.inference.callable_model",
     "current_mesh": "merak.core.mesh",
     "gathered_parameters": "merak.engine.parameters.gathered",
+    "eager_loss": "merak.graph.trace.calls.eager_loss",
     "empty_weights": "merak.graph.weights.empty_weights",
     "init": "merak.core.start.init",
     "parallelize": "merak.parallel",
@@ -71,6 +73,7 @@ __all__ = [
     "averaged_parameters",
     "callable_model",
     "current_mesh",
+    "eager_loss",
     "empty_weights",
     "gathered_parameters",
     "init",

@@ -80,6 +80,42 @@ class Reads(Weighs):
         return (loss, found) if return_outputs else loss
 
 
+class Decides(Reads):
+    """Takes the loss of some samples alone, if there are any, and calls the model twice."""
+
+    @merak.eager_loss
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        with torch.no_grad():
+            before = model(input_ids=inputs["input_ids"].flip(1)).logits.mean((1, 2))
+        found = model(input_ids=inputs["input_ids"])
+        labels = inputs["labels"][:, 1:]
+        each = nn.functional.cross_entropy(found.logits[:, :-1].mT, labels, reduction="none")
+        seen = vars(self).setdefault("seen", defaultdict(list))[
+            "train" if model.training else "eval"
+        ]
+        chosen = each[before > before.median()]
+        terms = [row.mean() for row in chosen if row.max() > row.mean() * 1.5]
+        seen.append([len(terms), len(chosen), chosen.sum().item(), labels.sum(1).tolist()])
+        if self.is_world_process_zero():  # which is not to change what other ranks compute
+            self.log({"own": each.mean().item()})
+        loss = sum(terms, each.mean() if num_items_in_batch is None else each.sum() / 200)
+        return (loss, found) if return_outputs else loss
+
+
+class OwnDecides(Decides, merak.MerakTrainer):
+    """In a job."""
+
+
+class TheirDecides(Decides, Trainer):
+    """In one process."""
+
+
 class OwnReads(Reads, merak.MerakTrainer):
     """In a job."""
 
@@ -113,10 +149,13 @@ def losses(trainer: Any) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-def train(layout: Layout, cache: str) -> tuple[list[float], dict[str, Any]]:
+def train(layout: Layout, cache: str) -> tuple[list[float], list[dict[str, Any]]]:
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
-    own = reads(make_merak(READS, dp, cache, trainer_class=OwnReads, **EVALUATED))
+    own = [
+        reads(make_merak(READS, dp, cache, trainer_class=cls, **EVALUATED))
+        for cls in (OwnReads, OwnDecides)
+    ]
     return losses(make_merak(SETUP, dp, cache, trainer_class=Own)), own
 
 
@@ -124,10 +163,18 @@ def train(layout: Layout, cache: str) -> tuple[list[float], dict[str, Any]]:
 def test_every_step_has_its_own(pool: RankPool, cache: str, layout: Layout) -> None:
     with alone():
         expected = losses(make_reference(SETUP, trainer_class=Their))
-        has_read = reads(make_reference(READS, trainer_class=TheirReads, **EVALUATED))
-    assert len(expected) == 3 and [len(has_read[mode]) for mode in ("train", "eval")] == [40, 24]
+        has_read = [
+            reads(make_reference(READS, trainer_class=cls, **EVALUATED))
+            for cls in (TheirReads, TheirDecides)
+        ]
+    assert len(expected) == 3
+    assert [[len(own[mode]) for mode in ("train", "eval")] for own in has_read] == [
+        [40, 24],
+        [10, 6],
+    ]
     for rank, (found, own) in enumerate(pool.run(train, 2, layout, cache)):
         if layout[0] == 1:  # replicas' own means are averaged
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        logs = has_read["logs"] if rank == 0 else []
-        torch.testing.assert_close(own, has_read | {"logs": logs}, rtol=1e-3, atol=1e-4)
+        for one, wanted in zip(own, has_read, strict=True):
+            logs = wanted["logs"] if rank == 0 else []
+            torch.testing.assert_close(one, wanted | {"logs": logs}, rtol=1e-3, atol=1e-4)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from merak.trl.trainers import (
         DPOConfig,
         DPOTrainer,
+        KTOConfig,
+        KTOTrainer,
         RewardConfig,
         RewardTrainer,
         SFTConfig,
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "RewardConfig",
     "RewardTrainer",
     "SFTConfig",

@@ -20,6 +20,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 from merak.arguments import arguments_for
 from merak.core.errors import ArgumentsError
+from merak.graph.trace.calls.eager_loss import eager_loss
 from merak.trainer import MerakTrainer
 from merak.trainer.unsupported import refuse_other_arguments
 from merak.trl.head import plain_head
@@ -27,6 +28,7 @@ from merak.trl.reference import NAME, SyncReference, hold_reference
 
 SFTConfig = arguments_for(trl.SFTConfig)
 DPOConfig = arguments_for(trl.DPOConfig)
+KTOConfig = arguments_for(trl.KTOConfig)
 RewardConfig = arguments_for(trl.RewardConfig)
 
 
@@ -168,9 +170,11 @@ class WithReference(OnRanks):
         before = {key: getattr(self, key) for key in changed}
         vars(self).update(changed)
         try:
-            made = self.evaluation_loop(loader, f"Reference of {name}", False).predictions
+            made: Any = self.evaluation_loop(loader, f"Reference of {name}", False).predictions
         finally:
             vars(self).update(before)
+            vars(self).pop("model_preparation_time", None)  # else the next evaluation reports it
+        made = made if isinstance(made, tuple) else (made,)  # of one column
         for column, values in zip(self._columns, made, strict=True):
             dataset = dataset.add_column(column, values)
         return dataset
@@ -188,7 +192,7 @@ class WithReference(OnRanks):
         own: Any = self
         with plain_head():
             found = own.compute_ref_log_probs(own.ref_model or model, inputs)
-        return found[0].sum(), dict(zip(self._columns, found, strict=True))
+        return found[0].sum(), dict(zip(self._columns, found))
 
 
 class SFTTrainer(OnRanks, trl.SFTTrainer, MerakTrainer):
@@ -218,6 +222,31 @@ class DPOTrainer(WithReference, trl.DPOTrainer, MerakTrainer):
 
     takes = "merak.trl.DPOConfig"
     _columns = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+class KTOTrainer(WithReference, trl.KTOTrainer, MerakTrainer):
+    """Training on judged completions, as `trl.KTOTrainer`.
+
+    Its loss selects the samples of each label and has branches for microbatches without one: it
+    runs as Python on the last stage (`merak.eager_loss`), on log-probabilities that all ranks have
+    computed. The model is a causal language model or its name, `args` is a
+    `merak.trl.KTOConfig`, and all else is as of TRL's.
+
+    Raises:
+        MeshError: `merak.init` has not been called.
+        ArgumentsError: an argument that cannot be honoured.
+    """
+
+    takes = "merak.trl.KTOConfig"
+
+    @property
+    def _columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("ref_logps", "ref_KL_logps") if self.calculate_KL else ("ref_logps",)
+
+    @eager_loss
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss, of which values decide what follows the calls of the model."""
+        return super().compute_loss(*args, **kwargs)
 
 
 class RewardTrainer(OnRanks, trl.RewardTrainer, MerakTrainer):

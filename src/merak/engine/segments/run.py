@@ -201,9 +201,14 @@ def propagate(
             gradients[name] = found.get(name, leaf.grad)
 
 
-def _keep_layout(leaf: torch.Tensor, found: TensorDict, name: str, gradient: torch.Tensor) -> None:
-    """Store a gradient that a leaf would lay out anew: kernels of other strides round otherwise."""
-    if gradient.stride() != leaf.stride():
+def _keep_layout(
+    leaf: torch.Tensor, found: TensorDict, name: str, gradient: torch.Tensor | None
+) -> None:
+    """Store a gradient that a leaf would lay out anew: kernels of other strides round otherwise.
+
+    There is none where an opaque module has not used its input.
+    """
+    if gradient is not None and gradient.stride() != leaf.stride():
         found[name] = gradient
 
 

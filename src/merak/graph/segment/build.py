@@ -27,6 +27,7 @@ from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.cut import cut_into_segments
 from merak.graph.trace.branches.residual_blocks import Stacks, keeping_at_random
 from merak.graph.trace.calls.call import Call, LossFunction, does_call_model
+from merak.graph.trace.calls.eager_loss import is_eager
 from merak.graph.trace.calls.exported import Exported
 from merak.graph.trace.calls.further_calls import reads_other_shape
 from merak.graph.trace.calls.host_reads import READ
@@ -247,7 +248,8 @@ def build_timed(
         return graph, None if is_of_one_run else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
-        folder = None if does_call_model(source.loss_fn) else source.cache_dir
+        is_of_one_run = does_call_model(source.loss_fn) or is_eager(source.loss_fn)
+        folder = None if is_of_one_run else source.cache_dir
         key = "" if folder is None else _key(source, columns, copies_blocks)
         if folder is None or not key:
             graph, known = make()[0], False

@@ -20,6 +20,7 @@ from merak.graph.trace.autograd.calls import AutogradCalls
 from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
 from merak.graph.trace.branches.host_random import HostRandomFunctions
+from merak.graph.trace.calls.eager_loss import LossTail
 from merak.graph.trace.calls.outer_reads import evaluated_alone
 from merak.graph.trace.calls.replaced_functions import replaced_once
 from merak.graph.trace.modes.autograd_functions import record_autograd_functions
@@ -75,6 +76,7 @@ class Session:
         calls: opaque calls, in the order in which they were recorded.
         example: what follows from an example batch.
         ones: what follows from columns of ones.
+        tail: of the loss, which is opaque; None for none.
     """
 
     model: nn.Module
@@ -95,6 +97,12 @@ class Session:
     calls: list[OpaqueCall] = field(default_factory=list)
     example: BatchValues = field(default_factory=lambda: BatchValues({}))
     ones: KnownOnes = field(default_factory=lambda: KnownOnes({}))
+    tail: LossTail | None = None
+
+    @property
+    def has_opaque(self) -> bool:
+        """Whether anything is opaque."""
+        return bool(self.opaque.modules or self.opaque.functions or self.tail)
 
     def begin(self, batch: dict[str, torch.Tensor]) -> None:
         """Record the fake tensors of a batch that a call begins with."""
@@ -189,12 +197,12 @@ MODES: tuple[tuple[Enter, str], ...] = (
         "counts calls of the model alone, so outside of all modes that make further ones",
     ),
     (
-        lambda s: s.example if s.opaque.modules or s.opaque.functions else nullcontext(),
+        lambda s: s.example if s.has_opaque else nullcontext(),
         "computes what follows from the example batch, which the line below probes modules on",
     ),
     (
         lambda s: record_opaque_modules(
-            s.model, s.opaque, s.real, s.device, s.calls, s.example.values
+            s.model, s.opaque, s.real, s.device, s.calls, s.example.values, s.tail
         ),
         "notes of which tensor a number is, once the modes above have returned it",
     ),

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
@@ -28,6 +30,7 @@ from merak.graph.trace.branches.host_random import (
     seed_host_random,
 )
 from merak.graph.trace.calls.call import Call, InputReshaped, LossFunction
+from merak.graph.trace.calls.eager_loss import LossTail, is_eager
 from merak.graph.trace.calls.exported import Exported, lift
 from merak.graph.trace.calls.further_calls import (
     check_further_calls,
@@ -35,6 +38,7 @@ from merak.graph.trace.calls.further_calls import (
     refuse_left,
     warn_of_left,
 )
+from merak.graph.trace.calls.host_reads import Replay
 from merak.graph.trace.calls.loss_recorder import ReadDecides, rehearse
 from merak.graph.trace.calls.outer_reads import refuse_outer_reads
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
@@ -168,7 +172,7 @@ def _traced(
     made = trace_with_fallbacks(model, export, opaque)
     made = replace(made, is_of_replica=ranks.asks_size or ranks.are_met)
     refuse_left(made.left)
-    if made.replay is not None:
+    if isinstance(made.replay, Replay):
         batch = {name: meta for name, meta in columns.items() if name not in call.numbers}
         rehearse(made.replay, model, batch, device)
     calls = partial(run, opaque=opaque)
@@ -227,34 +231,37 @@ def export_model(
     conditions = RandomConditions(answers, opaque.by_batch)
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
-    batches = batches or [columns] * num_calls
-    columns, num_calls = columns_of_calls(batches), len(batches)
+    columns = columns_of_calls(batches := batches or [columns] * num_calls)
+    tail = LossTail(model, call, reads.paused) if is_eager(call.loss_fn) else None
     session = Session(
         model, columns, device, opaque, conditions, HostRandomFunctions(call.host_random), real,
         reads, Loops(model, opaque.unrolled), ranks or RankReads(training=model.training),
-        copies_blocks, example=BatchValues(example or {}), ones=KnownOnes(batches[0]))  # fmt: skip
+        copies_blocks, example=BatchValues(example or {}), ones=KnownOnes(batches[0]),
+        tail=tail)  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
         return left.old.untyped_storage()._cdata not in own and reads.goes_on(left)
 
-    runner = Runner(model, call, conditions, goes_on, num_calls, counts, session.begin)
+    runner = Runner(model, call, conditions, goes_on, len(batches), counts, session.begin, tail)
     program = contextvars.copy_context().run(_run_export, session, runner, call, symbolic)
-    if num_calls == 1:
+    if len(batches) == 1:
         refuse_growing(program, runner.run.remade)
     session.autograd.refuse_left_frozen()
     session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
-    attach_calls(program.graph_module, session.calls)
     return _exported(program, session, runner)
 
 
 def _exported(program: torch.export.ExportedProgram, session: Session, runner: Runner) -> Exported:
     """An exported program, and what its session and its calls have found out."""
+    attach_calls(program.graph_module, session.calls)
     names, tied = parameter_names(session.model)
     reads, opaque, run = session.reads, session.opaque, runner.run
     # What Merak's own code sets, such as the trainer's around a loss, is no state of the model.
     left = [[one for one in found if not reads.is_mine(one)] for found in run.left]
-    has_effects = any(one.has_effects or one.has_reads for one in run.recorders)
+    has_effects = bool(run.to_tail) or any(
+        one.has_effects or one.has_reads for one in run.recorders
+    )
     is_left = any(one.place.root == LOSS for found in left for one in found)
     replay = runner.run.replay(runner.call) if has_effects or is_left else None
     return Exported(
@@ -285,6 +292,8 @@ def _run_export(
     model, fake = session.model, session.fake
     with entered(REPLACEMENTS, session):
         values = fake_batch(session.columns, fake, session.device)
+        with fake, mock.patch.object(fake, "shape_env", ShapeEnv()):
+            runner.find_tail(values)
         try:
             with entered(MODES, session):
                 return _export(runner, values, symbolic)

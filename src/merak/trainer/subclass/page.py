@@ -38,7 +38,7 @@ IN_JOBS = {
     "a `compute_loss` of a subclass": (
         "one that takes no notice of `num_items_in_batch` is averaged over replicas, as DDP does; "
         "one that divides by it is that of one process. It may [read values, keep and log "
-        "them](#what-a-loss-reads), unless they decide the loss"
+        "them](#what-a-loss-reads); where they decide the loss, mark it with `merak.eager_loss`"
     ),
     "the model's forward": (
         "traced once for each shape. What a callback changes is followed (a number such as "
@@ -186,9 +186,10 @@ So every rank has on `self`, and logs, what one process has with dp times as man
 cut those of a loader's last step.
 
 - **What is read must not decide the loss.** `loss * 2 if loss.item() > 3 else loss` is refused with
-  the line: compute with the tensor, or choose with `torch.where`. While it is traced, the loss runs
-  with several made-up numbers, to find that and what each branch reads. A decision that shows later
-  ends the training before the optimizer's step.
+  the line: compute with the tensor, choose with `torch.where`, or mark `compute_loss` with
+  [`merak.eager_loss`](how-to/own-model.md#losses-that-values-decide). While it is traced, the loss
+  runs with several made-up numbers, to find that and what each branch reads. A decision that shows
+  later ends the training before the optimizer's step.
 - What a trace does outside of Python's state (a file that `compute_loss` writes) it does with these
   made-up numbers. `self.log` waits for the step.
 - The rank may decide what is read (`if self.is_world_process_zero(): self.log(…)`), not the loss.

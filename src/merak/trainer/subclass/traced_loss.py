@@ -25,6 +25,7 @@ from merak.core.errors import TraceError
 from merak.data import shard_loader
 from merak.data.non_tensors import in_order, without_kind
 from merak.graph.trace.calls.call import LossFunction, calls_model
+from merak.graph.trace.calls.eager_loss import as_eager_as
 from merak.trainer.evaluation import gives_loss
 from merak.trainer.subclass.methods import describe, names_reached, overriding
 from merak.trainer.tokens import TOKENS
@@ -56,7 +57,7 @@ def loss_of(trainer: Any) -> tuple[LossFunction | None, tuple[str, ...]]:
         loss: torch.Tensor = compute(outputs, labels, num_items_in_batch=count)
         return loss
 
-    return loss_of_outputs, ("labels",)
+    return as_eager_as([compute], loss_of_outputs), ("labels",)
 
 
 def _of_compute_loss(trainer: Any) -> LossFunction:
@@ -91,7 +92,8 @@ def _of_compute_loss(trainer: Any) -> LossFunction:
             )
         return found[0], found[1]
 
-    return calls_model(loss_of_model)
+    every = (vars(one).get("compute_loss") for one in (trainer, *type(trainer).__mro__))
+    return as_eager_as([*every, trainer.compute_loss_func], calls_model(loss_of_model))
 
 
 def _described(trainer: object) -> str:

@@ -14,6 +14,7 @@ from merak.core.errors import TraceError
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import LITERAL, Kind
 from merak.graph.ir.state_read import StateRead
+from merak.graph.trace.calls.eager_loss import EagerReplay
 from merak.graph.trace.calls.host_reads import Replay
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.state.left import LeftState
@@ -59,7 +60,7 @@ class Exported:
     queried: frozenset[str] = frozenset()
     tensors: Mapping[int, str] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    replay: Replay | None = None
+    replay: Replay | EagerReplay | None = None
 
 
 def lift(exported: Exported) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.types import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from merak.core.errors import TrainingError
 from merak.core.source_lines import model_line, with_text
@@ -60,6 +60,16 @@ def is_replayed() -> bool:
     return _REPLAYS.get()
 
 
+@contextmanager
+def replayed() -> Iterator[None]:
+    """Context in which the loss runs again, behind a step."""
+    token = _REPLAYS.set(True)
+    try:
+        yield
+    finally:
+        _REPLAYS.reset(token)
+
+
 Run = Callable[[], Any]
 """Runs the loss, and returns it or a tuple that it is the first of."""
 
@@ -70,6 +80,17 @@ class ModelCall:
 
     spec: TreeSpec
     leaves: tuple[Any, ...]  # Layout of a tensor, else the value itself
+
+    @staticmethod
+    def of(result: Any) -> ModelCall:
+        """The call that has returned this."""
+        leaves, spec = tree_flatten(result)
+        return ModelCall(spec, tuple(Layout.of(leaf) for leaf in leaves))
+
+    def made(self) -> Any:
+        """A result of such layouts."""
+        leaves = [one.made() if isinstance(one, Layout) else one for one in self.leaves]
+        return tree_unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +156,8 @@ class Replay:
         Raises:
             TrainingError: as of `run_again`.
         """
-        token = _REPLAYS.set(True)
-        try:
+        with replayed():
             self.run_again(model, columns, lambda tensor, name: values[name], device)
-        finally:
-            _REPLAYS.reset(token)
 
     def run_again(
         self,
@@ -160,20 +178,6 @@ class Replay:
             TrainingError: it reads what it did not read when it was traced, or what it has read
                 decides its loss.
         """
-        # Where values decide a size, as in x[mask], it has a symbol.
-        fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-        with fake:
-            batch = {
-                name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                for name, meta in columns.items()
-            }
-            returned = iter([_returned(one) for one in self.calls])
-
-        def call(module: nn.Module, _: Run) -> Any:
-            known = next(returned, None)
-            if known is None:
-                raise _otherwise("calls the model more often than")
-            return known
 
         def answer(tensor: torch.Tensor, key: str) -> torch.Tensor:
             name = self.reads.get(key)
@@ -182,11 +186,16 @@ class Replay:
             return value(tensor, name)
 
         before = Snapshot.of_loss(self.run) if self.keeps else None
+        returned = iter(self.calls)
+
+        def call(module: nn.Module, _: Run) -> Any:
+            known = next(returned, None)
+            if known is None:
+                raise _otherwise("calls the model more often than")
+            return known.made()
+
         reads = HostReads(call, answer, is_exact=self.loss is not None)
-        reads.name_columns(batch)
-        ranks = RankReads(training=model.training, keeps_rank=True)
-        with ranks.recorded(), replica_collectives(ranks), fake, reads.followed():
-            loss = loss_in(self.run(model, {**batch, **self.fixed}))
+        loss = run_on_fakes(self.run, model, self.fixed, columns, device, reads)
         if self.loss is not None and reads.key(loss) != self.loss:
             where = f", such as at {with_text(reads.lines[-1])}" if reads.lines else ""
             raise TrainingError(
@@ -197,6 +206,43 @@ class Replay:
             for tensor, put in kept_tensors(left.new, left.put):
                 found = answer(tensor, reads.key_of_kept(tensor)).to(device, copy=True)
                 put(_written(left.old, found) if tensor is left.new else found)
+
+
+def run_on_fakes(
+    run: Callable[[nn.Module, dict[str, Any]], Any],
+    model: nn.Module,
+    fixed: Mapping[str, Any],
+    columns: Mapping[str, TensorMeta],
+    device: torch.device,
+    reads: HostReads,
+    mode: AbstractContextManager[Any] | None = None,
+) -> Any:
+    """Run a loss on a microbatch of fake tensors.
+
+    Args:
+        run: the loss function, `run(model, batch)`.
+        model: the user's, which is not called.
+        fixed: arguments in every batch that are no tensors.
+        columns: of the microbatch.
+        device: that fake tensors claim to be on.
+        reads: gives what the loss reads, and what its model returns.
+        mode: a further context, inside of what makes tensors fake.
+
+    Returns:
+        The loss.
+    """
+    # Where values decide a size, as in x[mask], it has a symbol.
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    with fake:
+        batch = {
+            name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            for name, meta in columns.items()
+        }
+    reads.name_columns(batch)
+    ranks = RankReads(training=model.training, keeps_rank=True)
+    inside = nullcontext() if mode is None else mode
+    with ranks.recorded(), replica_collectives(ranks), fake, inside, reads.followed():
+        return loss_in(run(model, {**batch, **fixed}))
 
 
 def kept_tensors(
@@ -234,6 +280,39 @@ def _otherwise(what: str) -> TrainingError:
     )
 
 
+@contextmanager
+def model_calls(answer: Callable[[nn.Module, Run], Any]) -> Iterator[None]:
+    """Context in which a loss runs whose calls of its model are answered.
+
+    Args:
+        answer: gives the result of a call of a module that has parameters, and is inside of no
+            other; its second argument makes the call.
+    """
+    original = nn.Module.__call__
+    is_inside = False
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+
+        def run() -> Any:
+            return original(module, *args, **kwargs)
+
+        if is_inside or next(module.parameters(), None) is None:
+            return run()
+        is_inside = True
+        try:
+            return answer(module, run)
+        finally:
+            is_inside = False
+
+    with (
+        mock.patch.object(nn.Module, "__call__", called),
+        # Which cuts a loader's last batch by state that changes; a microbatch has no padding.
+        mock.patch.object(Accelerator, "gather_for_metrics", lambda self, data, *_, **__: data),
+    ):
+        yield
+
+
 class HostReads(TorchFunctionMode):
     """Function mode that gives what a loss reads of tensors, and what its model returns.
 
@@ -254,6 +333,7 @@ class HostReads(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.given = ""  # description of what the function that runs is given
         self._call, self._answer, self._is_exact = call, answer, is_exact
         self._is_inside = False  # a call of the model
         self._num_calls = self._num_kept = 0
@@ -273,32 +353,21 @@ class HostReads(TorchFunctionMode):
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Context in which the loss runs."""
-        original = nn.Module.__call__
-
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            def run() -> Any:
-                return original(module, *args, **kwargs)
-
-            if self._is_inside or next(module.parameters(), None) is None:
-                return run()
-            self._is_inside = True
-            try:
-                made = self._call(module, run)
-            finally:
-                self._is_inside = False
-            for number, leaf in enumerate(tree_leaves(made)):
-                if isinstance(leaf, torch.Tensor):
-                    self._note(leaf, f"output {number} of call {self._num_calls}")
-            self._num_calls += 1
-            return made
-
-        with (
-            mock.patch.object(nn.Module, "__call__", called),
-            # Which cuts a loader's last batch by state that changes; a microbatch has no padding.
-            mock.patch.object(Accelerator, "gather_for_metrics", lambda self, data, *_, **__: data),
-            self,
-        ):
+        with model_calls(self._called), self:
             yield
+
+    def _called(self, module: nn.Module, run: Run) -> Any:
+        """The result of a call of the model, whose tensors are described."""
+        self._is_inside = True
+        try:
+            made = self._call(module, run)
+        finally:
+            self._is_inside = False
+        for number, leaf in enumerate(tree_leaves(made)):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf, f"output {number} of call {self._num_calls}")
+        self._num_calls += 1
+        return made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a read; describe what any other function returns."""
@@ -307,7 +376,7 @@ class HostReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS and self._has_no_values(args[0]):
             return self._read(func, args[0], args[1:], kwargs)
-        before = self._described((args, kwargs))
+        before = self.given = self._described((args, kwargs))
         result = func(*args, **kwargs)
         self._describe(result, func, before, (args, kwargs))
         return result
@@ -332,6 +401,10 @@ class HostReads(TorchFunctionMode):
         return f"kept {self._num_kept}"
 
     # ---- descriptions ----
+
+    def is_described(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is of the batch, of the model, or made of such in this mode."""
+        return id(tensor) in self._keys
 
     def key(self, tensor: torch.Tensor) -> str:
         """Description of how a tensor came about, as it is now."""
@@ -402,11 +475,6 @@ def version_of(tensor: torch.Tensor) -> int:
     """Number of writes into a tensor."""
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else int(tensor._version)
-
-
-def _returned(call: ModelCall) -> Any:
-    leaves = [one.made() if isinstance(one, Layout) else one for one in call.leaves]
-    return tree_unflatten(leaves, call.spec)
 
 
 def loss_in(result: Any) -> Any:

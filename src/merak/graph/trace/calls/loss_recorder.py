@@ -19,7 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from merak.core.errors import TraceError
 from merak.core.mesh import Mesh
@@ -28,7 +28,6 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.host_reads import (
     READ,
     HostReads,
-    Layout,
     ModelCall,
     Replay,
     Run,
@@ -84,21 +83,29 @@ class LossState:
     restore: Callable[[], bool]
 
 
+# Of this thread alone: others, such as one that saves a checkpoint, find the true rank.
+_INSTEAD: ContextVar[int | None] = ContextVar("_INSTEAD", default=None)
+
+
 class _Rank:
     """The rank that a loss finds outside of the model: on all ranks the same, for one graph."""
 
     def __init__(self) -> None:
-        self.instead: int | None = None
         self.is_read = False
+
+    @property
+    def instead(self) -> int | None:
+        """The rank that is found in place of the true one; None for the true one."""
+        return _INSTEAD.get()
 
     @contextmanager
     def found(self, rank: int | None) -> Iterator[None]:
         """Context in which whatever asks for the rank finds this one; None for the true one."""
-        before, self.instead = self.instead, rank
+        token = _INSTEAD.set(rank)
         try:
             yield
         finally:
-            self.instead = before
+            _INSTEAD.reset(token)
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -191,9 +198,7 @@ class HostReadsRecorder:
         def call(module: nn.Module, model_runs: Run) -> Any:
             with self._rank.found(None):
                 given.append(model_runs())
-            leaves, spec = tree_flatten(given[-1])
-            layouts = tuple(Layout.of(leaf) for leaf in leaves)
-            self._calls.append(ModelCall(spec, layouts))
+            self._calls.append(ModelCall.of(given[-1]))
             return given[-1]
 
         self._calls.clear()
@@ -252,7 +257,8 @@ class HostReadsRecorder:
             raise ReadDecides(
                 f"compute_loss reads a value of a tensor at {with_text(next(alone, lines[0]))}, "
                 "which decides its loss; a trace has no values: compute with the tensor itself, "
-                "or choose with torch.where."
+                "choose with torch.where, or mark the function with merak.eager_loss, which runs "
+                "it as Python behind its calls of the model."
             )
         if is_distributed() and self._rank.is_read:
             with self._rank.found(1):
@@ -288,7 +294,7 @@ class HostReadsRecorder:
 
         def answer(tensor: torch.Tensor, key: str) -> torch.Tensor:
             output(tensor, key)
-            return _made_up(tensor, numbers(reads.lines[-1]))
+            return made_up(tensor, numbers(reads.lines[-1]))
 
         reads = HostReads(call, answer, self._is_exact, self._numbers)
         reads.name_columns(batch)
@@ -323,7 +329,6 @@ def rehearse(
     token = _RECORDING.set(HostReadsRecorder(()))
     try:
         with restored_state(model, replay.run), _quiet():
-            made_up = partial(_made_up, numbers=_NUMBERS[0])
             replay.run_again(model, columns, lambda tensor, _: made_up(tensor), device)
     except Exception as error:
         lines = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)
@@ -355,6 +360,17 @@ def _numbers_at(
 
 
 @contextmanager
+def unheard() -> Iterator[None]:
+    """Context in which a loss runs for its value alone, as on rank 0, and nothing is shown."""
+    token, rank = _RECORDING.set(HostReadsRecorder(())), _Rank()
+    try:
+        with _quiet(), rank.replaced(), rank.found(0):
+            yield
+    finally:
+        _RECORDING.reset(token)
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Context in which nothing is shown of made-up numbers."""
     before = logging.root.manager.disable
@@ -371,7 +387,13 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _made_up(tensor: torch.Tensor, numbers: tuple[float, int, bool]) -> torch.Tensor:
+def made_up(tensor: torch.Tensor, numbers: tuple[float, int, bool] = _NUMBERS[0]) -> torch.Tensor:
+    """Values in the place of those of a fake tensor.
+
+    Args:
+        tensor: the fake tensor.
+        numbers: values of a floating, a whole and a boolean one.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         kind = 0 if tensor.is_floating_point() else 2 if tensor.dtype is torch.bool else 1
         value = numbers[kind]

@@ -17,7 +17,13 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.state_read import LOSS
 from merak.graph.trace.branches.conditions import RandomConditions
 from merak.graph.trace.calls.call import Call, InputReshaped, call_model, does_call_model
-from merak.graph.trace.calls.host_reads import Replay
+from merak.graph.trace.calls.eager_loss import (
+    EagerReplay,
+    LossTail,
+    call_to_tail,
+    count_calls,
+)
+from merak.graph.trace.calls.host_reads import ModelCall, Replay
 from merak.graph.trace.calls.loss_recorder import HostReadsRecorder, LossState
 from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.places import StateLeft
@@ -63,6 +69,7 @@ class Run:
         counters: by label, counters that have been compared with numbers.
         tensors: places of plain tensors that the model holds, by identity.
         recorders: per call, of what its loss reads on the host; none where nothing is recorded.
+        to_tail: per call, what the model returned to a loss that has a tail and calls it.
     """
 
     outputs: tuple[str, ...] = ()
@@ -72,9 +79,12 @@ class Run:
     counters: dict[str, Counter] = field(default_factory=dict)
     tensors: dict[int, str] = field(default_factory=dict)
     recorders: list[HostReadsRecorder] = field(default_factory=list)
+    to_tail: list[tuple[ModelCall, ...]] = field(default_factory=list)
 
-    def replay(self, call: Call) -> Replay | None:
+    def replay(self, call: Call) -> Replay | EagerReplay | None:
         """The loss of the first call, to be run again; None where it was not recorded."""
+        if self.to_tail and call.loss_fn is not None:
+            return EagerReplay(call.loss_fn, call.fixed, self.to_tail[0])
         if not self.recorders or call.loss_fn is None:
             return None
         return self.recorders[0].replay(call.loss_fn, call.fixed)
@@ -94,6 +104,7 @@ class Runner(nn.Module):
         num_calls: how often it is called.
         counts: per call, values that counters are set to before it, by their label.
         begin: called with the batch before each call; None for nothing.
+        tail: of the loss; None for a loss that is traced whole.
     """
 
     def __init__(
@@ -105,8 +116,10 @@ class Runner(nn.Module):
         num_calls: int = 1,
         counts: Sequence[Mapping[str, float]] = (),
         begin: Callable[[dict[str, torch.Tensor]], None] | None = None,
+        tail: LossTail | None = None,
     ) -> None:
         super().__init__()
+        self.num_calls_to_tail = 0
         self.counts = tuple(counts)
         self.goes_on = goes_on
         self.begin = begin
@@ -116,6 +129,7 @@ class Runner(nn.Module):
         self.training = model.training
         self.num_calls = num_calls
         self.run = Run()
+        self.tail = (tail,)  # which is none of its submodules
         self.attributes = {name: vars(tensor) for name, tensor in _tensors(model)}
 
     @property
@@ -130,6 +144,7 @@ class Runner(nn.Module):
         left: list[StateLeft] = []
         self.run.left.clear()
         self.run.recorders.clear()
+        self.run.to_tail.clear()
         for name, tensor in _tensors(self.model):
             for key, value in self.attributes.get(name, {}).items():
                 vars(tensor).setdefault(key, value)
@@ -159,6 +174,13 @@ class Runner(nn.Module):
 
     def _called(self, batch: dict[str, torch.Tensor], before: Snapshot) -> dict[str, torch.Tensor]:
         """Outputs of a call, and those tensors that its loss reads on the host."""
+        (tail,), to_tail = self.tail, self.num_calls_to_tail
+        if tail is not None:
+            if not to_tail:
+                return call_model(self.model, batch, self.call)
+            outputs, results = call_to_tail(self.model, batch, self.call, tail, to_tail)
+            self.run.to_tail += [results] if results else []
+            return outputs
         if not (self.call.reads_on_host and does_call_model(self.call.loss_fn)):
             return call_model(self.model, batch, self.call)
 
@@ -183,6 +205,16 @@ class Runner(nn.Module):
 
         found = call_model(self.model, batch, self.call, record)
         return found | recorder.outputs()
+
+    def find_tail(self, values: Sequence[torch.Tensor]) -> None:
+        """Count the calls of the model in the loss, if it has a tail.
+
+        Args:
+            values: fake tensors of a batch, in whose mode this runs.
+        """
+        if self.tail[0] is not None:
+            batch = dict(zip(self.call.columns, values, strict=False))
+            self.num_calls_to_tail = count_calls(self.model, batch, self.call)
 
     def _taken(self, number: int) -> Snapshot:
         """Snapshot before a call, with counters set to what they are to be then."""

@@ -31,7 +31,6 @@ from merak.graph.trace.autograd.calls import applying, plain_apply
 from merak.graph.trace.explain import causes
 from merak.graph.trace.opaque.buffer_writes import may_write
 from merak.graph.trace.opaque.collectives import (
-    CollectiveError,
     refuse_in_backward,
     refused_collectives,
 )
@@ -155,7 +154,7 @@ def _probe(subject: _Probe) -> ProbeResult:
             try:
                 found.append(_try(one, values, numbers))
                 is_of_example |= one is subject
-            except (CannotBeOpaque, CollectiveError):
+            except TraceError:
                 raise
             except Exception as error:  # whatever the module's code does with synthetic values
                 errors.append(error)

@@ -24,7 +24,7 @@ from merak.graph.trace.opaque.functions import FunctionModule, replaced_function
 from merak.graph.trace.opaque.operator import CallCost, ModuleRef, OpaqueCall, record_call
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
-from merak.graph.trace.opaque.selection import OpaqueSelection
+from merak.graph.trace.opaque.selection import LOSS_TAIL, OpaqueSelection
 from merak.graph.trace.state.slots import MISSING
 from merak.graph.trace.state.snapshot import Snapshot
 
@@ -146,6 +146,7 @@ def record_opaque_modules(
     device: torch.device,
     calls: list[OpaqueCall],
     example: ExampleValues,
+    tail: nn.Module | None = None,
 ) -> Iterator[None]:
     """Record calls of opaque modules and functions of a trace as one operator each.
 
@@ -156,13 +157,16 @@ def record_opaque_modules(
         device: device that it will run on.
         calls: gains the calls as they are recorded.
         example: gives the values of a tensor that follows from an example batch, for probes.
+        tail: of the loss, an opaque module beside the model; None for none.
     """
-    if not opaque.modules and not opaque.functions:
+    if not opaque.modules and not opaque.functions and tail is None:
         yield
         return
     numbers, masks = ScalarSources(), OneHotMasks()
     functions = {name: FunctionModule(name) for name in opaque.functions}
-    refs = {path: model.get_submodule(path) for path in opaque.modules} | functions
+    modules = {path: model.get_submodule(path) for path in opaque.modules}
+    modules |= {} if tail is None else {LOSS_TAIL: tail}
+    refs = {**modules, **functions}
     given = {p: Snapshot.take(m, attributes_only=True) for p, m in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
     recorder = _Recorder(calls, real, device, numbers, masks, given, looped, example)
@@ -172,8 +176,8 @@ def record_opaque_modules(
     }
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for path, why in opaque.modules.items():
-            module = model.get_submodule(path)
+        for path, module in modules.items():
+            why = opaque.modules.get(path, "merak.eager_loss, which marks it")
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (

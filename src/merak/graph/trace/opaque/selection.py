@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 Traced = TypeVar("Traced")
 
+LOSS_TAIL = "the loss"
+"""Path of the tail of a loss, which is an opaque module beside the model."""
+
 MOST_OPAQUE = 0.5
 """With a larger fraction of the parameters in opaque modules, another way is tried."""
 
@@ -128,6 +131,8 @@ class OpaqueSelection:
             return True
         if isinstance(error, LoopFound):
             return self._make_loop_opaque(model, error)
+        if isinstance(error, CannotBeOpaque) and error.path == LOSS_TAIL:
+            return False  # nothing is around it
         if isinstance(error, CannotBeOpaque) and self._unroll(model, error.path):
             return True
         paths = _around(model, error)

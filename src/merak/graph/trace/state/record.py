@@ -76,6 +76,16 @@ class StateReads:
         self._names: defaultdict[int, list[str]] = defaultdict(list)
         self.lines: dict[tuple[int, str], str] = {}
         self.writes: dict[tuple[Any, Any], str] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which nothing is recorded: code that runs as Python in each step."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -105,9 +115,10 @@ class StateReads:
 
         def noting(holder: Any, name: str, *value: Any, **named: Any) -> None:
             key = id(dict_of(holder, "__dict__")), name
-            if key not in writes and key not in seen:
-                unread.add(key)
-            writes[key] = model_line(sys._getframe(1))
+            if not self._is_paused:
+                if key not in writes and key not in seen:
+                    unread.add(key)
+                writes[key] = model_line(sys._getframe(1))
             original(holder, name, *value, **named)
 
         return noting
@@ -125,7 +136,7 @@ class StateReads:
             except AttributeError:
                 note_absent(holder, name)
                 raise
-            if type(value) in recorded and name[:2] != "__":
+            if type(value) in recorded and name[:2] != "__" and not self._is_paused:
                 key = (id(dict_of(holder, "__dict__")), name)
                 if key not in seen:
                     seen.add(key)
@@ -157,7 +168,8 @@ class StateReads:
     def _note_absent(self, holder: Any, name: str) -> None:
         own = attributes(holder)
         key = (id(own), name)
-        if key in self._seen or key[0] not in self.holders or name[:2] == "__":
+        is_other = key[0] not in self.holders or name[:2] == "__" or self._is_paused
+        if key in self._seen or is_other:
             return
         parts = (own.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
         if name in _OF_TORCH or any(name in part for part in parts):
