@@ -25,6 +25,7 @@ ALL = [
     Case("CoSENTLoss", evaluates=True),
     Case("CosineSimilarityLoss"),
     Case("ContrastiveLoss"),
+    Case("OnlineContrastiveLoss"),
     # Some gradients are zero but for rounding, which Adam would make steps of.
     Case("TripletLoss", arguments={"adam_epsilon": 1e-3}),
     Case("MatryoshkaMultipleNegativesRankingLoss"),

@@ -10,13 +10,17 @@ from unittest import mock
 import torch
 from sentence_transformers.base.losses.gradcache import CachedLossMixin
 from sentence_transformers.base.losses.merged_forward import embed_columns
-from sentence_transformers.sentence_transformer.losses import matryoshka
+from sentence_transformers.sentence_transformer.losses import OnlineContrastiveLoss, matryoshka
 from torch import nn
 
 from merak.core.errors import ArgumentsError
+from merak.graph.trace.calls.eager_loss import eager_loss
 
 NAME = "of_losses"
 """Of the submodule that holds modules of losses."""
+
+
+eager_loss(OnlineContrastiveLoss)  # which selects the hard pairs of a batch
 
 
 @contextmanager

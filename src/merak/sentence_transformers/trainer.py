@@ -10,7 +10,7 @@ import copy
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +90,11 @@ class OnRanks(_Before):
     def _losses_by_name(self) -> dict[str, nn.Module]:
         loss: Any = self.loss  # type: ignore[attr-defined]
         return loss if isinstance(loss, dict) else {"": loss}
+
+    @property
+    def _called_losses(self) -> Sequence[nn.Module]:
+        """The losses that `compute_loss` calls, and those inside of them."""
+        return [module for loss in self._losses_by_name.values() for module in loss.modules()]
 
     def _hold_modules(self, model: Any) -> None:
         hold_modules(model, self._losses_by_name.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +123,11 @@ class Logging(Trainer):
     is_as_in_first_step: bool = False  # whether stand-ins are in the place of what trains
     # Figures of the ranks for the log that comes; None where there is none.
     _measured: Figures | None = None
+
+    @property
+    def _called_losses(self) -> Sequence[Any]:
+        """Losses, as modules, that `compute_loss` calls."""
+        return ()
 
     def _show_progress(self) -> None:
         """Put Merak's display in the place of transformers' bar or printer; rank 0 alone has it."""

@@ -93,7 +93,8 @@ def _of_compute_loss(trainer: Any) -> LossFunction:
         return found[0], found[1]
 
     every = (vars(one).get("compute_loss") for one in (trainer, *type(trainer).__mro__))
-    return as_eager_as([*every, trainer.compute_loss_func], calls_model(loss_of_model))
+    called = (*every, trainer.compute_loss_func, *trainer._called_losses)
+    return as_eager_as(called, calls_model(loss_of_model))
 
 
 def _described(trainer: object) -> str:

@@ -69,11 +69,12 @@ _LENGTH_BYTES = 8
 def eager_loss(loss_fn: F) -> F:
     """Mark a loss function whose values decide what it computes: it runs as Python.
 
-    Use it as a decorator: of `compute_loss` of a trainer, of a `compute_loss_func`, or of the
-    `loss_fn` of `merak.parallelize`. Its calls of the model are traced, cut and sharded as ever.
-    What follows the last of them runs on the last stage as written: with branches on values, Python
-    loops over them, and sizes that depend on them. It is not sharded by tensor parallelism, so let
-    it get what is small, such as log-probabilities of tokens in place of logits.
+    Use it as a decorator: of `compute_loss` of a trainer, of a `compute_loss_func`, of the
+    `loss_fn` of `merak.parallelize`, or of a loss of sentence-transformers. Its calls of the model
+    are traced, cut and sharded as ever. What follows the last of them runs on the last stage as
+    written: with branches on values, Python loops over them, and sizes that depend on them. It is
+    not sharded by tensor parallelism, so let it get what is small, such as log-probabilities of
+    tokens in place of logits.
 
     Args:
         loss_fn: the function; it is marked itself.
@@ -166,10 +167,13 @@ class _Reads(HostReads):
     Args:
         call: as of `HostReads`.
         journal: that is written or read.
+        model: as of `HostReads`.
     """
 
-    def __init__(self, call: Callable[[nn.Module, Run], Any], journal: Journal) -> None:
-        super().__init__(call, lambda tensor, key: tensor, is_exact=True)
+    def __init__(
+        self, call: Callable[[nn.Module, Run], Any], journal: Journal, model: nn.Module
+    ) -> None:
+        super().__init__(call, lambda tensor, key: tensor, is_exact=True, model=model)
         self._journal = journal
 
     def _has_no_values(self, tensor: Any) -> bool:
@@ -308,7 +312,7 @@ class LossTail(nn.Module):
             with kept, _NoWeights(model), refused_collectives():
                 return loss_fn(results[0], batch)
         journal = Journal()
-        reads = _Reads(partial(_next, iter(results)), journal)
+        reads = _Reads(partial(_next, iter(results)), journal, model)
         reads.name_columns(batch)
         with ExitStack() as stack:
             stack.enter_context(_kept_state(loss_fn, is_undone=True))
@@ -345,7 +349,7 @@ def count_calls(model: nn.Module, batch: dict[str, torch.Tensor], call: Call) ->
         return run()
 
     def record(run: Run, own: dict[str, torch.Tensor]) -> Any:
-        reads = HostReads(note, lambda tensor, key: made_up(tensor), is_exact=False)
+        reads = HostReads(note, lambda tensor, key: made_up(tensor), False, (), model)
         with unheard(), AssumeNonEmpty(), reads.followed():
             return run()
 
@@ -384,7 +388,7 @@ def call_to_tail(
         return results[-1]
 
     def record(run: Run, own: dict[str, torch.Tensor]) -> Any:
-        with model_calls(note), suppress(_LastCall):
+        with model_calls(note, model), suppress(_LastCall):
             run()
         loss, outputs, journal = tail.forward(own, results)
         return loss, {**nested(outputs), JOURNAL: journal}
@@ -474,7 +478,7 @@ class EagerReplay:
         """
         returned = (one.made() for one in self.calls)
         journal = Journal.of(values[JOURNAL])
-        reads = _Reads(partial(_next, returned), journal)
+        reads = _Reads(partial(_next, returned), journal, model)
         sizes = _Sizes(journal, reads)
         with replayed():
             loss = run_on_fakes(self.run, model, self.fixed, columns, device, reads, sizes)

@@ -281,15 +281,21 @@ def _otherwise(what: str) -> TrainingError:
 
 
 @contextmanager
-def model_calls(answer: Callable[[nn.Module, Run], Any]) -> Iterator[None]:
+def model_calls(
+    answer: Callable[[nn.Module, Run], Any], model: nn.Module | None = None
+) -> Iterator[None]:
     """Context in which a loss runs whose calls of its model are answered.
 
     Args:
         answer: gives the result of a call of a module that has parameters, and is inside of no
             other; its second argument makes the call.
+        model: the model; a module that has it inside, such as a loss, is called as it is.
     """
     original = nn.Module.__call__
     is_inside = False
+
+    def is_around(module: nn.Module) -> bool:
+        return module is not model and any(one is model for one in module.modules())
 
     def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_inside
@@ -297,7 +303,7 @@ def model_calls(answer: Callable[[nn.Module, Run], Any]) -> Iterator[None]:
         def run() -> Any:
             return original(module, *args, **kwargs)
 
-        if is_inside or next(module.parameters(), None) is None:
+        if is_inside or next(module.parameters(), None) is None or is_around(module):
             return run()
         is_inside = True
         try:
@@ -322,6 +328,7 @@ class HostReads(TorchFunctionMode):
         is_exact: whether what is read is found again by how it came about; else by the line that
             reads it, and by how often it has.
         numbers: tensors that stand for numbers of Python, and are read as without this mode.
+        model: as of `model_calls`.
     """
 
     def __init__(
@@ -330,8 +337,10 @@ class HostReads(TorchFunctionMode):
         answer: Callable[[torch.Tensor, str], torch.Tensor],
         is_exact: bool,
         numbers: Collection[torch.Tensor] = (),
+        model: nn.Module | None = None,
     ) -> None:
         super().__init__()
+        self._model = model
         self.lines: list[str] = []
         self.given = ""  # description of what the function that runs is given
         self._call, self._answer, self._is_exact = call, answer, is_exact
@@ -353,7 +362,7 @@ class HostReads(TorchFunctionMode):
     @contextmanager
     def followed(self) -> Iterator[None]:
         """Context in which the loss runs."""
-        with model_calls(self._called), self:
+        with model_calls(self._called, self._model), self:
             yield
 
     def _called(self, module: nn.Module, run: Run) -> Any:
