@@ -371,6 +371,7 @@ class TrainingFields(TrainingArguments):
     master_weights: bool = taken("master_weights")
     gradient_sums: str = taken("gradient_sums")
     zero: int = taken("zero")
+    zero_group_size: int = taken("zero_group_size")
     local_steps: int = taken("local_steps")
     outer_optimizer: str = taken("outer_optimizer")
     outer_learning_rate: float = taken("outer_learning_rate")

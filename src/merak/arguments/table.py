@@ -16,6 +16,10 @@ _COMPILE = (
     "under every schedule; collectives, draws and operators that mutate a tensor run as they are"
 )
 _DEGREES = "Merak places and shards parameters itself; use merak.init(dp=…, tp=…, pp=…)"
+_SHARDS = (
+    "Merak shards parameters itself; use zero=3 (full_shard) or zero=2 (shard_grad_op), with "
+    "zero_group_size, the ranks of a node, for hybrid_shard"
+)
 _LIGER = "it swaps the model's modules for kernels that cannot be traced; leave it unset"
 _GENERATES = honoured("given to `generate`")
 _HUB = honoured("rank 0 pushes what `save_model` and checkpoints wrote")
@@ -233,8 +237,8 @@ DISTRIBUTION = {
     ),
     "ddp_backend": refused("merak.init connects the ranks; use merak.init(backend=…)"),
     "ddp_timeout": refused("merak.init connects the ranks; use merak.init(timeout_s=…)"),
-    "fsdp": refused(_DEGREES, False, "", []),
-    "fsdp_config": refused(_DEGREES, {}),
+    "fsdp": refused(_SHARDS, False, "", []),
+    "fsdp_config": refused(_SHARDS, {}),
     "deepspeed": refused(_DEGREES),
     "parallelism_config": refused(_DEGREES),
     "accelerator_config": honoured("option by option, as below"),

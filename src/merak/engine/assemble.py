@@ -18,7 +18,11 @@ from merak.engine.comm.gradient_reducers import GradientReducers
 from merak.engine.comm.local_steps import LocalSteps, averaging_buckets
 from merak.engine.comm.p2p import Route, Transfers
 from merak.engine.comm.replica_buffers import ReplicaBuffers, stage_buffers
-from merak.engine.comm.replica_levels import ReplicaCollectives, connect_levels
+from merak.engine.comm.replica_levels import (
+    ReplicaCollectives,
+    connect_levels,
+    connect_shards,
+)
 from merak.engine.comm.stage_io import StageIO
 from merak.engine.comm.stage_replicas import gradients_to_reduce, replica_groups
 from merak.engine.comm.tied_gradients import Leaf, TiedGradients, TiedParameters
@@ -48,6 +52,7 @@ from merak.plan.engine_options import EngineOptions
 from merak.plan.layout import Layout
 from merak.plan.memory.communication_limits import MAX_OPEN_GATHERS
 from merak.plan.optimizer.home import folder_of, is_away
+from merak.plan.options import zero_degree
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.steps import links_of, links_of_pipe
 
@@ -66,6 +71,7 @@ class _Job:
         progress: reports every wait.
         oom_guard: what this rank does where memory runs out inside a step.
         collectives: of the replicas.
+        sharing: the replicas that shard between them; None for all.
         route: of tensors between pp ranks.
     """
 
@@ -78,6 +84,7 @@ class _Job:
     progress: Progress
     oom_guard: OomGuard
     collectives: ReplicaCollectives
+    sharing: dist.ProcessGroup | None
     route: Route
 
     @property
@@ -94,7 +101,7 @@ class _Job:
     def groups(self) -> ReplicaGroups:
         """The replicas that hold the same parameters of this rank's."""
         group = self.mesh.group
-        return ReplicaGroups(group(REPLICAS), group(EXPERT_REPLICAS), self.experts)
+        return ReplicaGroups(self.sharing or group(REPLICAS), group(EXPERT_REPLICAS), self.experts)
 
     @property
     def model(self) -> nn.Module:
@@ -188,18 +195,24 @@ def _job(
         _tied_names(layout),
         Progress(clock_of(mesh.device), options.recorded_steps),
         OomGuard(is_armed=can_abort),
-        _collectives(mesh, layout, options),
+        *_collectives(mesh, layout, options),
         Route(mesh.device),
     )
 
 
-def _collectives(mesh: Mesh, layout: Layout, options: EngineOptions) -> ReplicaCollectives:
-    """The collectives of replicas, by hierarchy where the options want it."""
+def _collectives(
+    mesh: Mesh, layout: Layout, options: EngineOptions
+) -> tuple[ReplicaCollectives, dist.ProcessGroup | None]:
+    """The collectives of replicas, and the group that shards; None for all replicas."""
+    size = zero_degree(options, mesh.replicas)
+    if options.zero and size < mesh.replicas and mesh.device_mesh is not None:
+        own, shard_levels = connect_shards(mesh, size)
+        return ReplicaCollectives(shard_levels), own
     if options.hierarchical_reductions == "off" or mesh.device_mesh is None or not options.trains:
-        return ReplicaCollectives()
+        return ReplicaCollectives(), None
     axes = (REPLICAS, EXPERT_REPLICAS) if mesh.spreads_experts else (REPLICAS,)
     lines = [own for axis in axes for own in replica_lines(mesh, layout.schedule, axis)]
-    return ReplicaCollectives(connect_levels(lines, mesh.hosts, mesh.rank))
+    return ReplicaCollectives(connect_levels(lines, mesh.hosts, mesh.rank)), None
 
 
 def _optimizer_params(
@@ -295,8 +308,8 @@ def _reducer(
         )
         compression = _compression(job, reduced)
         tensors = optimizer_params.by_id()
-        guard, collectives = job.oom_guard, job.collectives
-        return GradientReducer(reduced, job.progress, tensors, guard, compression, collectives)
+        others = (job.oom_guard, compression, job.collectives, job.sharing)
+        return GradientReducer(reduced, job.progress, tensors, *others)
 
     experts = job.experts
     reducers = [over(groups, experts)]

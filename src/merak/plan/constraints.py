@@ -57,6 +57,9 @@ class Reductions:
         drops_layers: whether a step may leave parameters without a gradient.
         home: of the optimizer's states, as of `plan.optimizer.home`.
         delays: whether the optimizer's steps are delayed by one.
+        replicas: dp × cp.
+        zero_group_size: replicas that shard by ZeRO between them; 0 for all.
+        hierarchy: the option `hierarchical_reductions`.
     """
 
     name: str
@@ -69,6 +72,9 @@ class Reductions:
     drops_layers: bool = False
     home: str | None = None
     delays: bool = False
+    replicas: int = 1
+    zero_group_size: int = 0
+    hierarchy: str = "off"
 
 
 def problem_of(own: Reductions) -> str | None:
@@ -82,6 +88,31 @@ def _copies_with_zero(own: Reductions) -> str | None:
             f"zero={own.zero} shards the optimizer over the replicas of a stage, but "
             f"schedule={own.name!r} keeps several copies or versions of its weights; use "
             "zero=0, or a schedule such as '1f1b'."
+        )
+    return None
+
+
+def _zero_groups(own: Reductions) -> str | None:
+    size, replicas = own.zero_group_size, own.replicas
+    named = f"zero_group_size={size}"
+    if not own.zero or not size:
+        return None
+    if size == 1 or replicas % size:
+        return (
+            f"{named} makes no groups of dp × cp = {replicas} replicas; use a number above 1 that "
+            "divides it, such as the ranks of a node, or 0 for all replicas."
+        )
+    if size == replicas:
+        return None
+    if own.ep > 1:
+        return (
+            f"{named} shards all parameters over the same groups, but with ep={own.ep} replicas "
+            "have different experts; use experts over tp, or zero_group_size=0."
+        )
+    if own.hierarchy != "off":
+        return (
+            f"{named} reduces inside groups and then between them, and hierarchical_reductions="
+            f"{own.hierarchy!r} inside nodes and then between them; use one of the two."
         )
     return None
 
@@ -194,6 +225,7 @@ def _delayed_updates(own: Reductions) -> str | None:
 
 _RULES: tuple[Callable[[Reductions], str | None], ...] = (
     _copies_with_zero,
+    _zero_groups,
     _split_backwards_with_zero_3,
     _sub_microbatches_with_zero_3,
     _dropped_layers_with_zero_3,
@@ -254,6 +286,11 @@ def refuse_reductions(schedule: Schedule, options: ParallelOptions, mesh: Mesh) 
             f"but with local_steps={options.local_steps} each has its own between rounds; use one "
             "of the two."
         )
+    if options.zero_group_size and not options.zero:
+        raise ScheduleError(
+            f"zero_group_size={options.zero_group_size} is of the replicas that shard by zero, but "
+            "zero=0; give zero=3, 2 or 1, or leave it out."
+        )
     if problem := problem_of(reductions_of(schedule, options, mesh)):
         raise ScheduleError(problem)
     refuse_hierarchy(schedule, options, mesh)
@@ -276,6 +313,9 @@ def reductions_of(schedule: Schedule, options: ParallelOptions, mesh: Mesh) -> R
         ep=mesh.ep if mesh.spreads_experts else 1,
         home=options.offload_optimizer,
         delays=options.delay_optimizer_update,
+        replicas=mesh.replicas,
+        zero_group_size=options.zero_group_size,
+        hierarchy=options.hierarchical_reductions,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from merak.core.errors import ArgumentsError
 from merak.core.units import read_bytes
@@ -61,6 +61,7 @@ _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
 _CAPACITY = Range(1, LARGEST, "use a factor of 1 or more, such as 1.25", "is no capacity")
+_ZERO_GROUP = Range(0, LARGEST, "use 0 for all replicas, or a number that divides dp × cp")
 _FRACTION = Range(SMALLEST, 1.0, "use a fraction such as 0.01", "is no fraction")
 _AVERAGE = Range(0, math.nextafter(1, 0), "use a number such as 0.999", "is no part of an average")
 _RANK = Range(1, LARGEST, "use 1 or more", "is no rank")
@@ -180,6 +181,15 @@ class ParallelOptions:
         "optimizer's state and update, 2 also the gradients, 3 also the parameters, 0 nothing.",
         choices=(0, 1, 2, 3),
         searched=lambda own: (0, 1, 2, 3) if own.replicas > 1 else (0,),
+    )
+    zero_group_size: int = option(
+        0,
+        "RANKS",
+        "Replicas that shard by zero between them, neighbours in the order of ranks, such as the "
+        "8 of a node; groups of them hold the same shards, and all-reduce their gradients "
+        "(PyTorch's HYBRID_SHARD, DeepSpeed's MiCS). If 0, all replicas shard.",
+        within=_ZERO_GROUP,
+        planned=_GIVEN,
     )
     local_steps: int = option(
         0,
@@ -425,6 +435,28 @@ class ParallelOptions:
     def float32_gradients(self) -> bool:
         """Whether gradients of a lower precision are accumulated and reduced in float32."""
         return self.gradient_sums == "float32"
+
+
+class ZeroOptions(Protocol):
+    """Choices of a layout by which replicas shard."""
+
+    @property
+    def zero(self) -> int:
+        """The stage of ZeRO."""
+
+    @property
+    def zero_group_size(self) -> int:
+        """Replicas that shard between them; 0 for all."""
+
+
+def zero_degree(own: ZeroOptions, replicas: int) -> int:
+    """The number of replicas that shard between them; 1 where each has all.
+
+    Args:
+        own: the choices.
+        replicas: dp × cp.
+    """
+    return min(own.zero_group_size or replicas, replicas) if own.zero else 1
 
 
 _FIELDS = {own.name: own for own in fields(ParallelOptions)}

@@ -84,6 +84,17 @@ def test_replicas_share_the_optimizer(capsys):
     assert main([*MODEL, *half, *budget]) == 2
 
 
+def test_a_group_of_replicas_holds_what_so_many_replicas_would(capsys):
+    for zero in "123":
+        words = ("--zero", zero, "--dp")
+        group, whole = (
+            report_of(capsys, *words, *more)["stages"][0]
+            for more in (("8", "--zero-group-size", "2"), ("2",))
+        )
+        names = ("parameters", "gradients", "optimizer")
+        assert [group[name] for name in names] == [whole[name] for name in names]
+
+
 def test_autocast_keeps_parameters_and_saves_activations(capsys):
     words = ("--batch", "4", "--microbatches", "2")
     whole, half = (

@@ -45,6 +45,13 @@ def test_every_synchronous_schedule_is_allowed(name: str, options: dict[str, Any
         ),
         ({"gradient_compression": "bf16", "zero": 3}, "use zero=0, or gradient_compression='off'"),
         ({"ema_decay": 0.9, "local_steps": 2}, "each has its own between rounds; use one"),
+        ({"zero": 3, "zero_group_size": 3}, r"no groups of dp × cp = 4 replicas; use a number"),
+        ({"zero": 3, "zero_group_size": 1}, r"no groups of dp × cp = 4 replicas; use a number"),
+        ({"zero_group_size": 2}, "zero=0; give zero=3, 2 or 1, or leave it out"),
+        (
+            {"zero": 2, "zero_group_size": 2, "hierarchical_reductions": "on"},
+            "then between them; use one of the two",
+        ),
         ({"outer_optimizer": "nesterov"}, "give local_steps, such as 100"),
         ({"local_steps": 2, "zero": 3}, "use zero=0 with a larger tp or pp, or local_steps=0"),
     ],
@@ -53,3 +60,15 @@ def test_what_excludes_each_other_is_refused(options: dict[str, Any], words: str
     mesh = Mesh(4, 1, 1, 0, torch.device("cpu"), None, hosts=tuple("aabb"))
     with pytest.raises(ScheduleError, match=words):
         refuse_reductions(StepPlans("1f1b", 1, 4).base.schedule, ParallelOptions(**options), mesh)
+
+
+def test_groups_of_replicas_with_experts_over_replicas_are_refused() -> None:
+    mesh = Mesh(4, 1, 1, 0, torch.device("cpu"), None, ep=2)
+    options = ParallelOptions(zero=1, zero_group_size=2)
+    with pytest.raises(ScheduleError, match="have different experts; use experts over tp"):
+        refuse_reductions(StepPlans("1f1b", 1, 4).base.schedule, options, mesh)
+    refuse_reductions(
+        StepPlans("1f1b", 1, 4).base.schedule,
+        ParallelOptions(zero=1, zero_group_size=4),  # of all replicas, as without
+        mesh,
+    )

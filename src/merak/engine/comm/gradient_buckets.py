@@ -112,6 +112,7 @@ class GradientReducer:
         oom_guard: aborts the step where there is no memory for a bucket.
         compression: of the reductions; None for none.
         collectives: of the replicas; None for those of torch.
+        sharing: the replicas that receive rows between them; None for all of a stage's.
     """
 
     def __init__(  # one argument for each thing that the build puts in
@@ -122,7 +123,9 @@ class GradientReducer:
         oom_guard: OomGuard | None = None,
         compression: GradientCompression | None = None,
         collectives: ReplicaCollectives | None = None,
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
+        self._sharing = sharing
         self._collectives = collectives or ReplicaCollectives()
         self._oom_guard = oom_guard or OomGuard()
         self.compression = compression
@@ -189,7 +192,7 @@ class GradientReducer:
         with self._progress.waiting(f"the sum of the gradients of stage {stage} with", peers):
             found.work.wait()
         sharded, absent = self._optimizer_tensors, found.absent()
-        group = self._stages[stage].group
+        group = self._sharing or self._stages[stage].group
         # An all-reduce gives all rows, as those of a single replica.
         degree = 1 if sharded is None else dist.get_world_size(group)
         index = 0 if sharded is None else dist.get_rank(group)
@@ -243,6 +246,7 @@ class GradientReducer:
             everything = flat
             work = self._all_reduce(stage, bucket, flat)
         else:
+            group = self._sharing or group
             everything = pack_all(gradients, dist.get_world_size(group))
             flat = everything.new_empty(everything.numel() // dist.get_world_size(group))
             work = self._collectives.reduce_scatter(flat, everything, group=group, async_op=True)

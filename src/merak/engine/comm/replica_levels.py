@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from merak.core.mesh import group_of_lines
+from merak.core.mesh import Mesh, group_of_lines
 from merak.ops.flat_collectives import all_gather, reduce_scatter
-from merak.plan.cluster.hierarchy import Hierarchy, hierarchy_of
+from merak.plan.cluster.hierarchy import Hierarchy, hierarchy_of, shard_lines
 
 
 class Waitable(Protocol):
@@ -141,6 +141,24 @@ class Levels:
             return _OnStream(self._stream.record_event(), device)
 
 
+class ShardLevels(Levels):
+    """A group that shards, and the groups beside it that have the same shards.
+
+    `inside` is the ranks of the group, `between` those of the same place in all groups.
+    """
+
+    __slots__ = ()
+
+    def reduce_scatter(self, own: torch.Tensor, everything: torch.Tensor) -> None:
+        """Sum the tensors of all groups' ranks, one shard for each rank of a group."""
+        reduce_scatter(own, everything, group=self.inside)
+        dist.all_reduce(own, group=self.between)
+
+    def all_gather(self, everything: torch.Tensor, own: torch.Tensor) -> None:
+        """Gather the shards of this group's ranks."""
+        all_gather(everything, own.contiguous(), group=self.inside)
+
+
 class ReplicaCollectives:
     """Collectives of groups of replicas: by hierarchy where a group has one, else at once.
 
@@ -208,6 +226,29 @@ class ReplicaCollectives:
             return work
         work.wait()
         return None
+
+
+def connect_shards(
+    mesh: Mesh, size: int
+) -> tuple[dist.ProcessGroup, dict[tuple[int, ...], Levels]]:
+    """Groups of replicas that shard between them; all ranks call it together.
+
+    Args:
+        mesh: the grid of ranks.
+        size: replicas of a group.
+
+    Returns:
+        This rank's group, and by its ranks how it reduces with the others: over groups of their
+        own, since that runs beside what this rank calls by itself.
+    """
+    lines = shard_lines(mesh, size)
+    own, inside, between = (
+        group_of_lines(level, "the groups of replicas that shard with")
+        for level in (lines.inside, lines.inside, lines.between)
+    )
+    assert own is not None and inside is not None and between is not None
+    levels = ShardLevels(inside, between, tuple(range(size)))
+    return own, {tuple(dist.get_process_group_ranks(own)): levels}
 
 
 def connect_levels(

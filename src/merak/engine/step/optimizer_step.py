@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from merak.core.mesh import REPLICAS
+from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.comm.gradient_norm import global_norm, pipeline_norm
 from merak.engine.state import EngineState
 from merak.engine.step.loss_scale import LossScale
@@ -24,7 +25,10 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
     differs = not (params.is_sharded and mesh.spreads_experts)  # experts differ over replicas too
     if differs:
         axes = (mesh.shard_axis, *axes)
-    peers = tuple(peer for axis in axes for peer in mesh.peers(axis))
+    groups = {axis: mesh.group(axis) for axis in axes}
+    if REPLICAS in groups:
+        groups[REPLICAS] = params.sharing  # others have the same shards
+    peers = tuple(p for own in groups.values() if own is not None for p in others_of(own))
     with state.progress.waiting(f"the gradient norm over {' and '.join(axes)} with", peers):
         if mesh.shard_degree == 1 and not params.is_sharded:
             gradients = {n: item.tensor.grad for n, item in counted.items()}
@@ -38,7 +42,7 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
             [item.tensor for item in counted.values()],
             {id(i.tensor): shards[n] for n, i in counted.items() if n in shards},
             mesh.shard_degree if differs else 1,
-            [mesh.group(axis) for axis in axes],
+            list(groups.values()),
             mesh.device,
             {id(i.tensor): i.rows for i in counted.values() if i.rows is not None},
         )

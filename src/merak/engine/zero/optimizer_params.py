@@ -176,6 +176,11 @@ class OptimizerParams:
         return self._groups.everyone is not None
 
     @property
+    def sharing(self) -> dist.ProcessGroup | None:
+        """The replicas that share out the optimizer of parameters that are no experts."""
+        return self._groups.everyone
+
+    @property
     def named(self) -> dict[str, nn.Parameter]:
         """The optimizer tensors by the parameters' names, without empty ones."""
         return {name: item.tensor for name, item in self.items.items() if item.tensor.numel()}

@@ -13,7 +13,8 @@ class ReplicaGroups:
     """The replicas that hold the same numbers of a parameter, by its name.
 
     Args:
-        everyone: all replicas; None where the optimizer is not shared out.
+        everyone: all replicas, or the group of them that shards (`zero_group_size`); None where
+            the optimizer is not shared out.
         same_experts: those with this rank's experts; None where it is the only one.
         experts: names of the parameters that are experts, of which other replicas hold others.
     """

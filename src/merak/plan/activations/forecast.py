@@ -36,6 +36,7 @@ from merak.plan.memory.local_model import LocalModel
 from merak.plan.memory.model import Job, MemoryModel, RankMemory
 from merak.plan.memory.on_autograd import OnAutograd, on_autograd
 from merak.plan.memory.zero import ZeroSharding
+from merak.plan.options import zero_degree
 from merak.plan.tied_parameters import Holder, find_holders
 from merak.schedule.changes import recomputing
 from merak.schedule.ir import FINAL_KINDS, Kind, Schedule
@@ -319,7 +320,7 @@ class Forecast:
             averages=self.options.local_steps > 0,
             outer_copies=self.options.outer_copies,
             zero=ZeroSharding(
-                degree=mesh.replicas if self.options.zero else 1,
+                degree=zero_degree(self.options, mesh.replicas),
                 gradients=self.options.zero >= 2 and mesh.replicas > 1,
                 master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,

@@ -101,6 +101,22 @@ def lines_of(mesh: Mesh, pp_ranks: Sequence[int], axis: str) -> list[list[int]]:
     ]
 
 
+def shard_lines(mesh: Mesh, size: int) -> Hierarchy:
+    """Groups of neighbouring replicas that shard between them, and those with the same shards.
+
+    Args:
+        mesh: the grid of ranks.
+        size: replicas of a group, which divides them all.
+    """
+    lines = [line for rank in range(mesh.pp) for line in lines_of(mesh, (rank,), REPLICAS)]
+    inside, between = [], []
+    for line in lines:
+        groups = [tuple(line[start : start + size]) for start in range(0, len(line), size)]
+        inside += groups
+        between += list(zip(*groups, strict=True))
+    return Hierarchy(tuple(inside), tuple(between))
+
+
 def replicas_of_stage(
     cluster: Cluster, mesh: Mesh, pp_ranks: tuple[int, ...], axis: str = REPLICAS
 ) -> Group:

@@ -6,7 +6,7 @@ The engine and the memory model share them out by the same rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from merak.core.mesh import Mesh
@@ -51,9 +51,9 @@ def stepped_whole(
     ranks, pieces, steps = _pieces(metas, shards, zero, mesh)
     here = [set(metas) for _ in ranks]
 
-    def share_out(names: set[str], group_of: Callable[[Mesh], int], *, joins: bool) -> None:
+    def share_out(names: set[str], group_of: Callable[[Mesh], Hashable], *, joins: bool) -> None:
         """Leave each name on the one of a group's ranks that owns it."""
-        for key in sorted({group_of(rank) for rank in ranks}):
+        for key in dict.fromkeys(group_of(rank) for rank in ranks):
             group = [rank.rank for rank in ranks if group_of(rank) == key]
             own = names & here[group[0]]
             for dtype in {metas[name].dtype for name in own}:
@@ -67,7 +67,12 @@ def stepped_whole(
 
     experts = zero.experts & metas.keys()
     if zero.is_sharded:
-        share_out(metas.keys() - experts, lambda rank: rank.tp_rank, joins=False)
+        degree = zero.degree
+
+        def sharers(rank: Mesh) -> tuple[int, int]:
+            return rank.tp_rank, rank.replicas_rank // degree
+
+        share_out(metas.keys() - experts, sharers, joins=False)
     if experts and min(zero.degree, zero.expert_replicas) > 1:
         share_out(set(experts), lambda rank: rank.shard_rank, joins=False)
     cut = exchanged(metas, shards, None)
@@ -150,7 +155,7 @@ def _rows(name: str, shape: tuple[int, ...], zero: ZeroSharding, rank: Mesh) -> 
     if degree == 1:
         return shape
     is_expert = name in zero.experts
-    index = rank.expert_replicas_rank if is_expert else rank.replicas_rank
+    index = rank.expert_replicas_rank if is_expert else rank.replicas_rank % degree
     rows = row_shard(shape, degree, index)
     return (rows.stop - rows.start, *shape[1:])
 

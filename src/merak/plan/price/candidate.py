@@ -69,6 +69,7 @@ class Candidate:
     offload_activations: str | None = taken("offload_activations")
     offload_optimizer: str | None = taken("offload_optimizer")
     zero: int = taken("zero")
+    zero_group_size: int = taken("zero_group_size")
     sequence_parallel: bool = taken("sequence_parallel")
     sub_pipelining: str = taken("sub_pipelining", "off")
     partition: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ from merak.plan.cost.overlap import INTERFERENCE
 from merak.plan.gradient_compression import LARGEST, WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
 from merak.plan.memory.zero import ZeroSharding
-from merak.plan.options import BUCKET_BYTES, ParallelOptions
+from merak.plan.options import BUCKET_BYTES, ParallelOptions, zero_degree
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
 from merak.plan.price.workload import Workload
@@ -66,7 +66,7 @@ def zero_sharding(candidate: Candidate, workload: Workload, float32: bool) -> Ze
     return ZeroSharding(
         experts=spread_weights(workload.graph(candidate.microbatch)) if spreads else frozenset(),
         expert_replicas=candidate.replicas // candidate.ep if spreads else 1,
-        degree=candidate.replicas if candidate.zero else 1,
+        degree=zero_degree(candidate, candidate.replicas),
         gradients=candidate.zero >= 2 and candidate.replicas > 1,
         master_weights=workload.common.master_weights,
         float32_gradients=float32,
@@ -135,6 +135,20 @@ def stage_exchange(
     )
 
 
+def zero_groups(cluster: Cluster, candidate: Candidate) -> tuple[Group, Group] | None:
+    """The replicas that shard between them, and those with the same shards; None for no groups.
+
+    Args:
+        cluster: the devices.
+        candidate: the layout.
+    """
+    size = zero_degree(candidate, candidate.replicas)
+    if not candidate.zero or size == candidate.replicas:
+        return None
+    between = group_of(cluster, candidate.replicas // size, size * candidate.tp)
+    return group_of(cluster, size, candidate.tp), between
+
+
 def _reduction(
     trained: Mapping[str, TensorMeta],
     candidate: Candidate,
@@ -182,6 +196,7 @@ class _Exchanges:
         workload: Workload,
     ) -> None:
         self._hierarchy = workload.common.hierarchical_reductions
+        self._levels = zero_groups(cluster, candidate)
         self._bucket_bytes = workload.common.bucket_bytes
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
         # Under Local SGD, context parallel ranks alone reduce gradients.
@@ -208,6 +223,12 @@ class _Exchanges:
         shared = {n: meta for n, meta in metas.items() if n not in self._experts}
         levels = self._hierarchy
         own = _buckets(shared, num_bytes, self._bucket_bytes)
+        if self._levels is not None:
+            inside, between = self._levels
+            total = _one_by_one(kind, own, inside)
+            if kind == "reduce_scatter":
+                total += _one_by_one("all_reduce", [n // inside.size for n in own], between)
+            return total
         total = _one_by_one(kind, own, self.everyone, levels)
         if self._same_experts is not None:
             experts = {n: meta for n, meta in metas.items() if n in self._experts}

@@ -14,6 +14,7 @@ from merak.plan.memory.model import StageMemory, UpdateExchange
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.optimizer.home import PART_BYTES, folder_of
 from merak.plan.optimizer.needs import Needs
+from merak.plan.options import zero_degree
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
 
@@ -126,7 +127,7 @@ def update_seconds(
 def norm_seconds(cluster: Cluster, candidate: Candidate) -> float:
     """Seconds in which all ranks agree on the norm of the gradients."""
     groups = [(candidate.tp, 1), (candidate.pp, candidate.stage_ranks)]
-    groups += [(candidate.replicas, candidate.tp)] if candidate.zero else []
+    groups += [(zero_degree(candidate, candidate.replicas), candidate.tp)] if candidate.zero else []
     return sum(collective_seconds("all_reduce", 8, group_of(cluster, *own)) for own in groups)
 
 
@@ -138,7 +139,7 @@ def exchange_seconds(cluster: Cluster, candidate: Candidate, own: UpdateExchange
         candidate: the layout.
         own: what a rank exchanges.
     """
-    found, rows = own.findings, candidate.replicas if candidate.zero else 1
+    found, rows = own.findings, zero_degree(candidate, candidate.replicas)
     groups = [group_of(cluster, rows, candidate.tp), group_of(cluster, candidate.tp, 1)]
     if found.needs is Needs.SHARDS or not own.num_parameters:
         return 0.0

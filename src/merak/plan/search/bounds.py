@@ -26,8 +26,10 @@ from merak.plan.cluster.fit import usable_on
 from merak.plan.cluster.groups import group_of, send_link
 from merak.plan.cost.optimizer_memory import optimizer_memory
 from merak.plan.optimizer.home import is_away
+from merak.plan.options import zero_degree
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
+from merak.plan.price.replicas import zero_groups
 from merak.plan.price.segments import Pass, SegmentPrice, price_segments
 from merak.plan.price.step import price, price_if_fits
 from merak.plan.price.workload import Workload
@@ -163,7 +165,7 @@ class _Shares:
 
     def held(self, candidate: Candidate) -> float:
         """Bytes that a replica of a candidate holds of it."""
-        replicas, zero = candidate.replicas, candidate.zero
+        replicas, zero = zero_degree(candidate, candidate.replicas), candidate.zero
         same = replicas // candidate.ep if candidate.form.spreads_experts else replicas
         away = is_away(candidate.offload_optimizer)
         return self.shared.held(replicas, zero, away) + self.experts.held(same, zero, away)
@@ -274,6 +276,11 @@ class JobPricing:
             ep = candidate.ep
             parts.append((whole.experts, group_of(self.cluster, candidate.replicas // ep, ep)))
         reduce_s = gather_s = 0.0
+        levels = zero_groups(self.cluster, candidate)
+        if levels is not None:
+            parts = [(whole.shared, levels[0])]
+            shards = whole.shared.gradients / candidate.pp / levels[0].size
+            reduce_s += collective_seconds("all_reduce", shards, levels[1])
         for state, group in parts:
             reduce_s += collective_seconds(kind, state.gradients / candidate.pp, group)
             gather_s += collective_seconds("all_gather", state.parameters / candidate.pp, group)

@@ -258,6 +258,9 @@ def _excluded(job: Job, own: Candidate, traits: Traits) -> str | None:
         drops_layers=job.drops_layers,
         home=own.offload_optimizer,
         delays=job.common.delay_optimizer_update,
+        replicas=own.replicas,
+        zero_group_size=own.zero_group_size,
+        hierarchy=job.common.hierarchical_reductions,
     )
     low = low_sums_problem(own.zero, "parameters are of a lower one") if job.low_sums else None
     return problem_of(choices) or low
