@@ -15,6 +15,9 @@ from transformers import Trainer, TrainingArguments
 import merak
 from merak.core import mesh
 from merak.core.errors import MerakError
+from merak.core.tensor_meta import TensorMeta
+from merak.graph.segment.build import GraphSource, build_graph
+from merak.graph.trace.branches.flags import optional_parameters
 from tests.unit.trainer.subclass.test_host_reads import Use, close, trained, using
 
 
@@ -100,6 +103,30 @@ def test_a_loss_function_of_a_loop_is_that_of_one_process() -> None:
         optimizer.step()
         assert parallel.step(batch).item() == pytest.approx(wanted.item(), rel=1e-5)
     close(list(model.parameters()), list(alone.parameters()))
+
+
+class Heads(nn.Module):
+    """Two heads, of which a loss may use one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.always(input), self.sometimes(input)
+
+
+def test_what_a_loss_uses_for_some_values_alone_is_known() -> None:
+    @merak.eager_loss
+    def loss_fn(output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = output[0].square().mean()
+        return loss + output[1].mean() if batch["label"].sum() > 1 and len(batch) > 1 else loss
+
+    source = GraphSource(Heads(), loss_fn=loss_fn, loss_columns=("label",))
+    columns = {"input": TensorMeta((2, 4), torch.float32), "label": TensorMeta((2,), torch.int64)}
+    segments = build_graph(source, columns, training=True).segments
+    optional = {name for segment in segments for name in optional_parameters(segment)}
+    assert optional == {"sometimes.weight", "sometimes.bias"}
 
 
 def again(trainer: Any, mode: str, loss: Any, error: Any, batch: Any) -> Any:

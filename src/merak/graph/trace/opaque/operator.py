@@ -23,6 +23,9 @@ from merak.graph.trace.opaque.functions import FunctionModule, is_function
 
 T = TypeVar("T")
 
+LOSS_TAIL = "the loss"
+"""Path of the tail of a loss, which is an opaque module beside the model."""
+
 
 class ModuleRef:
     """Reference to a module of the user's model, of which only the path is stored.

@@ -35,7 +35,7 @@ from merak.graph.trace.opaque.collectives import (
     refused_collectives,
 )
 from merak.graph.trace.opaque.functions import in_own_thread
-from merak.graph.trace.opaque.operator import CallCost, OpaqueCall
+from merak.graph.trace.opaque.operator import LOSS_TAIL, CallCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import autocast_of, invoke, sharing
 from merak.graph.trace.state.snapshot import Snapshot
@@ -179,7 +179,8 @@ def _probe(subject: _Probe) -> ProbeResult:
     )
     aliases = frozenset(pair for one in found for pair in one.aliases)
     most = first if is_of_example else max(found, key=lambda one: one.cost.flops)
-    return replace(most, written=tuple(written), aliases=aliases)
+    used = frozenset.intersection(*(one.always_used for one in found))
+    return replace(most, written=tuple(written), aliases=aliases, always_used=used)
 
 
 def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
@@ -227,7 +228,24 @@ def _once(
     outputs, described = describe(call, tensors, result)
     saved_bytes = sum(storage.nbytes() for storage in saved.values())
     cost = replace(described.cost, saved_bytes=saved_bytes, flops=counter.get_total_flops())
-    return outputs, replace(described, cost=cost, written=written)
+    used = _used(tensors, outputs) if call.ref.path == LOSS_TAIL else frozenset()
+    return outputs, replace(described, cost=cost, written=written, always_used=used)
+
+
+def _used(tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The tensors that a loss gives a gradient; where other values do not, it is zero."""
+    live = [output for output in outputs if output.requires_grad]
+    wanted = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    if not (live and wanted):
+        return frozenset()
+    found = torch.autograd.grad(
+        live,
+        [tensors[i] for i in wanted],
+        [torch.ones_like(output) for output in live],
+        retain_graph=True,
+        allow_unused=True,
+    )
+    return frozenset(i for i, gradient in zip(wanted, found, strict=True) if gradient is not None)
 
 
 def describe(

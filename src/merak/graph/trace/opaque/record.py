@@ -21,10 +21,16 @@ from merak.graph.trace.opaque.dry_run import dry_run
 from merak.graph.trace.opaque.experts.loop import expert_loop_of
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, ends_of_rows, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
-from merak.graph.trace.opaque.operator import CallCost, ModuleRef, OpaqueCall, record_call
+from merak.graph.trace.opaque.operator import (
+    LOSS_TAIL,
+    CallCost,
+    ModuleRef,
+    OpaqueCall,
+    record_call,
+)
 from merak.graph.trace.opaque.probe import CannotBeOpaque, ProbeResult, probe
 from merak.graph.trace.opaque.pytree import PLAIN, NotPlain, fill, flatten
-from merak.graph.trace.opaque.selection import LOSS_TAIL, OpaqueSelection
+from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.state.slots import MISSING
 from merak.graph.trace.state.snapshot import Snapshot
 

@@ -100,6 +100,8 @@ class _OpaqueFunction(Function):
             if pairs:
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         found = [leaf.grad if leaf.requires_grad else None for leaf in leaves]
+        for i in call.always_used:  # which what is planned counts on, whatever a loss selects
+            found[i] = torch.zeros_like(leaves[i]) if found[i] is None else found[i]
         return None, *found
 
 

@@ -16,14 +16,12 @@ from merak.core.rank0 import AT_ONCE, is_rank0
 from merak.graph.trace.explain import FailsOnFakes, UntraceableError, causes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
+from merak.graph.trace.opaque.operator import LOSS_TAIL
 from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 logger = logging.getLogger(__name__)
 
 Traced = TypeVar("Traced")
-
-LOSS_TAIL = "the loss"
-"""Path of the tail of a loss, which is an opaque module beside the model."""
 
 MOST_OPAQUE = 0.5
 """With a larger fraction of the parameters in opaque modules, another way is tried."""
