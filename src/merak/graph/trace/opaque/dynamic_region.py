@@ -217,13 +217,12 @@ def _joined(inside: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _between(graph: fx.Graph, inside: set[fx.Node]) -> set[fx.Node]:
     """Nodes on a path that leaves a region and comes back to it."""
-    after: set[fx.Node] = set()
+    after, before = set(inside), set(inside)
     for node in graph.nodes:
-        if not inside.union(after).isdisjoint(node.all_input_nodes):
+        if not after.isdisjoint(node.all_input_nodes):
             after.add(node)
-    before: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if not inside.union(before).isdisjoint(node.users):
+        if not before.isdisjoint(node.users):
             before.add(node)
     return (after & before) - inside
 
