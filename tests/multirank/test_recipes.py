@@ -71,6 +71,7 @@ SIZES: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "sft": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
     "lora": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
+    "dpo": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
 }
 
 
@@ -123,6 +124,21 @@ def write_chats(file: Path) -> None:
     file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats), "utf-8")
 
 
+def write_pairs(file: Path) -> None:
+    def said(role: str, content: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content}]
+
+    pairs = [
+        {
+            "prompt": said("user", f"what is {number}?"),
+            "chosen": said("assistant", f"it is {number}"),
+            "rejected": said("assistant", "no"),
+        }
+        for number in range(40)
+    ]
+    file.write_text("\n".join(map(json.dumps, pairs)), "utf-8")
+
+
 def sources(name: str, folder: Path) -> list[str]:
     """Words of a command line that fill in what a recipe leaves open."""
     if name in ("vit", "swin"):
@@ -132,6 +148,10 @@ def sources(name: str, folder: Path) -> list[str]:
         write_model(folder / "model")
         write_chats(folder / "chats.jsonl")
         return [f"model.name={folder / 'model'}", f"data.source={folder / 'chats.jsonl'}"]
+    if name == "dpo":
+        write_model(folder / "model")
+        write_pairs(folder / "pairs.jsonl")
+        return [f"model.name={folder / 'model'}", f"data.source={folder / 'pairs.jsonl'}"]
     return []
 
 

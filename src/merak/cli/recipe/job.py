@@ -185,7 +185,7 @@ def _run(job: Job) -> TrainReport | None:
     parts = make_parts(recipe)
     args, corpus = parts.args, parts.corpus
     clock = _Clock()
-    trainer = merak.MerakTrainer(**parts.for_trainer(), callbacks=[clock])
+    trainer = parts.make_trainer(callbacks=[clock])
     trained = trainer.train(resume_from_checkpoint=_to_resume(job, args))
     trainer.save_model()  # before an evaluation can fail
     held_out_loss = None if corpus.held_out is None else trainer.evaluate()["eval_loss"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from merak.cli.recipe.ready import ready_names, ready_title
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe
+from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, PreferenceRecipe
 
 BEGIN = "<!-- made by python -m merak.cli.recipe.page -->"
 """Line of the page behind which everything is made here."""
@@ -21,6 +21,7 @@ SECTIONS: tuple[tuple[str, Any], ...] = (
     ("model", ModelRecipe),
     ("data", DataRecipe),
     ("parallel", Degrees),
+    ("preference", PreferenceRecipe),
 )
 
 

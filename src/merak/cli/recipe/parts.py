@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,13 +40,24 @@ from merak.cli.recipe.data.mixture import find_data
 from merak.cli.recipe.data.objective import Objective, data_format, objective_of
 from merak.cli.recipe.data.records import Records, Source
 from merak.cli.recipe.data.spans import SpanCorruption
-from merak.cli.recipe.data.tokenizer import tokenizer_name
+from merak.cli.recipe.data.tokenizer import load_tokenizer, tokenizer_name, with_template
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.recipe import model_of
-from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, JOINED, SEPARATE, DataRecipe, Recipe
+from merak.cli.recipe.schema import (
+    CHAT,
+    COLUMNS,
+    IMAGES,
+    JOINED,
+    PAIRS,
+    SEPARATE,
+    DataRecipe,
+    PreferenceRecipe,
+    Recipe,
+)
 from merak.core.announce import announce, announced
 from merak.core.errors import CommandError
 from merak.core.mesh import current_mesh
+from merak.core.packages import refuse_missing
 from merak.zoo.configs.fields import most_positions
 from merak.zoo.model_source import ModelSource, resolve_model
 
@@ -67,6 +79,7 @@ class TrainingParts:
         corpus: the data, and what is saved beside the model.
         data_collator: makes batches of samples; None for the trainer's own.
         compute_loss_func: of transformers' trainer; None for the model's own loss.
+        trainer_class: `merak.MerakTrainer`, or one of `merak.trl`.
     """
 
     model: Any
@@ -74,18 +87,29 @@ class TrainingParts:
     corpus: Corpus
     data_collator: Any
     compute_loss_func: Any = None
+    trainer_class: type[merak.MerakTrainer] = merak.MerakTrainer
+
+    def make_trainer(self, **further: Any) -> merak.MerakTrainer:
+        """Make the trainer.
+
+        Args:
+            **further: arguments of it that no recipe has, such as `callbacks`.
+        """
+        return self.trainer_class(**self.for_trainer(), **further)
 
     def for_trainer(self) -> dict[str, Any]:
-        """Return the keyword arguments of `merak.MerakTrainer`."""
-        return {
+        """Return the keyword arguments of the trainer's class."""
+        found = {
             "model": self.model,
             "args": self.args,
             "train_dataset": self.corpus.train,
             "eval_dataset": self.corpus.held_out,
             "processing_class": self.corpus.processor,
             "data_collator": self.data_collator,
-            "compute_loss_func": self.compute_loss_func,
         }
+        if self.compute_loss_func is not None:
+            found["compute_loss_func"] = self.compute_loss_func
+        return found
 
 
 def make_parts(recipe: Recipe) -> TrainingParts:
@@ -103,6 +127,7 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         with announced(f"reading {recipe.data.name}"):
             found = find_data(recipe.data, args.seed)
             kind = data_format(found, recipe.data, source)
+            _check_preference(recipe, source, kind)
             corpus = _corpus(recipe, source, found, kind, args.seed)
         if corpus.summary:
             announce("%s", corpus.summary)
@@ -110,12 +135,52 @@ def make_parts(recipe: Recipe) -> TrainingParts:
             source = _fit_to_classes(source, recipe, corpus.classes)
         elif isinstance(corpus.processor, PreTrainedTokenizerBase):
             source = _fit_to_tokenizer(source, recipe, corpus.processor)
+        if kind == PAIRS:
+            return _for_pairs(recipe, source, corpus)
         collator = _collator(source, recipe.data, kind, corpus)
         if kind == IMAGES:
             args.remove_unused_columns = False  # of which the transform makes those of the model
         is_mean = collator is not None and not _counts_labels(source, kind, recipe.data)
         loss = mean_over_labels if is_mean else None
         return TrainingParts(_build(source, recipe), args, corpus, collator, loss)
+
+
+def _for_pairs(recipe: Recipe, source: ModelSource, corpus: Corpus) -> TrainingParts:
+    """Parts of a training on pairs of answers, which TRL's trainer makes samples of."""
+    import merak.trl
+
+    given = settings(recipe, current_mesh().device)
+    given |= dataclasses.asdict(recipe.preference or PreferenceRecipe())
+    given["max_length"] = recipe.data.sequence
+    args = merak.trl.DPOConfig(**given)
+    model = _build(source, recipe)
+    return TrainingParts(model, args, corpus, None, trainer_class=merak.trl.DPOTrainer)
+
+
+def _check_preference(recipe: Recipe, source: ModelSource, kind: str) -> None:
+    """Refuse pairs of answers without what they need, and what is for them alone.
+
+    Raises:
+        MerakError: something is missing, or of no use.
+    """
+    if kind != PAIRS:
+        if recipe.preference is not None:
+            raise CommandError(
+                f"the section preference is for pairs of answers, and {recipe.data.name} has the "
+                f"format {kind}; leave it out, or set data.format: pairs."
+            )
+        return
+    refuse_missing("trl", "data.format: pairs")
+    if source.weights is None or objective_of(source, recipe.data) is not Objective.CAUSAL:
+        raise CommandError(
+            "pairs of answers compare a causal language model with what it was; name the folder of "
+            "one as model.name."
+        )
+    if recipe.data.streaming:
+        raise CommandError(
+            "data.streaming=true is for text, conversations and images; pairs of answers are "
+            "prepared before training: leave it out."
+        )
 
 
 def check_data(recipe: Recipe, source: ModelSource) -> None:
@@ -131,10 +196,13 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
     data = recipe.data
     found = find_data(data)
     kind = data_format(found, data, source)
+    _check_preference(recipe, source, kind)
     if data.streaming:
         _check_streaming(recipe, kind)
     if kind == IMAGES:
         pixel_values(image_columns(found, data), source.config, None, augment=False)
+    elif kind == PAIRS:
+        _check_positions(source, data)
     elif kind != COLUMNS:
         objective = objective_of(source, data)
         _check_positions(source, data)
@@ -174,6 +242,12 @@ def _check_streaming(recipe: Recipe, kind: str) -> None:
 def _corpus(recipe: Recipe, source: ModelSource, found: Source, kind: str, seed: int) -> Corpus:
     if kind == COLUMNS:
         return _as_it_is(found, recipe, seed)
+    if kind == PAIRS:
+        tokenizer = load_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
+        with_template(tokenizer, recipe.data)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return replace(_as_it_is(found, recipe, seed), processor=tokenizer)
     if kind == IMAGES:
         return _images(found, recipe, source, seed)
     objective = objective_of(source, recipe.data)

@@ -16,7 +16,7 @@ from merak.arguments.former import ARGUMENTS, accepted_arguments
 from merak.cli.recipe.draft import AUTO_BF16
 from merak.cli.recipe.foreign.translate import translated
 from merak.cli.recipe.ready import READY, ready_text
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, Recipe
+from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, PreferenceRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_source, with_overrides
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
@@ -65,7 +65,7 @@ FORMER: Mapping[str, Mapping[str, str]] = {
 }
 """What fields that other tools, or earlier versions, have are called here."""
 
-SECTIONS = ("model", "data", "parallel", "arguments", "lora", "plan")
+SECTIONS = ("model", "data", "parallel", "arguments", "lora", "preference", "plan")
 """Sections of a recipe."""
 
 
@@ -202,6 +202,10 @@ def _checked(written: Written) -> Recipe:
         found["arguments"] = arguments | ({} if plan is None else {"plan": plan})
     with collected(problems):
         found["lora"] = _lora(sections.get("lora"), origins)
+    if sections.get("preference") is not None:
+        with collected(problems):
+            given = sections["preference"]
+            found["preference"] = _section(PreferenceRecipe, "preference", given, origins)
     if problems:  # what is wrong besides is said with them
         with collected(problems), origins.located():
             _check_arguments(sections.get("arguments"))
@@ -376,6 +380,7 @@ def field_named(name: str) -> str | None:
         ("data", DataRecipe),
         ("parallel", Degrees),
         ("arguments", MerakArguments),
+        ("preference", PreferenceRecipe),
     ):
         names = [part.name for part in dataclasses.fields(kind)]
         if name in (section, *names):

@@ -17,8 +17,8 @@ STANDARD_LIBRARY = "standard-library"
 TRAIN_TOKENIZER = "train"
 """The tokenizer that is trained on the recipe's own text."""
 
-TEXT, CHAT, IMAGES, COLUMNS = "text", "chat", "images", "columns"
-FORMATS = (TEXT, CHAT, IMAGES, COLUMNS)
+TEXT, CHAT, PAIRS, IMAGES, COLUMNS = "text", "chat", "pairs", "images", "columns"
+FORMATS = (TEXT, CHAT, PAIRS, IMAGES, COLUMNS)
 """Formats of data."""
 
 SEPARATE, JOINED, UNPACKED = "separate", "joined", "none"
@@ -95,8 +95,9 @@ class DataRecipe:
     )
     format: str | None = own(
         None,
-        "`text`, `chat` (conversations, or prompts with answers), `images`, or `columns` (those "
-        "that the model takes); null to tell by the columns.",
+        "`text`, `chat` (conversations, or prompts with answers), `pairs` (`chosen` and `rejected` "
+        "answers), `images`, or `columns` (those that the model takes); null to tell by the "
+        "columns.",
         choices=FORMATS,
     )
     column: str = own("text", "Field or column that holds text.")
@@ -141,7 +142,7 @@ class DataRecipe:
     )
     chat_template: str | None = own(
         None,
-        "Chat template of the format `chat`: a Jinja file, or `chatml`; null for the tokenizer's "
+        "Chat template of `chat` and `pairs`: a Jinja file, or `chatml`; null for the tokenizer's "
         "own.",
     )
     prompt_loss: bool = own(False, "Whether tokens of prompts count in the loss of `chat`.")
@@ -163,6 +164,26 @@ class DataRecipe:
         if self.mix is None:
             return self.source
         return ", ".join(str(one.get("source")) for one in self.mix)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRecipe:
+    """Section `preference`: how a model learns from pairs of answers."""
+
+    beta: float = own(0.1, "How strongly the model is held to what it was: DPO's beta.", least=0)
+    loss_type: str = own(
+        "sigmoid",
+        "Loss of a pair, by TRL's name: `sigmoid` (DPO), `hinge`, `ipo` or `robust`.",
+        choices=("sigmoid", "hinge", "ipo", "robust"),
+    )
+    label_smoothing: float = own(
+        0.0, "Probability that a pair is the wrong way round.", least=0, most=0.5
+    )
+    precompute_ref_log_probs: bool = own(
+        False,
+        "Whether log-probabilities of what the model was are computed once, before training. Else "
+        "a frozen copy of it, or without adapters the base model, runs beside it.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +235,7 @@ class Recipe:
         plan: file of a plan, whose degrees and layout count; "auto" to search the fastest one for
             the devices that are there; null for none.
         lora: fields of `peft.LoraConfig`; null to train all weights.
+        preference: how pairs of answers are learned from; null for data of other formats.
         origins: where the fields are written.
     """
 
@@ -223,6 +245,7 @@ class Recipe:
     arguments: dict[str, Any]
     plan: str | None = None
     lora: dict[str, Any] | None = None
+    preference: PreferenceRecipe | None = None
     origins: Origins = field(default=Origins(), compare=False, repr=False)
 
     @property

@@ -11,9 +11,12 @@ from transformers.models.auto import modeling_auto as auto
 
 from merak.cli.recipe.data import conversations
 from merak.cli.recipe.data.records import Source
-from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, TEXT, DataRecipe
+from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, PAIRS, TEXT, DataRecipe
 from merak.core.errors import CommandError
 from merak.zoo.model_source import ModelSource
+
+PAIR = ("chosen", "rejected")
+"""Columns of pairs of answers, beside which there may be a `prompt`."""
 
 
 class Objective(Enum):
@@ -67,6 +70,12 @@ def data_format(found: Source, recipe: DataRecipe, source: ModelSource) -> str:
             conversations.check_chat(one.columns, recipe.name)
     elif wanted == TEXT:
         found.train.check_column(recipe.column, recipe.name)
+    elif wanted == PAIRS and not set(PAIR) <= set(columns):
+        raise CommandError(
+            f"{recipe.name} has the columns {', '.join(columns)}, and pairs of answers are "
+            "expected in 'chosen' and 'rejected', with a 'prompt' that may be part of both; rename "
+            "them, or set data.format."
+        )
     elif recipe.mix is not None:
         raise CommandError(
             f"data.mix mixes text or conversations, and {recipe.name} has the format {wanted}; "
@@ -82,6 +91,8 @@ def _format_by_columns(
         return IMAGES
     if source.model_class.main_input_name in columns:
         return COLUMNS
+    if set(PAIR) <= set(columns):
+        return PAIRS
     if found.train.text_files or not columns:
         return TEXT
     is_chat, is_text = conversations.is_chat(columns), recipe.column in columns
