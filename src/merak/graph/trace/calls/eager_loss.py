@@ -82,7 +82,7 @@ def eager_loss(loss_fn: F) -> F:
     Returns:
         The same function.
     """
-    setattr(loss_fn, _EAGER, True)
+    setattr(getattr(loss_fn, "__func__", loss_fn), _EAGER, True)
     return loss_fn
 
 
