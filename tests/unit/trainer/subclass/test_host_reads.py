@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 import merak
 from merak.core import mesh
 from merak.core.errors import TraceError, TrainingError
+from merak.graph.trace.calls.host_reads import FakeMicrobatch
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,36 @@ def test_reads_go_on_when_a_number_changes_that_the_loss_computes_with(tmp_path:
 
     own, their = of_both(use, tmp_path)
     close(own.seen, their.seen)
+
+
+def test_a_loss_runs_again_on_the_same_fakes_unless_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = FakeMicrobatch.of
+
+    def noting(columns: Any, *rest: Any) -> FakeMicrobatch:
+        made.append(tuple(columns.items()))
+        return make(columns, *rest)
+
+    monkeypatch.setattr(FakeMicrobatch, "of", staticmethod(noting))
+    counts = []
+    for writes in (False, True):
+        made.clear()
+
+        def use(trainer: Any, mode: str, loss: Any, error: Any, batch: Any) -> None:
+            part = error.detach().abs()
+            view = part.view(-1)
+            if writes:  # noqa: B023
+                view.add_(1)
+            with torch.no_grad():
+                trainer.seen.append((part * 2).sum().item())
+
+        own, their = of_both(use, tmp_path / str(writes), eval_strategy="no")
+        close(own.seen, their.seen)
+        assert own.state.global_step == 5
+        counts.append((len(made), len(set(made))))
+    assert counts == [(2, 2), (12, 2)]  # of two shapes; 10 microbatches, and a rehearsal for each
 
 
 def by_item(trainer: Any, mode: str, loss: Any, error: Any, batch: Any) -> Any:

@@ -34,6 +34,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.call import Call, LossFunction, call_model, does_call_model
 from merak.graph.trace.calls.host_reads import (
     READ,
+    FakeMicrobatch,
     HostReads,
     Layout,
     ModelCall,
@@ -476,11 +477,12 @@ class EagerReplay:
         Raises:
             EagerLossError: it computes another loss than its tail, whose Python state was older.
         """
-        returned = (one.made() for one in self.calls)
+        fakes = FakeMicrobatch.of(columns, self.calls, device)  # whose sizes values decide
+        returned = map(ModelCall.made, self.calls, fakes.results)
         journal = Journal.of(values[JOURNAL])
         reads = _Reads(partial(_next, returned), journal, model)
         sizes = _Sizes(journal, reads)
         with replayed():
-            loss = run_on_fakes(self.run, model, self.fixed, columns, device, reads, sizes)
+            loss = run_on_fakes(self.run, model, self.fixed, fakes, reads, sizes)
         if journal.entry("the loss", lambda: "") != reads.key(loss):
             raise _changed("computes something else behind the step")

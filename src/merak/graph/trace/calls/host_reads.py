@@ -10,16 +10,20 @@ That holds as long as no value that is read decides what is computed. Both runs 
 how each tensor came about; what is read is found again by that description. While it is traced, the
 loss runs with several made-up numbers (`loss_recorder`), and the loss must be described alike each
 time; so it must be in all later runs.
+
+A job has as many runs as microbatches in all replicas, so the fakes of one shape are the same in
+each (`FakeMicrobatch`), and a function that is called on tensors that came about alike does not run
+again, unless the loss writes into tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -87,10 +91,17 @@ class ModelCall:
         leaves, spec = tree_flatten(result)
         return ModelCall(spec, tuple(Layout.of(leaf) for leaf in leaves))
 
-    def made(self) -> Any:
-        """A result of such layouts."""
-        leaves = [one.made() if isinstance(one, Layout) else one for one in self.leaves]
-        return tree_unflatten(leaves, self.spec)
+    def tensors(self) -> list[Any]:
+        """Leaves of such layouts."""
+        return [one.made() if isinstance(one, Layout) else one for one in self.leaves]
+
+    def made(self, leaves: Sequence[Any] | None = None) -> Any:
+        """A result of such layouts.
+
+        Args:
+            leaves: as of `tensors`; None to make them.
+        """
+        return tree_unflatten(self.tensors() if leaves is None else leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,44 @@ class Layout:
         return found.requires_grad_(self.requires_grad)
 
 
+@dataclass(slots=True, eq=False)
+class FakeMicrobatch:
+    """Fake tensors that a loss runs on, the same each time it does.
+
+    Args:
+        mode: makes them.
+        batch: by column.
+        results: leaves of what each call of the model returns.
+        made: what functions have made of them, by their descriptions; None where the loss writes
+            into tensors, so that each run has tensors of its own.
+    """
+
+    mode: FakeTensorMode
+    batch: dict[str, torch.Tensor]
+    results: list[list[Any]]
+    made: dict[Any, Any] | None = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        columns: Mapping[str, TensorMeta], calls: Sequence[ModelCall], device: torch.device
+    ) -> FakeMicrobatch:
+        """Make them.
+
+        Args:
+            columns: of the microbatch.
+            calls: of the model.
+            device: that they claim to be on.
+        """
+        # Where values decide a size, as in x[mask], it has a symbol.
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+        with mode:
+            batch = {
+                name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                for name, meta in columns.items()
+            }
+            return FakeMicrobatch(mode, batch, [one.tensors() for one in calls])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
     """A traced loss, to be run again with the values of a microbatch.
@@ -129,6 +178,7 @@ class Replay:
         loss: description of the loss; None where numbers of Python are inputs of the graph, of
             which there are descriptions in a trace alone.
         keeps: whether the loss leaves tensors in Python state.
+        fakes: that it has run on, by shapes and device.
     """
 
     run: Callable[[nn.Module, dict[str, Any]], Any]
@@ -137,6 +187,7 @@ class Replay:
     reads: Mapping[str, str]
     loss: str | None
     keeps: bool
+    fakes: dict[Any, FakeMicrobatch] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -186,16 +237,17 @@ class Replay:
             return value(tensor, name)
 
         before = Snapshot.of_loss(self.run) if self.keeps else None
-        returned = iter(self.calls)
+        fakes = self._fakes(columns, device)
+        returned = iter(zip(self.calls, fakes.results, strict=True))
 
         def call(module: nn.Module, _: Run) -> Any:
             known = next(returned, None)
             if known is None:
                 raise _otherwise("calls the model more often than")
-            return known.made()
+            return known[0].made(known[1])
 
-        reads = HostReads(call, answer, is_exact=self.loss is not None)
-        loss = run_on_fakes(self.run, model, self.fixed, columns, device, reads)
+        reads = HostReads(call, answer, is_exact=self.loss is not None, fakes=fakes)
+        loss = run_on_fakes(self.run, model, self.fixed, fakes, reads)
         if self.loss is not None and reads.key(loss) != self.loss:
             where = f", such as at {with_text(reads.lines[-1])}" if reads.lines else ""
             raise TrainingError(
@@ -207,13 +259,22 @@ class Replay:
                 found = answer(tensor, reads.key_of_kept(tensor)).to(device, copy=True)
                 put(_written(left.old, found) if tensor is left.new else found)
 
+    def _fakes(self, columns: Mapping[str, TensorMeta], device: torch.device) -> FakeMicrobatch:
+        """Fake tensors to run on: those of before, where nothing has been written into them."""
+        key = tuple(columns.items()), device
+        known = self.fakes.get(key)
+        if known is None or known.made is None or self.loss is None:
+            was_written = known is not None and known.made is None
+            known = self.fakes[key] = FakeMicrobatch.of(columns, self.calls, device)
+            known.made = None if was_written or self.loss is None else known.made
+        return known
+
 
 def run_on_fakes(
     run: Callable[[nn.Module, dict[str, Any]], Any],
     model: nn.Module,
     fixed: Mapping[str, Any],
-    columns: Mapping[str, TensorMeta],
-    device: torch.device,
+    fakes: FakeMicrobatch,
     reads: HostReads,
     mode: AbstractContextManager[Any] | None = None,
 ) -> Any:
@@ -223,26 +284,18 @@ def run_on_fakes(
         run: the loss function, `run(model, batch)`.
         model: the user's, which is not called.
         fixed: arguments in every batch that are no tensors.
-        columns: of the microbatch.
-        device: that fake tensors claim to be on.
+        fakes: the microbatch.
         reads: gives what the loss reads, and what its model returns.
         mode: a further context, inside of what makes tensors fake.
 
     Returns:
         The loss.
     """
-    # Where values decide a size, as in x[mask], it has a symbol.
-    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-    with fake:
-        batch = {
-            name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            for name, meta in columns.items()
-        }
-    reads.name_columns(batch)
+    reads.name_columns(fakes.batch)
     ranks = RankReads(training=model.training, keeps_rank=True)
     inside = nullcontext() if mode is None else mode
-    with ranks.recorded(), replica_collectives(ranks), fake, inside, reads.followed():
-        return loss_in(run(model, {**batch, **fixed}))
+    with ranks.recorded(), replica_collectives(ranks), fakes.mode, inside, reads.followed():
+        return loss_in(run(model, {**fakes.batch, **fixed}))
 
 
 def kept_tensors(
@@ -329,6 +382,7 @@ class HostReads(TorchFunctionMode):
             reads it, and by how often it has.
         numbers: tensors that stand for numbers of Python, and are read as without this mode.
         model: as of `model_calls`.
+        fakes: remember what functions make of them; None where each function runs.
     """
 
     def __init__(
@@ -338,9 +392,11 @@ class HostReads(TorchFunctionMode):
         is_exact: bool,
         numbers: Collection[torch.Tensor] = (),
         model: nn.Module | None = None,
+        fakes: FakeMicrobatch | None = None,
     ) -> None:
         super().__init__()
-        self._model = model
+        self._model, self._fakes = model, fakes
+        self._is_plain = True  # what has been described last, of which nothing is left out
         self.lines: list[str] = []
         self.given = ""  # description of what the function that runs is given
         self._call, self._answer, self._is_exact = call, answer, is_exact
@@ -385,9 +441,33 @@ class HostReads(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _READS and self._has_no_values(args[0]):
             return self._read(func, args[0], args[1:], kwargs)
+        self._is_plain = True
         before = self.given = self._described((args, kwargs))
-        result = func(*args, **kwargs)
+        result = self._result(func, before, args, kwargs)
         self._describe(result, func, before, (args, kwargs))
+        return result
+
+    def _result(self, func: Any, before: str, args: Any, kwargs: Any) -> Any:
+        """What a function returns, or has returned for tensors that came about alike."""
+        fakes = self._fakes
+        if fakes is None or fakes.made is None:
+            return func(*args, **kwargs)
+        modes = torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+        key = func, before, modes
+        if self._is_plain and key in fakes.made:
+            return fakes.made[key]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in given]
+        result = func(*args, **kwargs)
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        if versions != [version_of(tensor) for tensor in given]:
+            fakes.made = None
+        elif (
+            self._is_plain
+            and type(result) in (FakeTensor, tuple)
+            and all(type(one) is FakeTensor and not _is_among(one, given) for one in found)
+        ):
+            fakes.made[key] = result
         return result
 
     def _has_no_values(self, tensor: Any) -> bool:
@@ -455,6 +535,7 @@ class HostReads(TorchFunctionMode):
             return f"{{{', '.join(f'{k}: {self._described(v)}' for k, v in value.items())}}}"
         if isinstance(value, (*_PLAIN, *py_sym_types)):
             return str(value)
+        self._is_plain = False
         return type(value).__name__
 
 
