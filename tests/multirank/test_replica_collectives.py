@@ -17,14 +17,16 @@ import merak
 from merak.core import mesh as meshes
 from tests.multirank import collective_models as models
 from tests.multirank.ranks import RankPool
-from tests.multirank.training import Layout
 from tests.tiers import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 SIZE, NUM_MICROBATCHES, NUM_STEPS = 3, 2, 3
-STARTS = (0, SIZE)
 """Samples of a replica's microbatch, and how many of these a step has."""
+
+
+Degrees = tuple[int | None, int | None, int | None, int]
+"""dp, tp, pp and cp; None for one that the plan chooses."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,15 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Losses of steps, and on rank 0 what each has made of parameters, by its gradients alone."""
+    """Losses of steps, and on rank 0 what each has made of parameters, by its gradients alone.
 
+    Args:
+        dp: the number of replicas.
+        num_microbatches: of each of them.
+    """
+
+    dp: int
+    num_microbatches: int
     losses: list[float] = field(default_factory=list)
     states: list[dict[str, torch.Tensor]] = field(default_factory=list)
     evaluated: float = 0.0
@@ -80,15 +89,25 @@ CASES = {
     "detr": Case(models.Detector, evaluates=True),
     "dino": Case(models.Dino, evaluates=True),
     "every call": Case(models.EveryCall),
+    "tokens": Case(models.Tokens),
     "vq": Case(models.QuantizedAutoencoder, evaluates=True),
 }
 
 
-def rows_of(step: int, microbatch: int, dp: int) -> dict[str, torch.Tensor]:
-    """Samples of all replicas in a microbatch, in the replicas' order."""
-    generator = torch.Generator().manual_seed(10 * step + microbatch)
-    shape = (dp * SIZE, models.WIDTH)
+Rows = dict[str, torch.Tensor]
+
+
+def rows_of(step: int, number: int, num_samples: int) -> Rows:
+    """Samples of a step."""
+    generator = torch.Generator().manual_seed(10 * step + number)
+    shape = (num_samples, models.WIDTH)
     return {name: torch.randn(shape, generator=generator) for name in ("x", "y")}
+
+
+def parts_of(rows: Rows, num_parts: int) -> list[Rows]:
+    """Rows in so many equal parts, one behind the other."""
+    parts = {name: rows[name].chunk(num_parts) for name in rows}
+    return [{name: parts[name][i] for name in parts} for i in range(num_parts)]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -101,23 +120,28 @@ def loss_of(case: Case, rank: int, dp: int) -> Any:
     return Loss(case.loss(rank=rank, world_size=dp, **case.of_loss))
 
 
-def train(layout: Layout, names: list[str]) -> dict[str, Outcome]:
-    dp, tp, pp = layout
-    mesh = merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+def train(layout: Degrees, names: list[str]) -> dict[str, Outcome]:
+    """Train in a layout, each model in the one that is fastest where a degree is open."""
+    dp, tp, pp, cp = layout
+    plan = "auto" if None in layout else None
+    num_samples = (dp or 4) * SIZE * NUM_MICROBATCHES
 
-    def own(step: int) -> dict[str, torch.Tensor]:
-        found = [rows_of(step, number, dp) for number in range(NUM_MICROBATCHES)]
-        start = mesh.dp_rank * SIZE
-        return {n: torch.cat([one[n][start : start + SIZE] for one in found]) for n in found[0]}
+    def own(step: int) -> Rows:
+        mesh = meshes.current_mesh()
+        return parts_of(rows_of(step, 0, num_samples), mesh.dp)[mesh.dp_rank]
 
     outcomes = {}
     for name in names:
+        meshes.reset()
+        mesh = merak.init(dp=dp, tp=tp, pp=pp, cp=cp, plan=plan, device="cpu")
         case = CASES[name]
+        rows = parts_of(rows_of(0, 0, num_samples), dp or 4)[0]
+        searched = {"cluster": "a100:4"} if plan else {"num_microbatches": NUM_MICROBATCHES}
         parallel = merak.parallelize(
-            case.model(), own(0), loss_fn=loss_of(case, mesh.dp_rank, dp), optimizer=sgd,
-            num_microbatches=NUM_MICROBATCHES,
+            case.model(), rows, loss_fn=loss_of(case, mesh.dp_rank, dp or 4), optimizer=sgd,
+            **searched,
         )  # fmt: skip
-        outcomes[name] = outcome = Outcome()
+        outcomes[name] = outcome = Outcome(meshes.current_mesh().dp, parallel.num_microbatches)
         if case.evaluates:
             outcome.evaluated = parallel.evaluate(own(0)).item()
         for step in range(NUM_STEPS):
@@ -126,20 +150,21 @@ def train(layout: Layout, names: list[str]) -> dict[str, Outcome]:
     return outcomes
 
 
-def in_layouts(jobs: list[tuple[Layout, list[str]]]) -> list[dict[str, Outcome]]:
+def in_layouts(jobs: list[tuple[Degrees, list[str]]]) -> list[dict[str, Outcome]]:
     """Outcomes of all layouts, one after another, in one job of ranks."""
-    found = []
-    for layout, names in jobs:
-        meshes.reset()
-        found.append(train(layout, names))
-    return found
+    return [train(layout, names) for layout, names in jobs]
 
 
-def alone(case: Case, dp: int) -> Outcome:
+def alone(case: Case, dp: int, num_microbatches: int, num_samples: int) -> Outcome:
     """The same training in one process with the larger batch."""
     model, loss_fn = case.model(), loss_of(case, 0, 1)
     optimizer = sgd(model.parameters())
-    outcome = Outcome()
+    outcome = Outcome(dp, num_microbatches)
+
+    def microbatches(step: int) -> list[list[Rows]]:
+        """Of every replica."""
+        replicas = parts_of(rows_of(step, 0, num_samples), dp)
+        return [parts_of(rows, num_microbatches) for rows in replicas]
 
     def loss_at(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         made = model(**batch)
@@ -148,8 +173,7 @@ def alone(case: Case, dp: int) -> Outcome:
 
     if case.evaluates:
         model.eval()
-        whole = [rows_of(0, number, dp) for number in range(NUM_MICROBATCHES)]
-        parts = [{n: t[i : i + SIZE] for n, t in b.items()} for b in whole for i in STARTS[:dp]]
+        parts = [part for rows in microbatches(0) for part in rows]
         outcome.evaluated = sum(loss_at(part).item() for part in parts) / len(parts)
         model.train()
     if case.reference is not None:
@@ -157,8 +181,9 @@ def alone(case: Case, dp: int) -> Outcome:
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
         total = 0.0
-        for number in range(NUM_MICROBATCHES):
-            loss = loss_at(rows_of(step, number, dp)) / NUM_MICROBATCHES
+        for met in zip(*microbatches(step), strict=True):
+            loss = loss_at({n: torch.cat([one[n] for one in met]) for n in met[0]})
+            loss = loss / num_microbatches
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -168,22 +193,33 @@ def alone(case: Case, dp: int) -> Outcome:
 
 
 ESSENTIAL = ["clip", "dino", "every call", "vq"]
-JOBS: list[tuple[Layout, list[str]]] = [((2, 1, 2), ESSENTIAL), ((2, 2, 1), ["every call"])]
-ALL_JOBS: list[tuple[Layout, list[str]]] = [
-    ((2, 1, 2), [name for name in CASES if name not in ESSENTIAL]),
-    ((2, 2, 1), ["local clip", "dino", "vq"]),
-    ((1, 2, 2), ["clip", "detr", "every call"]),
+JOBS: list[tuple[Degrees, list[str]]] = [
+    ((2, 1, 2, 1), ESSENTIAL),
+    ((2, 2, 1, 1), ["every call"]),
+    ((2, 1, 1, 2), ["tokens"]),
+]
+ALL_JOBS: list[tuple[Degrees, list[str]]] = [
+    ((2, 1, 2, 1), [name for name in CASES if name not in ESSENTIAL]),
+    ((2, 2, 1, 1), ["local clip", "dino", "vq"]),
+    ((1, 2, 2, 1), ["clip", "detr", "every call"]),
+    ((2, None, None, 1), ["every call", "clip", "dino", "vq"]),
+    ((None, None, None, 1), ["clip", "every call", "detr"]),
+    ((None, 1, 2, 1), ["dino"]),
+    ((1, 1, 2, 2), ["tokens"]),
+    ((2, 2, 1, 1), ["tokens"]),
 ]
 
 
 @pytest.mark.parametrize("jobs", [pytest.param(JOBS, id="essential"), slow(ALL_JOBS, id="all")])
 def test_as_one_process_with_the_larger_batch(
-    pool: RankPool, jobs: list[tuple[Layout, list[str]]]
+    pool: RankPool, jobs: list[tuple[Degrees, list[str]]]
 ) -> None:
     by_rank = pool.run(in_layouts, 4, jobs)
     for number, (layout, names) in enumerate(jobs):
+        num_samples = (layout[0] or 4) * SIZE * NUM_MICROBATCHES
         for name in names:
-            expected = alone(CASES[name], layout[0])
+            first = by_rank[0][number][name]
+            expected = alone(CASES[name], first.dp, first.num_microbatches, num_samples)
             for rank, outcomes in enumerate(by_rank):
                 expect_equal(outcomes[number][name], expected, f"{name} {layout} rank {rank}")
             assert by_rank[0][number][name].states[0]
@@ -196,6 +232,7 @@ def expect_equal(found: Outcome, expected: Outcome, what: str) -> None:
         return f"{what}: {text}"
 
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5, msg=said)
+    assert (found.dp, found.num_microbatches) == (expected.dp, expected.num_microbatches)
     close(found.losses, expected.losses)
     close(found.evaluated, expected.evaluated)
     for mine, whole in zip(found.states, expected.states, strict=True):
@@ -238,7 +275,7 @@ class Their(Contrasts, transformers.Trainer):
 def trainings(dp: int, folder: str, **arguments: Any) -> list[tuple[list[float], list[float]]]:
     """What trainers have logged and read, without the rank and with it."""
     kind: Any = Own if meshes.has_mesh() else Their
-    rows = [rows_of(step, number, 2) for step in range(3) for number in range(2)]
+    rows = [rows_of(step, number, 2 * SIZE) for step in range(3) for number in range(2)]
     samples = [{n: one[n][i] for n in one} for one in rows for i in range(2 * SIZE)]
     found = []
     for by_rank in (False, True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -371,6 +371,19 @@ def pretended(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         _current[:] = saved
+
+
+def among_replicas(dp: int) -> AbstractContextManager[None]:
+    """Context in which a model finds so many replicas, whatever the layout of the job.
+
+    Args:
+        dp: how many; nothing where no mesh has been laid out.
+    """
+    if not _current:
+        return nullcontext()
+    mesh = _current[0]
+    others = max(1, mesh.world_size // dp)
+    return pretended(Mesh(dp, 1, others, mesh.rank, mesh.device, None))
 
 
 def reset() -> None:

@@ -37,6 +37,7 @@ class Sends:
         counts: whether it sends numbers of rows alone, which are its result.
         inside: what a forward with work of its own sends amid that, of all arguments, with metadata
             of tensors; None where that is nothing.
+        axis: of the mesh, where no argument of that name says it.
     """
 
     there: str | None = None
@@ -45,6 +46,7 @@ class Sends:
     is_repeated: bool = False
     counts: bool = False
     inside: Callable[..., Sent] | None = None
+    axis: str = ""
 
 
 SENDS: dict[Any, Sends] = {}

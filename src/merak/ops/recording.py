@@ -50,6 +50,11 @@ def counted(count: Callable[[Any, str], int]) -> Callable[[F], F]:
     return decorated
 
 
+def is_recorded() -> bool:
+    """Whether a recorder is told of such functions."""
+    return bool(_RECORDS)
+
+
 @dataclass(frozen=True, slots=True)
 class RowCount:
     """What says how many rows the result of a call has: `count(counts, axis)`."""

@@ -171,6 +171,13 @@ def _on_rank0(mesh: Mesh, what: str, job: Job, chosen: Callable[[], Price]) -> C
             100 * best.uncertainty,
             size(max(best.peak_memory_bytes)),
         )
+        form = job.workload.form(best.candidate)
+        if form.dp is not None and form.dp > 1:
+            announce(
+                "the model or its loss takes values from other replicas: it sees %d samples at a "
+                "time, one microbatch of each; give dp and the microbatch to choose that number",
+                form.dp * form.microbatch,
+            )
         return best.candidate.values()
 
     return candidate_from(decide_on_rank0(mesh, what, decide))

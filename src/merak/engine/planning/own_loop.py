@@ -62,6 +62,7 @@ def plan_loop(
         optimizer=options.optimizer,
         common=common_options(options),
         features=options.features,
+        dp=replicas,
     )
     devices = devices_here(mesh, cluster, cache, options.memory_budget)
     job = Job(workload, devices, lambda _: None)

@@ -9,18 +9,19 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import is_fake
 
-from merak.core.mesh import current_mesh
 from merak.graph.ir.custom_operators import Role, register
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.mutation import find_mutations
 from merak.graph.ir.operators import aten_family
 from merak.graph.ir.reachable import reachable
 from merak.ops.collectives import gather_replicas, sum_replicas
+from merak.ops.linear import sends
+from merak.ops.recording import is_recorded
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
     """Whether a trace runs an operator, whose values nobody reads."""
-    return (is_fake(tensor) or tensor.is_meta) and current_mesh().device_mesh is not None
+    return (is_fake(tensor) or tensor.is_meta) and not is_recorded()
 
 
 def _replica_rows(rows: torch.Tensor, degree: int) -> torch.Tensor:
@@ -51,6 +52,9 @@ REPLICA_SUM = register(
     is_deterministic=True,
 )
 """Sum over all replicas; its gradient is the sum of what all replicas' losses have."""
+
+sends("all_gather", "reduce_scatter", axis="dp")(REPLICA_ROWS)
+sends("all_reduce", "all_reduce", axis="dp")(REPLICA_SUM)
 
 OF_REPLICAS = (REPLICA_ROWS, REPLICA_SUM)
 """Operators by which a replica meets the others; what they return is the same on all of them."""

@@ -55,11 +55,13 @@ class Groups:
         tp: the tensor parallel ranks.
         cp: the ranks that share tokens.
         ep: the replicas that have the experts of a layer between them.
+        dp: the replicas that a model meets in its forward or its loss.
     """
 
     tp: Group
     cp: Group
     ep: Group
+    dp: Group
 
     def of(self, axis: str) -> Group:
         """The group of an axis of the mesh."""
@@ -67,7 +69,7 @@ class Groups:
         return group
 
 
-def groups_of(cluster: Cluster, tp: int, cp: int, ep: int = 1) -> Groups:
+def groups_of(cluster: Cluster, tp: int, cp: int, ep: int = 1, dp: int = 1) -> Groups:
     """The slowest groups of the axes that collectives inside segments are over.
 
     Args:
@@ -75,9 +77,11 @@ def groups_of(cluster: Cluster, tp: int, cp: int, ep: int = 1) -> Groups:
         tp: tensor parallel degree.
         cp: context parallel degree.
         ep: expert parallel degree, over replicas where tp is 1.
+        dp: data parallel degree, where a model meets other replicas.
     """
     experts = group_of(cluster, ep if tp == 1 else 1, 1)
-    return Groups(group_of(cluster, tp, 1), group_of(cluster, cp, tp), experts)
+    replicas = group_of(cluster, dp, cp * tp)
+    return Groups(group_of(cluster, tp, 1), group_of(cluster, cp, tp), experts, replicas)
 
 
 def group_of(cluster: Cluster, size: int, stride: int) -> Group:

@@ -25,6 +25,7 @@ class Form:
         sequence_parallel: whether activations between blocks are sharded over tp.
         cp: context parallel degree.
         ep: expert parallel degree.
+        dp: data parallel degree, where the model meets other replicas; None where that is open.
     """
 
     microbatch: int
@@ -32,6 +33,7 @@ class Form:
     sequence_parallel: bool = False
     cp: int = 1
     ep: int = 1
+    dp: int | None = None
 
     @property
     def spreads_experts(self) -> bool:
@@ -113,7 +115,7 @@ class Candidate:
 
     @property
     def form(self) -> Form:
-        """Choices of the candidate that its graphs depend on."""
+        """Choices of the candidate that its graphs depend on, whatever the model."""
         sequence_parallel = self.sequence_parallel and self.tp > 1
         return Form(self.microbatch, self.tp, sequence_parallel, self.cp, self.ep)
 

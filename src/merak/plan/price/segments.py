@@ -157,8 +157,8 @@ def price_segments(
     Returns:
         A price per segment; equal segments have one object.
     """
-    form = candidate.form
-    groups = groups_of(cluster, form.tp, form.cp, form.ep)
+    form = workload.form(candidate)
+    groups = groups_of(cluster, form.tp, form.cp, form.ep, form.dp or 1)
     choice = replace(workload.kernels, float32_gradients=workload.common.float32_gradients)
     count = candidate.num_microbatches if choice.runs_joint_graphs else 1
 
@@ -198,8 +198,7 @@ def joint_parts(
     if not choice.runs_joint_graphs:
         return dict.fromkeys(first)
     measured = workload.local_model(form).measured(choice.float32_gradients, device_type)
-    rank = Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, workload.device)
-    with pretended(rank):
+    with pretended(workload.mesh(form)):
         return {index: measured.joint_parts(segments[index]) for index in first}
 
 

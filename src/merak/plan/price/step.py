@@ -274,7 +274,7 @@ def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arr
     }
     segments = tuple(priced[id(device)] for device in devices)
     num_stages = plans.base.schedule.num_stages
-    check_stages(workload.local_graph(candidate.form), num_stages, candidate.pp)
+    check_stages(workload.local_graph(workload.form(candidate)), num_stages, candidate.pp)
     links = stage_links(cluster, candidate, plans.base.schedule)
     slowest = _slowest_ranks(plans.base.schedule, devices)
     partition = _partition(workload, candidate, plans, segments, slowest, links)
@@ -297,7 +297,7 @@ def _with_memory(
     """Price the stages of a candidate that is arranged, whose memory is known."""
     forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
     layout = forecast.layout
-    graph = workload.local_graph(candidate.form)
+    graph = workload.local_graph(workload.form(candidate))
     stages = price_stages(
         graph,
         [segments[rank] for rank in _slowest_ranks(layout.schedule, devices)],
@@ -333,7 +333,7 @@ def _partition(
         return from_sizes(candidate.partition, num_segments)
     if num_stages == 1:
         return Partition(num_segments, ())
-    graph = workload.local_graph(candidate.form)
+    graph = workload.local_graph(workload.form(candidate))
     sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
     names = [segment.name for segment in graph.segments]
     different = {id(own): recomputing_times(own, names, candidate.recompute) for own in segments}
@@ -444,7 +444,7 @@ def _costs(
             laid.stages, exchanges, _offload_waits(laid), strict=True
         )
     ]
-    graph = workload.local_graph(candidate.form)
+    graph = workload.local_graph(workload.form(candidate))
     links = stage_links(cluster, candidate, laid.schedule)
     sizes = boundary_bytes(graph, laid.forecast.layout.partition)
     waits_s = [own_s + updates_s.get(n, 0.0) for n, own_s in enumerate(reduction_s)]

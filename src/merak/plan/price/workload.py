@@ -10,13 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from merak.core.errors import TraceError
 from merak.core.gradients import LOW_PRECISION
+from merak.core.mesh import Mesh, among_replicas
 from merak.core.start.device import device_or_cpu
 from merak.core.tensor_meta import Signature
 from merak.graph.chunked_loss import RankRewrite, with_chunked_loss
 from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.expert_parallel.apply import with_experts
 from merak.graph.ir.ir import ModelGraph
+from merak.graph.ir.replicas import meets_replicas
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.graph.segment.build import GraphSource
 from merak.graph.segment.repeated import RepeatedGraphs
@@ -57,6 +60,8 @@ class Workload:
         kernels: which kernels it runs; Merak's own are the trace's operators, one by one.
         steps_beside_backward: as of `merak.plan.optimizer.home`: its loop clips no gradients, and
             leaves no step out.
+        dp: the number of replicas that a model finds which meets others, where no layout is asked
+            for: the one given, or that of all ranks.
     """
 
     source: GraphSource
@@ -69,8 +74,9 @@ class Workload:
     features: Features | None = None
     kernels: KernelChoice = field(default_factory=KernelChoice)
     steps_beside_backward: bool = False
+    dp: int = 1
     _known: dict[Hashable, Any] = field(init=False, default_factory=dict)
-    _traced: RepeatedGraphs | None = field(init=False, default=None)
+    _traced: dict[int, RepeatedGraphs] = field(init=False, default_factory=dict)
     _parallel: dict[Form, TensorParallel] = field(init=False, default_factory=dict)
     _measured: MeasuredGraphs = field(init=False, default_factory=MeasuredGraphs)
 
@@ -143,18 +149,53 @@ class Workload:
         found: _T = self._known[key]
         return found
 
-    def graph(self, microbatch: int) -> ModelGraph:
+    def graph(self, microbatch: int, dp: int | None = None) -> ModelGraph:
         """Graph of the whole model in training.
 
         Args:
             microbatch: samples of one microbatch.
+            dp: the number of replicas that the model finds; None for that of the workload.
 
         Raises:
             TraceError: the model cannot be traced.
         """
-        if self._traced is None:
-            self._traced = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
-        return self.once(("graph", microbatch), partial(self._traced, microbatch))
+        dp = self.dp if dp is None else dp
+
+        def traced() -> ModelGraph | TraceError:
+            if dp not in self._traced:
+                self._traced[dp] = RepeatedGraphs(self.source, lambda b: dict(self.columns(b)))
+            try:
+                with among_replicas(dp):
+                    return self._traced[dp](microbatch)
+            except TraceError as error:  # which all layouts with so many replicas have
+                return error
+
+        found = self.once(("graph", microbatch, dp), traced)
+        if isinstance(found, TraceError):
+            raise TraceError(str(found)) from found
+        return found
+
+    def form(self, candidate: Candidate) -> Form:
+        """Choices of a candidate that its graphs depend on.
+
+        Args:
+            candidate: how the job is laid out.
+
+        Raises:
+            TraceError: the model cannot be traced.
+        """
+        graph = partial(self.graph, candidate.microbatch)
+        meets = self.once("meets replicas", lambda: meets_replicas(graph()))
+        return replace(candidate.form, dp=candidate.dp) if meets else candidate.form
+
+    def mesh(self, form: Form) -> Mesh:
+        """The mesh of a rank that runs graphs of a form, which are only planned.
+
+        Args:
+            form: the degrees.
+        """
+        dp = self.dp if form.dp is None else form.dp
+        return Candidate(dp=dp, tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, self.device)
 
     def drops_layers(self, microbatch: int) -> bool:
         """Whether a step may leave out layers, and with them gradients of their parameters.
@@ -192,8 +233,8 @@ class Workload:
             optimizers = self.once(
                 "optimizers", lambda: OptimizerMemories(self.optimizer, device, decay)
             )
-            graph, rewrite = self.graph(form.microbatch), self.rewrite(form)
-            ranks = (form.tp, form.cp, form.ep)
+            graph, rewrite = self.graph(form.microbatch, form.dp), self.rewrite(form)
+            ranks = (form.tp, form.cp, form.ep, form.dp)
             return LocalModel(graph, rewrite, device, optimizers, self._measured, ranks)
 
         return self.once(("model", form), made)
@@ -223,7 +264,7 @@ class Workload:
         """
 
         def made() -> RankRewrite | None:
-            graph = self.graph(form.microbatch)
+            graph = self.graph(form.microbatch, form.dp)
             tensor = self.tensor_rewrite(form) if form.tp > 1 else None
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
             capacity = self.common.expert_capacity
@@ -248,7 +289,7 @@ class Workload:
                 own = replace(whole, sequence=True)
             else:
                 features = given_plan(self.model) if self.features is None else self.features
-                graph = self.graph(form.microbatch)
+                graph = self.graph(form.microbatch, form.dp)
                 same = (
                     known.auto_sharder
                     for other, known in self._parallel.items()
@@ -307,7 +348,8 @@ class Workload:
             device_profile: of the device, whose kernels' memory is counted; None for `device`'s.
         """
         mesh = candidate.mesh(0, self.device)
-        layout = Layout(self.graph(candidate.microbatch), partition, self.plans(candidate))
-        local = self.local_model(candidate.form)
+        form = self.form(candidate)
+        layout = Layout(self.graph(form.microbatch, form.dp), partition, self.plans(candidate))
+        local = self.local_model(form)
         options = self.options(candidate, memory_budget, device_profile)
         return Forecast(self.model, layout, mesh, local.rewrite, options, local)

@@ -234,7 +234,7 @@ class JobPricing:
 
     def quick_bound_s(self, candidate: Candidate) -> float:
         """Lower bound of its step where its graph is there already; else 0."""
-        return self.bound_s(candidate) if candidate.form in self._graphs else 0.0
+        return self.bound_s(candidate) if self.workload.form(candidate) in self._graphs else 0.0
 
     def rough_s(self, candidate: Candidate) -> float:
         """Estimate of a candidate's step, without the graph of another microbatch."""
@@ -301,7 +301,7 @@ class JobPricing:
 
     def rough_bytes(self, candidate: Candidate) -> float:
         """Estimate of the memory of a candidate's fullest rank."""
-        own = self._held(candidate.form)
+        own = self._held(self.workload.form(candidate))
         scale = candidate.microbatch / self.base
         recompute, traits = str(candidate.recompute), candidate.traits
         if traits.splits_backwards:  # which hold what was recomputed until the W
@@ -370,10 +370,10 @@ class JobPricing:
         return self._tied[form]
 
     def _form(self, candidate: Candidate) -> _Form:
-        form, split = candidate.form, candidate.splits
+        form, split = self.workload.form(candidate), candidate.splits
         key = form, split, candidate.num_microbatches  # most of which add to gradients
         if key not in self._forms:
-            graph = self.workload.graph(candidate.microbatch)
+            graph = self.workload.graph(form.microbatch, form.dp)
             trained = [
                 any(graph.values[n].requires_grad for n in s.outputs) for s in graph.segments
             ]

@@ -13,7 +13,7 @@ from merak.core.mesh import pretended
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.structure import Structure, structure_of_graph
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.price.candidate import Candidate, Form
+from merak.plan.price.candidate import Form
 from merak.plan.price.workload import Workload
 
 
@@ -42,7 +42,7 @@ class HeldEstimates:
         self._workload = workload
         self._device = device
         self._forms: dict[Form, Held] = {}
-        self._segments: dict[tuple[int, int, Structure], _HeldSegment] = {}
+        self._segments: dict[tuple[int, int, int | None, Structure], _HeldSegment] = {}
 
     def __call__(self, form: Form) -> Held:
         """Estimate what a microbatch of some samples holds.
@@ -57,9 +57,7 @@ class HeldEstimates:
     def _held(self, form: Form) -> Held:
         graph = self._workload.local_graph(form)
         first = self._workload.unique(form)
-        with pretended(
-            Candidate(tp=form.tp, cp=form.cp, ep=form.ep).mesh(0, self._workload.device)
-        ):
+        with pretended(self._workload.mesh(form)):
             known = {index: self._segment(form, graph, index) for index in sorted(set(first))}
         own = [known[index] for index in first]
         inputs = sum(graph.values[n].num_bytes for s in graph.segments for n in s.inputs)
@@ -74,7 +72,7 @@ class HeldEstimates:
     def _segment(self, form: Form, graph: ModelGraph, index: int) -> _HeldSegment:
         # What another ep changes has stacks of other sizes.
         segment = graph.segments[index]
-        key = form.tp, form.cp, structure_of_graph(segment.graph)
+        key = form.tp, form.cp, form.dp, structure_of_graph(segment.graph)
         if key not in self._segments:
             self._segments[key] = self._run(form, graph, segment)
         return self._segments[key]

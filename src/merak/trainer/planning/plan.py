@@ -125,7 +125,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
             "nothing to train on; pass train_dataset=… to MerakTrainer, or give the layout."
         )
     check_not_empty(trainer.train_dataset)
-    args = trainer.args
+    args, mesh = trainer.args, current_mesh()
     batch = _first_samples(trainer)
     check_batch(trainer, batch, trainer.train_dataset)
     source, columns = trainer.trace_source(batch)
@@ -140,6 +140,7 @@ def _workload(trainer: Any, samples: int) -> Workload:
         common=common_options(args),
         features=parse_features(args.feature_dict) if args.feature_dict else None,
         steps_beside_backward=steps_beside_backward(args),
+        dp=(mesh.given and mesh.given.dp) or mesh.dp,
     )
 
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as with_gradients
 from torch.overrides import TorchFunctionMode
 
-from merak.core.mesh import current_mesh
 from merak.core.source_lines import model_line, with_text
 from merak.graph.ir.replicas import REPLICA_ROWS, REPLICA_SUM
 from merak.graph.trace.autograd.calls import applying
@@ -150,18 +149,12 @@ class ReplicaCollectives(TorchFunctionMode):
         return total if kind == "sum" else total / self._world.size
 
     def check(self, group: Any) -> None:
-        """Refuse a process group that is not that of the replicas, and a number that is open.
+        """Refuse a process group that is not that of the replicas.
 
         Raises:
-            CollectiveError: it is not, or no plan has chosen the number of replicas yet.
+            CollectiveError: it is not.
         """
         self._ranks.are_met = True
-        if current_mesh().given is not None:
-            raise refusal(
-                "meets other replicas",
-                "plan='auto' is to choose how many there are, and prices this code for one number "
-                "alone; give degrees to merak.init (dp=…, tp=…, pp=…), or a plan",
-            )
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         elif isinstance(group, str):

@@ -1,4 +1,4 @@
-"""The kernels of a segment, and its collectives over tp and cp, forward and backward, in order.
+"""The kernels of a segment, and its collectives over ranks, forward and backward, in order.
 
 By default a device runs what Merak's trace has: every operator is a kernel that reads its inputs
 and writes its outputs. Jobs with fused kernels are priced by the rule of
@@ -72,7 +72,7 @@ class KernelChoice:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel, or a collective over tp or cp.
+    """A kernel, or a collective over an axis of the mesh.
 
     Args:
         work: of the kernel; None for a collective.
@@ -271,7 +271,7 @@ def _collective(
     whole = sent.size(own, *fx.map_arg(tuple(given.values()), lambda n: n.meta["tensor"]))
     nodes = frozenset((node.name,))
     copies = [] if choice.fused else [Kernel(Work(2 * own), nodes=nodes)]
-    axis = str(given["axis"])
+    axis = sent.axis or str(given["axis"])
     there, back = (
         [*copies, Kernel(collective=(kind, whole, axis), nodes=nodes)] if kind else []
         for kind in (sent.there, sent.back)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from merak.core import mesh as meshes
-from merak.core.elastic import GivenDegrees
 from merak.core.errors import TraceError
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
@@ -169,12 +167,6 @@ def test_so_is_a_group_of_other_ranks() -> None:
     pipeline = group(1, 3)
     with pytest.raises(TraceError, match=r"uses a process group of ranks 1, 3 .*here ranks 2, 3"):
         traced(lambda x: x / with_gradients.all_reduce(x.detach(), group=pipeline))
-
-
-def test_so_are_replicas_whose_number_a_plan_is_to_choose(mesh: Mesh) -> None:
-    meshes.set_mesh(replace(mesh, given=GivenDegrees()))
-    with pytest.raises(TraceError, match="plan='auto' is to choose how many there are"):
-        traced(known_count)
 
 
 class Counting(nn.Module):
