@@ -18,6 +18,8 @@ from torch import nn
 from merak.arguments import default_trace_cache
 from merak.checkpoint.manifest import MODEL
 from merak.checkpoint.pretrained.whole_tensors import WholeTensors
+from merak.checkpoint.remote.fetching import opened
+from merak.checkpoint.remote.folder import is_url
 from merak.checkpoint.saved import check_valid
 from merak.checkpoint.saver import Contents, save_state
 from merak.checkpoint.state import load_state
@@ -348,7 +350,8 @@ class ParallelModel:
 
         Args:
             folder: of this checkpoint alone, seen by all ranks; it appears, or is replaced, when
-                all of it is on disk.
+                all of it is on disk. Or its URL on storage that fsspec knows, such as
+                s3://bucket/run/100, which hosts without a shared file system can use, too.
             values: further small values of the loop, such as its learning rate schedule's
                 `state_dict()`: numbers, text, and lists and dicts of these. Rank 0's are saved.
 
@@ -361,10 +364,13 @@ class ParallelModel:
         with self.engine.whole_model():
             state = rank_state(self.engine, self.model, self.optimizer)
             save_state(folder, state, Contents(values=own))
-        self._read_from(Path(folder))
+        self._read_from(folder)
 
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Load a checkpoint of `save_checkpoint`, in any layout; all ranks call it together.
+
+        Args:
+            folder: of the checkpoint, or its URL.
 
         Returns:
             The values that were given to `save_checkpoint`.
@@ -372,11 +378,11 @@ class ParallelModel:
         Raises:
             WeightsError: it is damaged, or of another model.
         """
-        check_valid(Path(folder))
-        self._last_step.forget()
-        with self.engine.whole_model():
-            found = load_state(folder, rank_state(self.engine, self.model, self.optimizer))
-        self._read_from(Path(folder))
+        with opened(folder) as here, self.engine.whole_model():
+            check_valid(here)
+            self._last_step.forget()
+            found = load_state(here, rank_state(self.engine, self.model, self.optimizer))
+        self._read_from(folder)
         if "num_steps" not in found:
             raise WeightsError(
                 f"{os.fspath(folder)} was not saved by save_checkpoint; resume it with the trainer "
@@ -431,9 +437,12 @@ class ParallelModel:
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _read_from(self, folder: Path) -> None:
-        """Let methods of the model that need all of its weights read a checkpoint."""
-        folder = folder.absolute()
+    def _read_from(self, place: str | os.PathLike[str]) -> None:
+        """Let methods of the model that need all of its weights read a checkpoint, if on disk."""
+        if is_url(place):
+            self.engine.last_weights.forget(f"they are at {os.fspath(place)}, and not on disk")
+            return
+        folder = Path(place).absolute()
         self.engine.last_weights.keep(folder, WholeTensors(folder, MODEL))
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:

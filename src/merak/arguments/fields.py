@@ -306,6 +306,12 @@ class TrainingFields(TrainingArguments):
         "Whether training goes on while a checkpoint is written: the ranks copy what "
         "they save into host memory, which takes that memory, and write it in the background.",
     )
+    checkpoint_url: str | None = own(
+        None,
+        "URL of the folder in which checkpoints are kept on storage that fsspec knows, such as "
+        "s3://bucket/run or gs://bucket/run, in the place of output_dir. Each rank uploads what it "
+        "has written, and the manifest comes last; hosts need not share a file system.",
+    )
     save_last_weights: bool = own(
         True,
         "Whether train() leaves the last weights in the folder last-weights of output_dir, where "

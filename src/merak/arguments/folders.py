@@ -16,12 +16,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from merak.arguments.fields import TrainingFields
-from merak.core.errors import ArgumentsError
+from merak.checkpoint.remote.folder import RemoteFolder, check_writable, is_url
+from merak.core.errors import ArgumentsError, MerakError
 from merak.core.health.status import waiting_for_all
 from merak.core.health.timeouts import until
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0, warn_on_rank0
 from merak.core.units import ranges, size
+from merak.graph.weights.rank_agreement import gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,21 @@ VISIBLE_S = 10.0
 
 
 def folder_problems(arguments: TrainingFields) -> Iterator[str]:
-    """Yield why the output folder cannot be made, as far as can be told without making it."""
+    """Yield why folder or URL cannot be written, as far as can be told without writing there."""
+    url = arguments.checkpoint_url
+    if is_url(arguments.output_dir):
+        yield (
+            f"output_dir={arguments.output_dir!r} is no folder of this host, which logs and last "
+            f"weights need; name one, and use checkpoint_url={arguments.output_dir!r}."
+        )
+        return
+    if url is not None and not is_url(url):
+        yield f"checkpoint_url={url!r} is no URL; use such as s3://bucket/run."
+    elif url is not None:
+        try:
+            RemoteFolder(url).open()
+        except ArgumentsError as error:
+            yield f"checkpoint_url={url!r}: {error}"
     wanted = Path(str(arguments.output_dir)).expanduser().absolute()
     found = next(p for p in (wanted, *wanted.parents) if os.path.lexists(p))
     if not found.is_dir():
@@ -167,6 +183,29 @@ def _not_writable(views: Sequence[_View]) -> str | None:
         f"output_dir={first.folder!r} cannot be written by rank{'s' * (len(ranks) > 1)} "
         f"{ranges(ranks)} (on {first.host}: {first.reason}); name another"
     )
+
+
+def check_url(url: str, mesh: Mesh) -> None:
+    """Check that every rank can write into a folder on remote storage; a collective.
+
+    Args:
+        url: of the folder.
+        mesh: of the job.
+
+    Raises:
+        ArgumentsError: a rank cannot, the same on all ranks.
+    """
+    reason = ""
+    try:
+        check_writable(url, mesh.rank)
+    except MerakError as error:
+        reason = str(error)
+    reasons = gather_objects(reason, "whether checkpoint_url can be written on")
+    if ranks := [rank for rank, one in enumerate(reasons) if one]:
+        raise ArgumentsError(
+            f"checkpoint_url={url!r} cannot be written by rank{'s' * (len(ranks) > 1)} "
+            f"{ranges(ranks)}: {reasons[ranks[0]]}"
+        )
 
 
 def check_space(folder: str, mesh: Mesh, least_bytes: int, num_kept: int) -> None:

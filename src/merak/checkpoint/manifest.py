@@ -141,37 +141,61 @@ def read_manifest(folder: Path) -> Manifest:
     """
     try:
         text = read_text(folder / MANIFEST, MOST_BYTES)
-        content = parse_json(text)
     except UnreadableFile as cause:
-        is_missing = isinstance(cause.__cause__, FileNotFoundError)
-        why = ", which is written last, is missing" if is_missing else f" {cause}"
-        raise _no_checkpoint(folder, f"{MANIFEST}{why}") from cause
+        if isinstance(cause.__cause__, FileNotFoundError):
+            raise without_manifest(folder) from cause
+        raise _no_checkpoint(folder, f"{MANIFEST} {cause}") from cause
+    return parse_manifest(folder, text)
+
+
+def without_manifest(place: object) -> WeightsError:
+    """The error of a place where there is no manifest.
+
+    Args:
+        place: folder or URL, for the message.
+    """
+    return _no_checkpoint(place, f"{MANIFEST}, which is written last, is missing")
+
+
+def parse_manifest(place: object, text: str) -> Manifest:
+    """Read the text of a manifest.
+
+    Args:
+        place: folder or URL of the checkpoint, for messages.
+        text: of the file.
+
+    Raises:
+        WeightsError: it is damaged, or of a newer version.
+    """
     try:
+        content = parse_json(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError("it is no manifest")
-        _refuse_newer(folder, content)
+        _refuse_newer(place, content)
         found = content.pop("checksum", None)
         if found != _checksum(content) or text != _dump({**content, "checksum": found}):
             raise ValueError("its checksum is wrong")
         return _parsed(content)
+    except UnreadableFile as cause:
+        raise _no_checkpoint(place, f"{MANIFEST} {cause}") from cause
     except WeightsError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
-        raise _no_checkpoint(folder, f"{MANIFEST} is damaged: {cause}") from cause
+        raise _no_checkpoint(place, f"{MANIFEST} is damaged: {cause}") from cause
 
 
-def _refuse_newer(folder: Path, content: Mapping[str, Any]) -> None:
+def _refuse_newer(place: object, content: Mapping[str, Any]) -> None:
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         by = dict(content.get("versions") or {}).get("merak", "a newer one")
         raise WeightsError(
-            f"{folder} has version {version} of the checkpoint format (Merak {by}), and this Merak "
+            f"{place} has version {version} of the checkpoint format (Merak {by}), and this Merak "
             f"reads versions up to {VERSION}; update Merak."
         )
 
 
-def _no_checkpoint(folder: Path, why: str) -> WeightsError:
-    return WeightsError(f"{folder} holds no valid checkpoint ({why}); resume from another one.")
+def _no_checkpoint(place: object, why: str) -> WeightsError:
+    return WeightsError(f"{place} holds no valid checkpoint ({why}); resume from another one.")
 
 
 def _parsed(content: Mapping[str, Any]) -> Manifest:

@@ -20,6 +20,7 @@ from merak.checkpoint.formats.of_trainer import (
 )
 from merak.checkpoint.formats.pickled import is_pickled, open_pickled
 from merak.checkpoint.manifest import MANIFEST, read_manifest
+from merak.checkpoint.remote.fetching import is_fetched
 from merak.checkpoint.storage import CheckpointReader
 from merak.checkpoint.values import unpack_value
 from merak.core.errors import WeightsError
@@ -104,7 +105,8 @@ def check_valid(folder: Path, allow_pickled: bool = False) -> None:
     except WeightsError as error:
         problem = str(error)
     problems = gather_objects(problem)
-    if not any(problems) and (folder / MANIFEST).exists():
+    # The sizes of a fetched folder's files are compared already, and checksums when they come.
+    if not any(problems) and (folder / MANIFEST).exists() and not is_fetched(folder):
         files = read_manifest(folder).files
         ordered = sorted(files, key=lambda name: files[name].num_bytes)
         rank = dist.get_rank() if is_distributed() else 0

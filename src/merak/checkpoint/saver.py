@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from merak.checkpoint.manifest import (
     StoredTensor,
 )
 from merak.checkpoint.model_files import ModelFiles, plan_model_files, plan_other_files
+from merak.checkpoint.remote.committing import commit_remote, start_remote
+from merak.checkpoint.remote.folder import RemoteFolder, is_url, name_of
 from merak.checkpoint.save_pretrained import on_rank0, ranks_that_see
 from merak.checkpoint.shards import Box, Shards, assign_boxes, box_sizes, only_boxes, shard_of
 from merak.checkpoint.staging import ShardStager
@@ -85,6 +88,8 @@ class Contents:
         committed: called on rank 0, in the thread that saves, when the checkpoint is there.
         owns_target: whether the target's name is the job's own, so that what is there and is no
             checkpoint is set aside; else it is refused.
+        url: of the checkpoint on remote storage, in the place of the target's folder, in whose
+            place it is then written aside.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +98,12 @@ class Contents:
     write_files: Callable[[Path], None] | None = None
     committed: Callable[[], None] | None = None
     owns_target: bool = False
+    url: str | None = None
+
+    @property
+    def remote(self) -> RemoteFolder | None:
+        """The checkpoint's folder on remote storage, if it is to be there."""
+        return None if self.url is None else RemoteFolder(self.url)
 
 
 class CheckpointSaver:
@@ -111,6 +122,7 @@ class CheckpointSaver:
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[Any] | None = None
         self._target: Path | None = None
+        self._url: str | None = None
         self._writer: CheckpointWriter | None = None
         # Which boxes this rank writes, and the boxes of all ranks that it was decided for.
         self._assigned: frozenset[Box] = frozenset()
@@ -136,13 +148,14 @@ class CheckpointSaver:
             kinds, manifest = self._start(target, state, found)
             if self._in_background and self._group is None and is_distributed():
                 self._group = dist.new_group(backend="gloo")
-            self._target = target
+            self._target, self._url = target, found.url
             self._writer = CheckpointWriter(
                 partial_folder(target),
                 self._mesh.rank,
                 partial(self._complete, target, manifest, found),
                 found.model_files,
                 self._group,
+                found.remote,
             )
             self._pending = self._begin(self._writer, kinds)
             if self._in_background:
@@ -169,15 +182,20 @@ class CheckpointSaver:
             with waiting_for_all(f"parameters and optimizer of {name} to be written by"):
                 until(lambda: pending.done() or not writer.waits)
         problem = pending.exception()
+        if self._url is not None or problem is not None:
+            self._remove_partial()
         if problem is None:
             return
-        self._remove_partial()
         # A rank that has died is told of where lost connections are.
         raise problem if is_lost_connection(problem) else failure_of(problem, self._target)
 
-    def is_saving(self, target: Path) -> bool:
-        """Whether a checkpoint is being written to a folder."""
-        return self._pending is not None and target == self._target
+    def is_saving(self, place: str) -> bool:
+        """Whether a checkpoint is being written.
+
+        Args:
+            place: its folder or URL.
+        """
+        return self._pending is not None and place == (self._url or str(self._target))
 
     def abandon(self) -> None:
         """Wait a moment for a save that is under way, since this rank has failed.
@@ -209,7 +227,8 @@ class CheckpointSaver:
             logger.error(message, failure)
 
     def _remove_partial(self) -> None:
-        if self._mesh.rank == 0 and self._target is not None:
+        is_here = self._mesh.rank == 0 or self._url is not None  # perhaps a folder of each host
+        if is_here and self._target is not None:
             shutil.rmtree(partial_folder(self._target), ignore_errors=True)  # of no use, and large
 
     def _start(
@@ -236,7 +255,10 @@ class CheckpointSaver:
                 weights.update({n: shard_of(tensors[n], None, 0) for n in files.needed()})
             values.update(held_values(state))
             if self._mesh.rank == 0:
-                _clear(target, contents.owns_target)
+                if contents.remote is None:
+                    _clear(target, contents.owns_target)
+                else:
+                    start_remote(contents.remote, contents.owns_target)
                 folder = start_partial(target)
                 if files is not None:
                     files.write_companions(folder)
@@ -244,6 +266,8 @@ class CheckpointSaver:
                     contents.write_files(folder)
 
         together(start, target)
+        if contents.url is not None:  # each host has a folder of its own for what it uploads
+            partial_folder(target).mkdir(parents=True, exist_ok=True)
         sizes = box_sizes(shards)
         found = gather_objects((hash(tuple(sizes.items())), values))
         hashes = [one for one, _ in found]
@@ -288,7 +312,11 @@ class CheckpointSaver:
         every = {name: record_file(folder / name) for name in sorted(own)} | dict(files)
         if contents.model_files is not None:
             tensors = {**tensors, **_whole_tensors(contents.model_files)}
-        commit(target, replace(manifest, tensors=tensors, files=every))
+        manifest = replace(manifest, tensors=tensors, files=every)
+        if contents.remote is None:
+            commit(target, manifest)
+        else:
+            commit_remote(contents.remote, folder, manifest)
         if contents.committed is not None:
             contents.committed()
 
@@ -296,12 +324,18 @@ class CheckpointSaver:
 def save_state(
     target: str | os.PathLike[str], state: RankState, contents: Contents | None = None
 ) -> None:
-    """Save one checkpoint, and wait for it; collective. See `CheckpointSaver.save`."""
-    saver = CheckpointSaver(state.mesh, in_background=False)
-    try:
-        saver.save(Path(target), state, contents)
-    finally:
-        saver.close()
+    """Save one checkpoint in a folder, or at a URL, and wait for it; collective.
+
+    See `CheckpointSaver.save`.
+    """
+    saver, found = CheckpointSaver(state.mesh, in_background=False), contents or Contents()
+    with ExitStack() as stack:
+        stack.callback(saver.close)
+        folder = Path(target)
+        if is_url(target):
+            aside = stack.enter_context(tempfile.TemporaryDirectory(prefix="merak-"))
+            folder, found = Path(aside, name_of(str(target))), replace(found, url=str(target))
+        saver.save(folder, state, found)
 
 
 @during("saving the last weights")

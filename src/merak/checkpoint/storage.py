@@ -42,6 +42,8 @@ from torch.futures import Future
 from merak.checkpoint.files import record_file
 from merak.checkpoint.manifest import StoredBox, StoredFile, StoredTensor
 from merak.checkpoint.model_files import ModelFiles
+from merak.checkpoint.remote.fetching import local_files
+from merak.checkpoint.remote.folder import RemoteFolder
 from merak.checkpoint.shards import Shards, TensorShard
 from merak.checkpoint.values import dtype_name
 from merak.checkpoint.writing import without_group_warning
@@ -70,6 +72,7 @@ class CheckpointWriter(StorageWriter):
         complete: called on rank 0 when all ranks have written.
         model_files: the files of the model that `from_pretrained` reads; None for none.
         group: in which ranks send what these files need; None for the default group.
+        remote: where the files go, which are then removed here; None if they stay.
 
     Attributes:
         waits: whether this rank waits for others, and does not write itself.
@@ -83,8 +86,10 @@ class CheckpointWriter(StorageWriter):
         complete: Complete,
         model_files: ModelFiles | None = None,
         group: dist.ProcessGroup | None = None,
+        remote: RemoteFolder | None = None,
     ) -> None:
         self._folder = folder
+        self._remote = remote
         self._rank = rank
         self._complete = complete
         self._model_files = model_files
@@ -99,7 +104,7 @@ class CheckpointWriter(StorageWriter):
             assert isinstance(planner, ShardSavePlanner)
             weights = planner.weights()
             names = self._model_files.write(weights, self._folder, self._group, wait=self._wait)
-            written += [_file_result(self._folder, name) for name in names]
+            written += [self._stored(name) for name in names]
         for number, items in enumerate(_by_file(plan.items)):
             name = f"rank-{self._rank:05}" + (f"-part-{number}" if number else "")
             written += self._write_file(f"{name}.safetensors", items, planner)
@@ -122,7 +127,16 @@ class CheckpointWriter(StorageWriter):
             stored = StoredBox(name, key, offset, tuple(piece.shape))
             boxes.append(WriteResult(item.index, piece.nbytes, stored))
         save_file(state, self._folder / name)
-        return [*boxes, _file_result(self._folder, name)]
+        return [*boxes, self._stored(name)]
+
+    def _stored(self, name: str) -> WriteResult:
+        """Record a file that has been written, and bring it to its place."""
+        path = self._folder / name
+        file = record_file(path)
+        if self._remote is not None:
+            self._remote.put(path, name)
+            path.unlink()
+        return WriteResult(MetadataIndex(name), file.num_bytes, file)
 
     @contextmanager
     def _wait(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
@@ -226,8 +240,9 @@ class CheckpointReader(ReaderOfOneLoad):
         for item in plan.items:
             box: StoredBox = self._metadata.storage_data[item.storage_index]
             by_file.setdefault(box.file, []).append((item, box))
+        place = local_files(self._folder)
         for name, items in by_file.items():
-            with safe_open(self._folder / name, framework="pt") as file:
+            with safe_open(place(name), framework="pt") as file:
                 for item, box in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(_read(file, item, box))
@@ -292,11 +307,6 @@ def load_shards(reader: StorageReader, wanted: Shards) -> None:
     """Fill shards from a checkpoint. Collective."""
     with without_group_warning(), waiting_for_all("shards to be read by"):
         load({}, storage_reader=reader, planner=ShardLoadPlanner(wanted))
-
-
-def _file_result(folder: Path, name: str) -> WriteResult:
-    file = record_file(folder / name)
-    return WriteResult(MetadataIndex(name), file.num_bytes, file)
 
 
 def _by_file(items: list[WriteItem]) -> Iterator[list[WriteItem]]:

@@ -67,12 +67,12 @@ def why_not_written(error: BaseException, folder: str | os.PathLike[str]) -> str
     return f"{reason}; make it writable, or name another output_dir"
 
 
-def failure_of(error: BaseException, target: Path, done: str = "written") -> WeightsError:
+def failure_of(error: BaseException, target: Path | str, done: str = "written") -> WeightsError:
     """Turn the failure of a save or load into an error of one sentence.
 
     Args:
         error: what a rank has raised; DCP's own exception holds those of all ranks.
-        target: the folder.
+        target: the folder, or its URL.
         done: "written" or "read".
     """
     if isinstance(error, CheckpointException):
@@ -85,12 +85,12 @@ def failure_of(error: BaseException, target: Path, done: str = "written") -> Wei
     return kind(f"{target} could not be {done}: {named}.")
 
 
-def together(action: Callable[[], None], target: Path, done: str = "written") -> None:
+def together(action: Callable[[], None], target: Path | str, done: str = "written") -> None:
     """Run an action on every rank; if it fails on one, all ranks raise its error. Collective.
 
     Args:
         action: of this rank.
-        target: the folder that it is about.
+        target: the folder that it is about, or its URL.
         done: "written" or "read".
 
     Raises:

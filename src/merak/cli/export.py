@@ -46,11 +46,11 @@ class ExportReport:
 class ExportRequest:
     """Request to export a checkpoint."""
 
-    checkpoint: Path = argument(
+    checkpoint: str = argument(
         MISSING,
         "CHECKPOINT",
-        "A checkpoint-… folder, of any layout; with --merge also a model's own; with --base alone "
-        "one of torch.distributed.checkpoint.",
+        "A checkpoint-… folder, of any layout, or the URL of one; with --merge also a model's own; "
+        "with --base alone one of torch.distributed.checkpoint.",
     )
     out: Path = argument(MISSING, "OUT", "The folder to write.")
     max_shard_size: str | None = option(
@@ -114,33 +114,35 @@ def export_report(request: ExportRequest) -> ExportReport:
         "dtype": _dtype(request.dtype),
         "overwrite": request.overwrite,
     }
-    from merak.checkpoint.pretrained.dcp import export_dcp, export_from_dcp, is_dcp
-    from merak.checkpoint.pretrained.export import export_checkpoint
-    from merak.checkpoint.pretrained.merged import export_merged
+    from merak.checkpoint.pretrained.export import is_of_model
+    from merak.checkpoint.remote.fetching import opened
 
-    checkpoint, out = request.checkpoint, request.out
-    is_from_dcp = is_dcp(checkpoint)
-    _check_words(request, is_from_dcp)
     started = time.perf_counter()
-    if is_from_dcp:
-        found = export_from_dcp(checkpoint, out, _make_model(str(request.base)), **options)
-        return _report(request, found, started)
-    options["average"] = request.average
-    if request.merge:
-        found = export_merged(checkpoint, out, _load_base, request.base, **options)
-    elif request.format == DCP:
-        options.pop("max_shard_size")
-        found = export_dcp(checkpoint, out, **options)
-    else:
-        found = export_checkpoint(checkpoint, out, **options)
-    return _report(request, found, started)
-
-
-def _report(request: ExportRequest, found: Exported, started: float) -> ExportReport:
+    with opened(request.checkpoint, lambda name: request.average or is_of_model(name)) as folder:
+        found = _exported(request, folder, options)
     seconds = time.perf_counter() - started
     return ExportReport(
         str(request.out), list(found.files), found.parameters, found.num_bytes, seconds
     )
+
+
+def _exported(request: ExportRequest, checkpoint: Path, options: dict[str, Any]) -> Exported:
+    """Export a checkpoint whose files are on this host."""
+    from merak.checkpoint.pretrained.dcp import export_dcp, export_from_dcp, is_dcp
+    from merak.checkpoint.pretrained.export import export_checkpoint
+    from merak.checkpoint.pretrained.merged import export_merged
+
+    out, is_from_dcp = request.out, is_dcp(checkpoint)
+    _check_words(request, is_from_dcp)
+    if is_from_dcp:
+        return export_from_dcp(checkpoint, out, _make_model(str(request.base)), **options)
+    options["average"] = request.average
+    if request.merge:
+        return export_merged(checkpoint, out, _load_base, request.base, **options)
+    if request.format == DCP:
+        options.pop("max_shard_size")
+        return export_dcp(checkpoint, out, **options)
+    return export_checkpoint(checkpoint, out, **options)
 
 
 def _check_words(request: ExportRequest, is_from_dcp: bool) -> None:

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from merak.arguments.folders import check_shared_folder, check_space, warn_of_space
+from merak.arguments.folders import (
+    check_shared_folder,
+    check_space,
+    check_url,
+    warn_of_space,
+)
 from merak.checkpoint.pretrained.file_tensors import check_saves
 from merak.core.errors import WeightsError
 from merak.core.mesh import Mesh
@@ -38,8 +43,11 @@ def check_output(trainer: Trainer, mesh: Mesh) -> None:
     """
     args: Any = trainer.args  # of Merak, whatever transformers declares
     saves = saves_checkpoints(trainer)
-    check_shared_folder(str(args.output_dir), mesh, saves=saves)
-    if saves:
+    is_remote = saves and args.checkpoint_url is not None
+    check_shared_folder(str(args.output_dir), mesh, saves=saves and not is_remote)
+    if is_remote:
+        check_url(args.checkpoint_url, mesh)
+    elif saves:
         least = least_checkpoint_bytes(trainer)
         check_space(str(args.output_dir), mesh, least, args.save_total_limit or 1)
     if leaves_last_weights(trainer, mesh):

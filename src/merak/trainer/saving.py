@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import socket
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -25,18 +26,26 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import (
-    PREFIX_CHECKPOINT_DIR,
     SaveStrategy,
     TrainOutput,
 )
 
 from merak.arguments import refuse_different_arguments
 from merak.checkpoint.description import describe_model
-from merak.checkpoint.files import remove_checkpoint, remove_partial
+from merak.checkpoint.files import remove_partial
 from merak.checkpoint.formats.of_trainer import Order
 from merak.checkpoint.manifest import MANIFEST, MODEL
 from merak.checkpoint.model_files import ModelFiles, plan_model_files
+from merak.checkpoint.pretrained.export import is_of_model
 from merak.checkpoint.pretrained.whole_tensors import WholeTensors
+from merak.checkpoint.remote.fetching import (
+    fetch,
+    forget_tensors,
+    is_fetched,
+    opened,
+    remove_fetched,
+)
+from merak.checkpoint.remote.folder import RemoteFolder, name_of
 from merak.checkpoint.save_pretrained import on_rank0, save_pretrained, save_whole
 from merak.checkpoint.saved import open_checkpoint
 from merak.checkpoint.saver import CheckpointSaver, Contents, save_weights
@@ -55,7 +64,14 @@ from merak.graph.weights.holders import find_holders
 from merak.graph.weights.laid_out import ReadTensors, is_in_parts
 from merak.trainer.before import check_output, leaves_last_weights, saves_checkpoints
 from merak.trainer.logs import Logging
-from merak.trainer.resuming import AUTO, checkpoint_to_resume, outdated
+from merak.trainer.resuming import (
+    AUTO,
+    checkpoint_place,
+    checkpoint_to_resume,
+    is_there,
+    outdated,
+    remove_checkpoint,
+)
 from merak.trainer.subclass.methods import overriding
 from merak.trainer.unsupported import refuse_no_steps
 
@@ -126,8 +142,14 @@ class Pushing(Logging):
             return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        url: str | None = self.args.checkpoint_url
         with failing_together(self.mesh, _PUSH):
-            super()._push_from_checkpoint(checkpoint_folder)
+            if url is None or self.mesh.rank != 0:
+                super()._push_from_checkpoint(checkpoint_folder)
+                return
+            with tempfile.TemporaryDirectory() as aside:
+                place = RemoteFolder(url).child(Path(checkpoint_folder).name).url
+                super()._push_from_checkpoint(str(fetch(place, Path(aside), is_of_model)))
 
 
 class Saving(Pushing):
@@ -141,6 +163,7 @@ class Saving(Pushing):
     compute_loss_func: Any
     hp_search_backend: Any
     _planned_files: ModelFiles | None = None
+    _saved_step: int
     _check_owner: Callable[[], None] = staticmethod(lambda: None)  # on rank 0, while it trains
     _order: Order | None = None  # of the parameters in the optimizer's groups
 
@@ -150,9 +173,9 @@ class Saving(Pushing):
         """Train as `transformers.Trainer` does, after checking the checkpoint that it resumes from.
 
         Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the newest valid one in
-                `output_dir`; "auto" for that one, or for a new training where there is none. By
-                default "auto" if the arguments say so.
+            resume_from_checkpoint: a checkpoint's folder or URL; True for the newest valid one in
+                `checkpoint_url` or `output_dir`; "auto" for that one, or for a new training where
+                there is none. By default "auto" if the arguments say so.
             *rest: as in transformers.
             **kwargs: as in transformers.
 
@@ -195,15 +218,33 @@ class Saving(Pushing):
     def _train(self, request: object, *rest: Any, **kwargs: Any) -> TrainOutput:
         output_dir = str(self.args.output_dir)
         found = checkpoint_to_resume(
-            request, output_dir, allow_pickled=self.args.allow_pickled_checkpoint
+            request,
+            output_dir,
+            url=self.args.checkpoint_url,
+            allow_pickled=self.args.allow_pickled_checkpoint,
         )
         try:
             trained: TrainOutput = super().train(found, *rest, **kwargs)
         except BaseException:
             self._saver.abandon()
             raise
+        finally:
+            if found is not None:
+                remove_fetched(Path(found))
         self._saver.wait()
         return trained
+
+    def _checkpoint_place(self, trial: Any = None) -> str:
+        """Folder or URL of the checkpoint of the step that is done."""
+        return checkpoint_place(self._run_place(trial), self.state.global_step)
+
+    def _run_place(self, trial: Any = None) -> str:
+        """Folder or URL of the run's checkpoints; a trial of a search has one inside of it."""
+        folder, url = str(self._get_output_dir(trial=trial)), self.args.checkpoint_url
+        if url is None:
+            return folder
+        inner = Path(folder).relative_to(str(self.args.output_dir)).as_posix()
+        return url if inner == "." else RemoteFolder(url).child(inner).url
 
     @cached_property
     def _num_saves(self) -> Counter[str]:
@@ -321,14 +362,14 @@ class Saving(Pushing):
             raise
 
     def _save_before_refusal(self) -> None:
-        step = self.state.global_step
-        folder = Path(self._get_output_dir(None)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not step or (folder / MANIFEST).is_file():
+        step, place = self.state.global_step, self._checkpoint_place()
+        if not step or self._saved_step == step:
+            self._saver.wait()
             return
         if saves_checkpoints(self):
             self._save_checkpoint(self.model, None)
             self._saver.wait()
-            announce("the batch behind step %d is refused; %s has what is trained", step, folder)
+            announce("the batch behind step %d is refused; %s has what is trained", step, place)
         else:
             self._leave_last_weights(also_whole=True)
 
@@ -389,9 +430,9 @@ class Saving(Pushing):
             raise ArgumentsError("there is nothing to save before training; call train() first.")
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        run_dir = Path(self._get_output_dir(trial=trial))
-        folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._note_best(run_dir, folder)
+        place, url = self._checkpoint_place(trial), self.args.checkpoint_url
+        folder = Path(self._get_output_dir(trial=trial)) / name_of(place)
+        self._note_best(self._run_place(trial), place)
         scaler = {} if self.scaler is None else {"loss_scale": self.scaler.state_dict()}
         contents = Contents(
             values={
@@ -402,18 +443,23 @@ class Saving(Pushing):
             layout=_degrees(self.mesh) | {"schedule": self.args.schedule, "zero": self.args.zero},
             model_files=self._plan_files(),
             write_files=self._write_files,
-            committed=partial(self._remove_old, folder, self.state.best_model_checkpoint),
+            committed=partial(self._remove_old, place, self.state.best_model_checkpoint),
             owns_target=True,
+            url=None if url is None else place,
         )
         self._saver.wait()
         decide_on_rank0(self.mesh, "the owner of output_dir", self._check_owner)
         with self.engine.whole_model():
             optimizer = None if self.args.save_only_model else self._inner_optimizer()
             self._saver.save(folder, rank_state(self.engine, self.model, optimizer), contents)
-        self.engine.last_weights.note(folder)
+        if url is None:
+            self.engine.last_weights.note(folder)
+        else:
+            self.engine.last_weights.forget(f"they are at {place}")
         if self.args.push_to_hub or self._needs_it_on_save:
             self._saver.wait()
-            self._offer(folder)
+            if url is None:
+                self._offer(folder)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
 
@@ -467,13 +513,13 @@ class Saving(Pushing):
             )
         return bool(own)
 
-    def _note_best(self, run_dir: Path, folder: Path) -> None:
-        """Note the folder of the best checkpoint so far, as transformers does."""
+    def _note_best(self, run: str, place: str) -> None:
+        """Note the folder or URL of the best checkpoint so far, as transformers does."""
         steps = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
         if self.args.save_strategy in steps and self.state.best_global_step:
-            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
-            if best == folder or best.exists() or self._saver.is_saving(best):
-                self.state.best_model_checkpoint = str(best)
+            best = checkpoint_place(run, self.state.best_global_step)
+            if best == place or self._saver.is_saving(best) or is_there(best):
+                self.state.best_model_checkpoint = best
 
     def _write_files(self, folder: Path) -> None:
         """Write what a checkpoint holds beside weights and the ranks' shards, on rank 0."""
@@ -489,10 +535,10 @@ class Saving(Pushing):
                 known[name] = one.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
-    def _remove_old(self, newest: Path, best: str | None) -> None:
+    def _remove_old(self, newest: str, best: str | None) -> None:
         """Keep as many checkpoints as asked for, the newest and the best among them."""
-        for folder in outdated(newest, best, self.args.save_total_limit):
-            remove_checkpoint(folder)
+        for place in outdated(newest, best, self.args.save_total_limit):
+            remove_checkpoint(place)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights are loaded once the ranks have their segments, with the optimizer's state."""
@@ -522,9 +568,11 @@ class Saving(Pushing):
             self.scaler.load_state_dict(values["loss_scale"])
 
     def _load_best_model(self) -> None:
-        assert self.state.best_model_checkpoint is not None
+        best = self.state.best_model_checkpoint
+        assert best is not None
         self._saver.wait()
-        self._load_ranks(self.state.best_model_checkpoint, None)
+        with opened(best) as folder:
+            self._load_ranks(str(folder), None)
 
     def _load_ranks(
         self, checkpoint: str, optimizer: torch.optim.Optimizer | None
@@ -535,7 +583,10 @@ class Saving(Pushing):
             state = rank_state(self.engine, self.model, optimizer)
             state = replace(state, order=self._order)
             values = load_state(Path(checkpoint), state, self.args.allow_pickled_checkpoint)
-        self.engine.last_weights.note(Path(checkpoint))
+        if is_fetched(Path(checkpoint)):
+            forget_tensors(Path(checkpoint))
+        else:
+            self.engine.last_weights.note(Path(checkpoint))
         return values
 
     def _inner_optimizer(self) -> Any:

@@ -30,7 +30,7 @@ from merak.engine.rank_arguments import step_options
 from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.optimizer_step import StepNumbers
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
-from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
+from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.planning.replan import LayoutChange
 from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
@@ -114,20 +114,19 @@ class Stepping(Saving):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
-        folder = str(self._get_output_dir(trial=trial))
-        self._rollbacks.add(checkpoint_folder(folder, self.state.global_step))
+        self._rollbacks.add(self._checkpoint_place(trial))
 
     def _stop_on_sigterm(self) -> None:
         """Save a checkpoint of the last step where all ranks stop now, and end the process."""
         if not must_stop():
             return
-        step, folder = self.state.global_step, str(self.args.output_dir)
+        step, run = self.state.global_step, self._run_place()
         if step > self._saved_step and self.args.save_strategy != SaveStrategy.NO:
             self._save_checkpoint(self.model, None)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self._saver.wait()
         has_saved()
-        has = f"{folder} has its checkpoint" if step == self._saved_step else "nothing is saved"
+        has = f"{run} has its checkpoint" if step == self._saved_step else "nothing is saved"
         announce("SIGTERM has ended the job after step %s; %s", step, has)
         raise SystemExit(TERMINATED)
 
@@ -440,8 +439,7 @@ class Stepping(Saving):
         if layout is None or ends or self._saved_step != step:
             return
         self._saver.wait()
-        folder = str(self._get_output_dir(trial=None))
-        raise LayoutChange(layout, checkpoint_folder(folder, step))
+        raise LayoutChange(layout, self._checkpoint_place())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """transformers' own log, with NaN for the loss of steps of which none was finite."""

@@ -119,7 +119,7 @@ def test_digits_that_no_trainer_writes(tmp_path: Path, digits: str) -> None:
     make(tmp_path, 3)
     (tmp_path / f"checkpoint-{digits}").mkdir()
     assert checkpoint_to_resume("auto", str(tmp_path)) == str(tmp_path / "checkpoint-3")
-    assert outdated(tmp_path / "checkpoint-3", None, 1) == []
+    assert outdated(str(tmp_path / "checkpoint-3"), None, 1) == []
 
 
 def test_no_steps() -> None:
@@ -152,7 +152,7 @@ def test_what_a_run_removes(tmp_path: Path) -> None:
 
     def removed(best: str | None, limit: int | None) -> list[str]:
         found = None if best is None else str(tmp_path / best)
-        return [one.name for one in outdated(tmp_path / "checkpoint-4", found, limit)]
+        return [Path(one).name for one in outdated(str(tmp_path / "checkpoint-4"), found, limit)]
 
     assert removed(None, 1) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert removed("checkpoint-2", 1) == ["checkpoint-1", "checkpoint-3"]

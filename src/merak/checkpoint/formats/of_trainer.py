@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.optimizer_state import MASTER, PREFIX
-from merak.checkpoint.storage import ReaderOfOneLoad
-from merak.checkpoint.trainer_files import (
+from merak.checkpoint.pretrained.trainer_files import (
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
     TRAINING_ARGS_NAME,
 )
+from merak.checkpoint.storage import ReaderOfOneLoad
 from merak.core.errors import WeightsError
 from merak.core.files.json_file import read_json
 from merak.core.health.status import during

@@ -35,7 +35,7 @@ from merak.checkpoint.pretrained.tensor_file import (
     read_layout,
     read_tensor,
 )
-from merak.checkpoint.trainer_files import (
+from merak.checkpoint.pretrained.trainer_files import (
     OPTIMIZER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,

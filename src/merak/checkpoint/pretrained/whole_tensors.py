@@ -20,6 +20,7 @@ import torch
 
 from merak.checkpoint.manifest import StoredBox, StoredTensor, read_manifest
 from merak.checkpoint.pretrained.tensor_file import read_layout
+from merak.checkpoint.remote.fetching import local_files
 from merak.checkpoint.values import dtype_of
 from merak.core.doctor.finding import System
 from merak.core.doctor.memory import read_memory
@@ -48,7 +49,8 @@ class WholeTensors:
         }
         names = {box.file for one in self._stored.values() for box in one.boxes}
         try:
-            sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
+            place = local_files(folder)
+            sizes = {name: place(name).stat().st_size for name in sorted(names)}
             is_mapped = not _fits(sum(sizes.values()))
             self._files = {name: _File(folder / name, is_mapped) for name in sizes}
         except OSError as error:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import merak
 from merak.arguments.folders import make_output_folder
@@ -26,7 +24,7 @@ from merak.core.errors import CommandError, MerakError, collected, raise_all
 from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
 from merak.launch.ranks import check_room
-from merak.trainer.resuming import AUTO, checkpoint_to_resume
+from merak.trainer.resuming import AUTO, checkpoint_to_resume, checkpoints_in
 from merak.trainer.unsupported import refuse_no_steps
 from merak.zoo.hub import fetch_model
 from merak.zoo.model_source import check_inner_fields
@@ -111,7 +109,9 @@ def _found_checkpoint(request: Any, args: Any) -> str | None:
     """The checkpoint that a job would go on from, of which only what is quick is checked."""
     allows = args.allow_pickled_checkpoint
     folder = str(args.output_dir)
-    return checkpoint_to_resume(request, folder, allow_pickled=allows, reads_all=False)
+    return checkpoint_to_resume(
+        request, folder, url=args.checkpoint_url, allow_pickled=allows, reads_all=False
+    )
 
 
 def described(job: Job) -> DryRunReport:
@@ -209,7 +209,7 @@ def _to_resume(job: Job, args: Any) -> Any:
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if not job.resumes or (requested and not is_restart):
         return requested
-    has_any = any(Path(str(args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    has_any = checkpoints_in(args.checkpoint_url or str(args.output_dir))
     return AUTO if has_any else requested
 
 

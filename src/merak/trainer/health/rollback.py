@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from merak.arguments import MerakArguments
+from merak.checkpoint.remote.fetching import remove_fetched
 from merak.core.errors import TrainingError, WeightsError
 from merak.core.rank0 import warn_on_rank0
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.resuming import checkpoint_to_resume, is_there
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +59,17 @@ class Rollbacks:
                 f"step {step} has {found}, after {args.max_rollbacks} rollbacks; lower the "
                 f"learning rate, look at the data, or raise max_rollbacks={args.max_rollbacks}."
             )
-        checkpoint = self._newest_valid(args.allow_pickled_checkpoint)
-        if checkpoint is None:
+        found_valid = self._newest_valid(args)
+        if found_valid is None:
             raise TrainingError(
                 f"step {step} has {found}, and this run has no checkpoint yet to roll back to; "
                 f"save earlier (save_steps={args.save_steps}), lower the learning rate, or look at "
                 "the data."
             )
-        load(checkpoint)
+        checkpoint, folder = found_valid
+        load(folder)
+        if folder != checkpoint:
+            remove_fetched(Path(folder))
         warn_on_rank0(
             logger,
             "step %d has %s; rolled back to %s (%d of at most %d times), and going on with the "
@@ -79,18 +81,23 @@ class Rollbacks:
             args.max_rollbacks,
         )
 
-    def _newest_valid(self, allow_pickled: bool) -> str | None:
-        """The newest checkpoint of the run that is still there and valid; collective."""
+    def _newest_valid(self, args: MerakArguments) -> tuple[str, str] | None:
+        """The newest checkpoint of the run that is still there and valid; collective.
+
+        Returns:
+            Its folder or URL, and its folder on this host.
+        """
+        allowed = args.allow_pickled_checkpoint
         for checkpoint in reversed(self._checkpoints):
-            if not Path(checkpoint).is_dir():
+            if not is_there(checkpoint):
                 continue  # save_total_limit
             try:
-                return checkpoint_to_resume(checkpoint, "", allow_pickled=allow_pickled)
+                found = checkpoint_to_resume(
+                    checkpoint, str(args.output_dir), allow_pickled=allowed
+                )
             except WeightsError as problem:
                 warn_on_rank0(logger, "%s", problem)
+                continue
+            assert found is not None
+            return checkpoint, found
         return None
-
-
-def checkpoint_folder(output_dir: str, step: int) -> str:
-    """The folder of a step's checkpoint, as transformers names it."""
-    return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")

@@ -15,7 +15,7 @@ import transformers.trainer
 from torch import nn
 
 import merak
-from merak.checkpoint import trainer_files
+from merak.checkpoint.pretrained import trainer_files
 from merak.core import mesh
 from merak.core.errors import MerakError
 from merak.trainer.resuming import checkpoint_to_resume

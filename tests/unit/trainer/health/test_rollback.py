@@ -11,18 +11,21 @@ import pytest
 
 from merak.core.errors import TrainingError, WeightsError
 from merak.trainer.health import rollback
-from merak.trainer.health.rollback import Rollbacks, checkpoint_folder
+from merak.trainer.health.rollback import Rollbacks
+from merak.trainer.resuming import checkpoint_place
 
 
 def arguments(most: int = 2) -> Any:
-    return SimpleNamespace(max_rollbacks=most, save_steps=500, allow_pickled_checkpoint=False)
+    return SimpleNamespace(
+        max_rollbacks=most, save_steps=500, allow_pickled_checkpoint=False, output_dir="runs"
+    )
 
 
 @pytest.fixture
 def valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of checkpoints 10, 20 and 30, of which the last is damaged."""
     for step in (10, 20, 30):
-        Path(checkpoint_folder(str(tmp_path), step)).mkdir()
+        Path(checkpoint_place(str(tmp_path), step)).mkdir()
 
     def check(checkpoint: str, output_dir: str, *, allow_pickled: bool) -> str:
         if checkpoint.endswith("30"):
@@ -38,7 +41,7 @@ def test_the_newest_valid_checkpoint_is_loaded(
 ) -> None:
     rollbacks, loaded = Rollbacks(), []
     for step in (10, 20, 30):
-        rollbacks.add(checkpoint_folder(str(valid), step))
+        rollbacks.add(checkpoint_place(str(valid), step))
     rollbacks.roll_back(arguments(), 33, "loss nan and gradient norm nan", loaded.append)
     shutil.rmtree(loaded[0])  # by save_total_limit
     rollbacks.roll_back(arguments(), 34, "loss nan and gradient norm nan", loaded.append)
@@ -59,7 +62,7 @@ def test_the_newest_valid_checkpoint_is_loaded(
 
 def test_checkpoints_of_an_earlier_run_are_not_rolled_back_to(valid: Path) -> None:
     rollbacks = Rollbacks()
-    rollbacks.add(checkpoint_folder(str(valid), 10))
+    rollbacks.add(checkpoint_place(str(valid), 10))
     rollbacks.start()
     with pytest.raises(TrainingError, match="this run has no checkpoint yet to roll back to; save"):
         rollbacks.roll_back(arguments(), 3, "loss nan and gradient norm nan", lambda _: None)
