@@ -17,7 +17,7 @@ import merak
 from merak.arguments import folders
 from merak.core.errors import ArgumentsError, SavingError
 from merak.core.files.folder_owner import Owner, Pace, owning
-from merak.trainer import saving
+from merak.trainer.checkpoints import saving
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Setup, make_merak
 from tests.tiers import slow

@@ -138,7 +138,7 @@ def resume_alone(folder: str) -> list[str]:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("merak.trainer.saving").addHandler(handler)
+    logging.getLogger("merak.trainer.checkpoints.saving").addHandler(handler)
     train(folder, {"global_batch": None, "resume_from_checkpoint": "auto", "max_steps": 4})
     return warned
 

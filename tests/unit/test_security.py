@@ -27,7 +27,7 @@ from merak.graph.cache.cache import cached
 from merak.plan.cost import device
 from merak.plan.cost.measured_times import load_times
 from merak.schedule import serialize
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.checkpoints.resuming import checkpoint_to_resume
 
 
 class Touch:

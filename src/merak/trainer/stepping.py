@@ -29,10 +29,10 @@ from merak.engine.planning.replan import PlanWatch
 from merak.engine.rank_arguments import step_options
 from merak.engine.step.last_step import LastStep, OpenStep
 from merak.engine.step.optimizer_step import StepNumbers
+from merak.trainer.checkpoints.rollback import Rollbacks
+from merak.trainer.checkpoints.saving import Saving
 from merak.trainer.health.not_finite import LearningRates, SkippedSteps, StepLoss
-from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.planning.replan import LayoutChange
-from merak.trainer.saving import Saving
 from merak.trainer.step_inputs import StepInputs
 from merak.trainer.subclass.methods import describe, overriding
 from merak.trainer.tokens import TOKENS, TokenCounter

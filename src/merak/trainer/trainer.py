@@ -62,6 +62,7 @@ from merak.plan.options import PARALLEL_OPTIONS
 from merak.plan.summary import describe_mesh
 from merak.trainer.batch_exchange import BatchExchange
 from merak.trainer.before import check_saving, first_evaluation_batches
+from merak.trainer.checkpoints.rollback import Rollbacks
 from merak.trainer.columns import check_batch
 from merak.trainer.evaluation import (
     Evaluation,
@@ -71,7 +72,6 @@ from merak.trainer.evaluation import (
 )
 from merak.trainer.generation import GeneratedBatches, with_whole_model
 from merak.trainer.health.not_finite import SkippedSteps
-from merak.trainer.health.rollback import Rollbacks
 from merak.trainer.last_step import refuse_unequal_replicas
 from merak.trainer.live.display import JobBoard
 from merak.trainer.logs import Throughput, announced_level

@@ -24,7 +24,7 @@ from merak.core.errors import CommandError, MerakError, collected, raise_all
 from merak.core.mesh import current_mesh
 from merak.launch.devices import check_backend, device_of
 from merak.launch.ranks import check_room
-from merak.trainer.resuming import AUTO, checkpoint_to_resume, checkpoints_in
+from merak.trainer.checkpoints.resuming import AUTO, checkpoint_to_resume, checkpoints_in
 from merak.trainer.unsupported import refuse_no_steps
 from merak.zoo.hub import fetch_model
 from merak.zoo.model_source import check_inner_fields

@@ -1,1 +1,1 @@
-"""Health of a training run: steps that are not finite, rollbacks, replicas that drift apart."""
+"""Health of a training run: steps that are not finite, replicas that drift apart."""

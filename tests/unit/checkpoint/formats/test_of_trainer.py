@@ -18,7 +18,7 @@ import merak
 from merak.checkpoint.pretrained import trainer_files
 from merak.core import mesh
 from merak.core.errors import MerakError
-from merak.trainer.resuming import checkpoint_to_resume
+from merak.trainer.checkpoints.resuming import checkpoint_to_resume
 from tests.multirank.training import alone
 
 

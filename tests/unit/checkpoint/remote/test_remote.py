@@ -21,7 +21,7 @@ from merak.checkpoint.saver import Contents, save_state
 from merak.checkpoint.state import RankState
 from merak.core.errors import SavingError, WeightsError
 from merak.core.mesh import Mesh
-from merak.trainer.resuming import checkpoint_to_resume, checkpoints_in, outdated
+from merak.trainer.checkpoints.resuming import checkpoint_to_resume, checkpoints_in, outdated
 from tests import object_store
 from tests.object_store import ObjectStore
 

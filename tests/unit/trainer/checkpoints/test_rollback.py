@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from merak.core.errors import TrainingError, WeightsError
-from merak.trainer.health import rollback
-from merak.trainer.health.rollback import Rollbacks
-from merak.trainer.resuming import checkpoint_place
+from merak.trainer.checkpoints import rollback
+from merak.trainer.checkpoints.resuming import checkpoint_place
+from merak.trainer.checkpoints.rollback import Rollbacks
 
 
 def arguments(most: int = 2) -> Any:

@@ -16,7 +16,7 @@ from merak.arguments import MerakArguments
 from merak.checkpoint.remote.fetching import remove_fetched
 from merak.core.errors import TrainingError, WeightsError
 from merak.core.rank0 import warn_on_rank0
-from merak.trainer.resuming import checkpoint_to_resume, is_there
+from merak.trainer.checkpoints.resuming import checkpoint_to_resume, is_there
 
 logger = logging.getLogger(__name__)
 

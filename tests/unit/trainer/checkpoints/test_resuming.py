@@ -13,7 +13,7 @@ from merak.checkpoint.saver import save_state
 from merak.checkpoint.state import RankState
 from merak.core.errors import ArgumentsError, WeightsError
 from merak.core.mesh import Mesh
-from merak.trainer.resuming import checkpoint_to_resume, outdated
+from merak.trainer.checkpoints.resuming import checkpoint_to_resume, outdated
 from merak.trainer.unsupported import in_one_sentence, refuse_no_steps
 
 ALONE = Mesh(1, 1, 1, 0, torch.device("cpu"), None)

@@ -22,7 +22,7 @@ from merak.checkpoint.saver import SENTINEL
 from merak.core import mesh
 from merak.core.errors import SavingError
 from merak.core.files.folder_owner import FILE, Owner, Pace, owning
-from merak.trainer import saving
+from merak.trainer.checkpoints import saving
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,1 @@
+"""Checkpoints and models of a training: saved, found again, and resumed from."""
