@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from merak.cli.main import main
 from merak.core import mesh
@@ -72,6 +72,7 @@ SIZES: dict[str, tuple[dict[str, object], list[str]]] = {
     "sft": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
     "lora": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
     "dpo": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
+    "vision": ({}, ["data.sequence=64"]),
 }
 
 
@@ -95,6 +96,7 @@ def write_images(folder: Path) -> None:
 def write_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         ["what is it"],
@@ -111,6 +113,50 @@ def write_model(folder: Path) -> None:
     transformers.set_seed(0)
     config = transformers.LlamaConfig(vocab_size=300, **LLAMA)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+ANSWERS_MARKED = (
+    "{% for message in messages %}{{ message['role'] }}: {% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'][0]['text'] }}<end>{% endgeneration %}{% else %}"
+    "{% for one in message['content'] %}{% if one['type'] == 'image' %}<image>{% else %}"
+    "{{ one['text'] }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+)
+
+
+def write_vision(folder: Path) -> None:
+    """A small LLaVA with its processor, and conversations about images."""
+    write_model(folder / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"], "pad_token": "<end>"})
+    tokenizer.image_token = "<image>"
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    size = {"size": {"shortest_edge": 32}, "crop_size": 32}
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(**size), tokenizer, patch_size=8,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=ANSWERS_MARKED,
+    ).save_pretrained(folder / "model")  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    sizes = {"num_hidden_layers": 2, "image_size": 32, "patch_size": 8}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**vision, **sizes),
+        text_config=transformers.LlamaConfig(vocab_size=len(tokenizer), **LLAMA),
+        image_token_index=tokenizer.image_token_id,
+    )
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder / "model")
+    write_images(folder / "images")
+    files = [f"images/{name}/{number}.png" for name in ("cat", "dog") for number in range(16)]
+    records = [
+        {
+            "images": [file],
+            "messages": [
+                {"role": "user", "content": "what is it?"},
+                {"role": "assistant", "content": f"a {file.split('/')[1]}"},
+            ],
+        }
+        for file in files
+    ]
+    (folder / "seen.jsonl").write_text("\n".join(map(json.dumps, records)), "utf-8")
 
 
 def write_chats(file: Path) -> None:
@@ -152,6 +198,9 @@ def sources(name: str, folder: Path) -> list[str]:
         write_model(folder / "model")
         write_pairs(folder / "pairs.jsonl")
         return [f"model.name={folder / 'model'}", f"data.source={folder / 'pairs.jsonl'}"]
+    if name == "vision":
+        write_vision(folder)
+        return [f"model.name={folder / 'model'}", f"data.source={folder / 'seen.jsonl'}"]
     return []
 
 

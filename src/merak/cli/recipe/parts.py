@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from merak.cli.recipe.data.mixture import find_data
 from merak.cli.recipe.data.objective import Objective, data_format, objective_of
 from merak.cli.recipe.data.records import Records, Source
 from merak.cli.recipe.data.spans import SpanCorruption
-from merak.cli.recipe.data.tokenizer import load_tokenizer, tokenizer_name, with_template
+from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.schema import (
@@ -48,16 +47,14 @@ from merak.cli.recipe.schema import (
     COLUMNS,
     IMAGES,
     JOINED,
-    PAIRS,
     SEPARATE,
     DataRecipe,
-    PreferenceRecipe,
     Recipe,
 )
+from merak.cli.recipe.trl_parts import BY_TRL, check_trl, trl_corpus, trl_training
 from merak.core.announce import announce, announced
 from merak.core.errors import CommandError
 from merak.core.mesh import current_mesh
-from merak.core.packages import refuse_missing
 from merak.zoo.configs.fields import most_positions
 from merak.zoo.model_source import ModelSource, resolve_model
 
@@ -127,7 +124,7 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         with announced(f"reading {recipe.data.name}"):
             found = find_data(recipe.data, args.seed)
             kind = data_format(found, recipe.data, source)
-            _check_preference(recipe, source, kind)
+            check_trl(recipe, source, kind)
             corpus = _corpus(recipe, source, found, kind, args.seed)
         if corpus.summary:
             announce("%s", corpus.summary)
@@ -135,52 +132,18 @@ def make_parts(recipe: Recipe) -> TrainingParts:
             source = _fit_to_classes(source, recipe, corpus.classes)
         elif isinstance(corpus.processor, PreTrainedTokenizerBase):
             source = _fit_to_tokenizer(source, recipe, corpus.processor)
-        if kind == PAIRS:
-            return _for_pairs(recipe, source, corpus)
+        if kind in BY_TRL:
+            made = trl_training(recipe, kind, corpus.processor)
+            model = _build(source, recipe)
+            return TrainingParts(
+                model, made.args, corpus, made.data_collator, trainer_class=made.trainer_class
+            )
         collator = _collator(source, recipe.data, kind, corpus)
         if kind == IMAGES:
             args.remove_unused_columns = False  # of which the transform makes those of the model
         is_mean = collator is not None and not _counts_labels(source, kind, recipe.data)
         loss = mean_over_labels if is_mean else None
         return TrainingParts(_build(source, recipe), args, corpus, collator, loss)
-
-
-def _for_pairs(recipe: Recipe, source: ModelSource, corpus: Corpus) -> TrainingParts:
-    """Parts of a training on pairs of answers, which TRL's trainer makes samples of."""
-    import merak.trl
-
-    given = settings(recipe, current_mesh().device)
-    given |= dataclasses.asdict(recipe.preference or PreferenceRecipe())
-    given["max_length"] = recipe.data.sequence
-    args = merak.trl.DPOConfig(**given)
-    model = _build(source, recipe)
-    return TrainingParts(model, args, corpus, None, trainer_class=merak.trl.DPOTrainer)
-
-
-def _check_preference(recipe: Recipe, source: ModelSource, kind: str) -> None:
-    """Refuse pairs of answers without what they need, and what is for them alone.
-
-    Raises:
-        MerakError: something is missing, or of no use.
-    """
-    if kind != PAIRS:
-        if recipe.preference is not None:
-            raise CommandError(
-                f"the section preference is for pairs of answers, and {recipe.data.name} has the "
-                f"format {kind}; leave it out, or set data.format: pairs."
-            )
-        return
-    refuse_missing("trl", "data.format: pairs")
-    if source.weights is None or objective_of(source, recipe.data) is not Objective.CAUSAL:
-        raise CommandError(
-            "pairs of answers compare a causal language model with what it was; name the folder of "
-            "one as model.name."
-        )
-    if recipe.data.streaming:
-        raise CommandError(
-            "data.streaming=true is for text, conversations and images; pairs of answers are "
-            "prepared before training: leave it out."
-        )
 
 
 def check_data(recipe: Recipe, source: ModelSource) -> None:
@@ -196,12 +159,12 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
     data = recipe.data
     found = find_data(data)
     kind = data_format(found, data, source)
-    _check_preference(recipe, source, kind)
+    check_trl(recipe, source, kind)
     if data.streaming:
         _check_streaming(recipe, kind)
     if kind == IMAGES:
         pixel_values(image_columns(found, data), source.config, None, augment=False)
-    elif kind == PAIRS:
+    elif kind in BY_TRL:
         _check_positions(source, data)
     elif kind != COLUMNS:
         objective = objective_of(source, data)
@@ -242,12 +205,9 @@ def _check_streaming(recipe: Recipe, kind: str) -> None:
 def _corpus(recipe: Recipe, source: ModelSource, found: Source, kind: str, seed: int) -> Corpus:
     if kind == COLUMNS:
         return _as_it_is(found, recipe, seed)
-    if kind == PAIRS:
-        tokenizer = load_tokenizer(tokenizer_name(recipe.data, recipe.model.name))
-        with_template(tokenizer, recipe.data)
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return replace(_as_it_is(found, recipe, seed), processor=tokenizer)
+    if kind in BY_TRL:
+        corpus = _as_it_is(found, recipe, seed)
+        return trl_corpus(corpus, found, recipe, kind)
     if kind == IMAGES:
         return _images(found, recipe, source, seed)
     objective = objective_of(source, recipe.data)

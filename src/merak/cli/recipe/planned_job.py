@@ -17,7 +17,8 @@ from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import draft_of
 from merak.cli.recipe.parts import TOKEN_IDS, with_adapters
 from merak.cli.recipe.recipe import model_of, names_recipe, read_recipe
-from merak.cli.recipe.schema import COLUMNS, IMAGES, PAIRS, TRAIN_TOKENIZER, ModelRecipe, Recipe
+from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
+from merak.cli.recipe.trl_parts import BY_TRL
 from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
@@ -138,10 +139,11 @@ def planned_job(name: str, changes: Sequence[str] = ()) -> PlannedJob | None:
     """
     if names_recipe(name):
         recipe = read_recipe(name, changes, needs_data=False)
-        if recipe.data.format == PAIRS or recipe.preference is not None:
+        if recipe.data.format in BY_TRL or recipe.preference is not None:
             raise CommandError(
-                f"{name} trains on pairs of answers, whose loss and reference TRL's trainer makes; "
-                "no command before it knows them. merak train with --dry-run checks the recipe."
+                f"{name} trains on pairs of answers or on conversations with images, of which "
+                "TRL's trainer makes samples and loss; no command before it knows them. merak "
+                "train with --dry-run checks the recipe."
             )
         return PlannedJob(name, recipe)
     if changes:

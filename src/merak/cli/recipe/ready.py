@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from merak.core.errors import CommandError, did_you_mean
 
-READY = ("gpt2", "bert", "t5", "vit", "swin", "llama", "mixtral", "sft", "lora", "dpo")
+READY = ("gpt2", "bert", "t5", "vit", "swin", "llama", "mixtral", "sft", "lora", "dpo", "vision")
 """Names of the recipes."""
 
 

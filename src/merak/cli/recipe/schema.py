@@ -17,8 +17,9 @@ STANDARD_LIBRARY = "standard-library"
 TRAIN_TOKENIZER = "train"
 """The tokenizer that is trained on the recipe's own text."""
 
-TEXT, CHAT, PAIRS, IMAGES, COLUMNS = "text", "chat", "pairs", "images", "columns"
-FORMATS = (TEXT, CHAT, PAIRS, IMAGES, COLUMNS)
+TEXT, CHAT, PAIRS, VISION, IMAGES, COLUMNS = FORMATS = (
+    "text", "chat", "pairs", "vision", "images", "columns"
+)  # fmt: skip
 """Formats of data."""
 
 SEPARATE, JOINED, UNPACKED = "separate", "joined", "none"
@@ -96,8 +97,8 @@ class DataRecipe:
     format: str | None = own(
         None,
         "`text`, `chat` (conversations, or prompts with answers), `pairs` (`chosen` and `rejected` "
-        "answers), `images`, or `columns` (those that the model takes); null to tell by the "
-        "columns.",
+        "answers), `vision` (conversations with images), `images` (with a class each), or "
+        "`columns` (those that the model takes); null to tell by the columns.",
         choices=FORMATS,
     )
     column: str = own("text", "Field or column that holds text.")
@@ -142,10 +143,12 @@ class DataRecipe:
     )
     chat_template: str | None = own(
         None,
-        "Chat template of `chat` and `pairs`: a Jinja file, or `chatml`; null for the tokenizer's "
-        "own.",
+        "Chat template of `chat`, `pairs` and `vision`: a Jinja file, or `chatml`; null for the "
+        "tokenizer's own.",
     )
-    prompt_loss: bool = own(False, "Whether tokens of prompts count in the loss of `chat`.")
+    prompt_loss: bool = own(
+        False, "Whether tokens of prompts count in the loss of `chat` and `vision`."
+    )
     mlm_probability: float = own(
         0.15,
         "Fraction of the tokens that are masked, or for T5 and its kind removed in spans.",

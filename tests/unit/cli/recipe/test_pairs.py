@@ -63,4 +63,4 @@ def test_commands_before_a_job_know_no_pairs(
 ) -> None:
     changes = [part for word in words for part in ("--set", word)]
     assert main(["memory", "--model", "recipe:dpo", *changes]) == 2
-    assert "whose loss and reference TRL's trainer makes" in capsys.readouterr().err
+    assert "of which TRL's trainer makes samples and loss" in capsys.readouterr().err

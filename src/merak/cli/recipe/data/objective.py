@@ -11,12 +11,16 @@ from transformers.models.auto import modeling_auto as auto
 
 from merak.cli.recipe.data import conversations
 from merak.cli.recipe.data.records import Source
-from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, PAIRS, TEXT, DataRecipe
+from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, PAIRS, TEXT, VISION, DataRecipe
 from merak.core.errors import CommandError
 from merak.zoo.model_source import ModelSource
 
 PAIR = ("chosen", "rejected")
 """Columns of pairs of answers, beside which there may be a `prompt`."""
+
+
+IMAGE_COLUMNS = ("images", "image")
+"""Columns of a conversation's images, the first that is there."""
 
 
 class Objective(Enum):
@@ -76,6 +80,12 @@ def data_format(found: Source, recipe: DataRecipe, source: ModelSource) -> str:
             "expected in 'chosen' and 'rejected', with a 'prompt' that may be part of both; rename "
             "them, or set data.format."
         )
+    elif wanted == VISION and not _is_vision(columns):
+        raise CommandError(
+            f"{recipe.name} has the columns {', '.join(columns)}, and conversations with images "
+            "are expected in 'messages', with 'images' or 'image' beside them; rename them, or set "
+            "data.format."
+        )
     elif recipe.mix is not None:
         raise CommandError(
             f"data.mix mixes text or conversations, and {recipe.name} has the format {wanted}; "
@@ -87,6 +97,8 @@ def data_format(found: Source, recipe: DataRecipe, source: ModelSource) -> str:
 def _format_by_columns(
     found: Source, columns: Sequence[str], recipe: DataRecipe, source: ModelSource
 ) -> str:
+    if _is_vision(columns):
+        return VISION
     if found.images or _has_images(found.train.dataset):
         return IMAGES
     if source.model_class.main_input_name in columns:
@@ -108,6 +120,10 @@ def _format_by_columns(
             "set data.column."
         )
     return CHAT if is_chat else TEXT
+
+
+def _is_vision(columns: Sequence[str]) -> bool:
+    return "messages" in columns and any(name in columns for name in IMAGE_COLUMNS)
 
 
 def _has_images(rows: Any) -> bool:

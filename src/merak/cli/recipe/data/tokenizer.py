@@ -6,7 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
 
 from merak.cli.recipe.data.hub import load_hub_tokenizer
 from merak.cli.recipe.schema import CHATML, TRAIN_TOKENIZER, DataRecipe
@@ -100,8 +105,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return found
 
 
-def with_template(tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe) -> None:
-    """Set the chat template that a recipe names on its tokenizer, if any.
+def with_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, recipe: DataRecipe) -> None:
+    """Set the chat template that a recipe names on its tokenizer or processor, if any.
 
     Raises:
         CommandError: the template is not there.
