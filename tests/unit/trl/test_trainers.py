@@ -60,6 +60,7 @@ def test_offloading_by_autograd_is_refused(given: dict[str, Any]) -> None:
         merak.trl.SFTTrainer(language_model(), args=args, train_dataset=pairs(1))
 
 
+@pytest.mark.slow
 def test_a_reference_is_in_checkpoints_and_in_no_model_file(given: dict[str, Any]) -> None:
     given |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "learning_rate": 0.1}
     args = merak.trl.DPOConfig(**given, max_steps=2, save_steps=1, pad_to_multiple_of=24)

@@ -34,7 +34,10 @@ def test_a_dry_run_says_what_would_start(
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["data.streaming=true", "arguments.max_steps=2"], "pairs of answers are prepared before"),
+        (
+            ["data.streaming=true", "arguments.max_steps=2"],
+            "conversations with images are prepared before training",
+        ),
         (["model.name=LlamaForCausalLM"], "compare a causal language model with what it was"),
         (["data.format=text"], "data.column='text' is no column of"),
         (["data.format=columns"], "the section preference is for pairs of answers"),
