@@ -401,7 +401,7 @@ def _of_tokens(tensor: torch.Tensor, before: int, num_tokens: int) -> torch.Tens
     shape = tuple(tensor.shape)
     if num_tokens == before:
         made = shape
-    elif shape[0] == before:
+    elif shape and shape[0] == before:
         made = (num_tokens, *shape[1:])
     elif len(shape) > 2 and shape[0] * shape[1] == before:
         made = (1, num_tokens, *shape[2:])
