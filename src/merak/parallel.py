@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -76,6 +76,9 @@ from merak.schedule.registry import traits
 logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""Columns of a batch that is cut into microbatches, or the microbatches themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +185,7 @@ class ParallelModel:
         self._plan_watch = plan_watch
         self._again = again
 
-    def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def step(self, batch: Batch) -> torch.Tensor:
         """Train on one batch: forward, backward, reduction, clipping, optimizer.
 
         An asynchronous schedule steps the optimizer several times on its way, each time for the
@@ -190,7 +193,8 @@ class ParallelModel:
 
         Args:
             batch: this replica's columns, (num_microbatches × microbatch, …) each; the same on
-                every pipeline and tensor parallel rank of the replica.
+                every pipeline and tensor parallel rank of the replica. A list of microbatches where
+                the rows of a column are not samples, such as the patches or images of them all.
 
         Returns:
             The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
@@ -201,7 +205,7 @@ class ParallelModel:
             TrainingError: the loss or a gradient is NaN or infinite, as `nan_policy` says, or fp16
                 overflows again and again, whatever the loss scale.
         """
-        microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
+        microbatches = self._microbatches(batch)
         scale = 1.0 / (self.num_microbatches * self.engine.mesh.dp)
         self._loop.begin_step()
         self.engine.optimizer_params.clear_gradients()
@@ -224,6 +228,11 @@ class ParallelModel:
         if self._plan_watch is not None:
             self._plan_watch.compare(self.engine, self.num_steps)
         return loss
+
+    def _microbatches(self, batch: Batch) -> Sequence[dict[str, torch.Tensor]]:
+        """Cut a batch into microbatches, unless it is a list of them."""
+        own = [drop_non_tensors(one, self.plain) for one in _listed(batch)]
+        return split_batch(own if isinstance(batch, list) else own[0], self.num_microbatches)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Let checkpoints hold the optimizer that the loop steps; all ranks call it together.
@@ -477,7 +486,7 @@ class ParallelModel:
         self.optimizer.step()
         self._is_stepping = False
 
-    def evaluate(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def evaluate(self, batch: Batch) -> torch.Tensor:
         """The loss of one batch, without training.
 
         Args:
@@ -487,7 +496,7 @@ class ParallelModel:
             The loss, a scalar: the mean over microbatches and replicas, the same on every rank.
         """
         engine = self.engine
-        microbatches = split_batch(drop_non_tensors(batch, self.plain), self.num_microbatches)
+        microbatches = self._microbatches(batch)
         made = engine.evaluate([signature(b).columns for b in microbatches], microbatches)
         losses = [outputs["loss"] for outputs in made if "loss" in outputs]
         total = (
@@ -503,7 +512,7 @@ class ParallelModel:
 
 def parallelize(
     model: nn.Module,
-    example_batch: Mapping[str, Any],
+    example_batch: Batch,
     *,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
@@ -523,8 +532,8 @@ def parallelize(
 
     Args:
         model: any traceable module, called as `model(**batch)`; returns a loss without `loss_fn`.
-        example_batch: one replica's batch, as `step` will get it. Booleans, numbers, texts and
-            None in it are arguments of the model that every batch has.
+        example_batch: one replica's batch, or list of microbatches, as `step` will get it.
+            Booleans, numbers, texts and None in it are arguments of the model that every batch has.
         loss_fn: `loss_fn(outputs, batch) -> loss`; columns that forward does not name are its own.
         optimizer: one, or a factory such as `lambda own: torch.optim.AdamW(own, lr=1e-3)`.
         num_microbatches: parts that every batch is cut into; the pipeline's microbatches.
@@ -554,10 +563,30 @@ def parallelize(
     given = _agreed_options(**locals())
     not_finite = _not_finite(nan_policy, locate_nan)
     _refuse_replan(replan, plan, is_made=factory is not optimizer)
-    example, named = split_non_tensors(example_batch), frozenset(given)
+    example, named = _example(example_batch, num_microbatches), frozenset(given)
     chosen = EngineOptions(**given, num_microbatches=num_microbatches, optimizer=factory)
     loop = max_grad_norm, autocast, not_finite, plan, replan, cluster, named, run_record, evaluates
-    return _Call(model, loss_fn, example, chosen, *loop).lay_out()
+    is_cut = isinstance(example_batch, list)
+    return _Call(model, loss_fn, example, chosen, *loop, is_cut).lay_out()
+
+
+def _example(batch: Batch, num_microbatches: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Columns and plain arguments of an example batch, or of the first of its microbatches.
+
+    Raises:
+        ArgumentsError: there is another number of them.
+    """
+    if isinstance(batch, list) and len(batch) != num_microbatches:
+        raise ArgumentsError(
+            f"example_batch is a list of {len(batch)} microbatches, and num_microbatches="
+            f"{num_microbatches}; give as many. Where plan='auto' chooses it, give one batch."
+        )
+    return split_non_tensors(_listed(batch)[0])
+
+
+def _listed(batch: Batch) -> Sequence[Mapping[str, Any]]:
+    """A list of microbatches, or of the one batch that is to be cut."""
+    return batch if isinstance(batch, list) else [cast(Mapping[str, Any], batch)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,6 +606,12 @@ class _Call:
     named: frozenset[str]
     run_record: str | os.PathLike[str] | None
     evaluates: bool
+    is_cut: bool
+
+    @property
+    def example_parts(self) -> int:
+        """Into how many microbatches the example is to be cut."""
+        return 1 if self.is_cut else self.options.num_microbatches
 
     def lay_out(self, watch: PlanWatch | None = None) -> ParallelModel:
         """Lay the model out; all ranks call it together.
@@ -586,7 +621,7 @@ class _Call:
         """
         options, (columns, fixed) = self.options, self.example
         source = _source(self.model, self.loss_fn, fixed, self.autocast)
-        plain = _agreed_arguments(source, columns, options.num_microbatches)
+        plain = _agreed_arguments(source, columns, self.example_parts)
         is_half = self.autocast == torch.float16
         scaler = LossScale(current_mesh().device) if is_half else None
         needs = self.max_grad_norm, scaler, self.not_finite
@@ -725,7 +760,7 @@ def _build(
             watch, options, sample = plan_loop(mesh, source, batch, *given)
         mesh = current_mesh()
     else:
-        example = split_batch(columns, options.num_microbatches)[0]
+        example = split_batch(columns, call.example_parts)[0]
         source.example, sample = example, signature(example).columns
     options = choose_reductions(mesh, source.model, options, cluster, cache)
     _, process_bytes = memory_bytes(mesh.device)
@@ -863,17 +898,28 @@ def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_batch(
-    batch: Mapping[str, torch.Tensor], num_microbatches: int
+    batch: Mapping[str, torch.Tensor] | list[dict[str, torch.Tensor]], num_microbatches: int
 ) -> Sequence[dict[str, torch.Tensor]]:
     """Cut a batch's columns along their first dim into equal microbatches.
 
+    Args:
+        batch: its columns, with a row for each sample; or its microbatches, which stay as they are.
+        num_microbatches: how many microbatches there are to be.
+
     Raises:
-        DataError: no samples, or a column that is no tensor, has gradients to pass on, or whose
-            first dim is not a multiple of `num_microbatches`.
+        DataError: no samples, another number of microbatches, or a column that is no tensor, has
+            gradients to pass on, or has other rows than samples, or samples that do not divide.
     """
+    if isinstance(batch, list):
+        if len(batch) != num_microbatches:
+            raise DataError(
+                f"the batch is a list of {len(batch)} microbatches, and the model was laid out for "
+                f"{num_microbatches}; give as many, or another num_microbatches."
+            )
+        return [part for one in batch for part in split_batch(one, 1)]
     check_tensors(batch)
-    sizes = [column.shape[0] for column in batch.values() if column.ndim]
-    if sizes and not any(sizes):
+    sizes = {name: column.shape[0] for name, column in batch.items() if column.ndim}
+    if sizes and not any(sizes.values()):
         raise DataError("the batch has no samples; leave it out, or give one with some.")
     for name, column in batch.items():
         if column.grad_fn is not None:
@@ -882,13 +928,35 @@ def split_batch(
                 ", which would get theirs on some ranks alone; make what computes it a part of the "
                 "model, or give the column's detach()."
             )
-        if column.ndim and column.shape[0] % num_microbatches:
-            raise DataError(
-                f"column {name!r} has {column.shape[0]} samples, which do not divide into "
-                f"{num_microbatches} microbatches; use a batch size that is a multiple."
-            )
+    if num_microbatches > 1:
+        _refuse_uncut(sizes, num_microbatches)
     parts = {
         name: column.chunk(num_microbatches) if column.ndim else [column] * num_microbatches
         for name, column in batch.items()
     }
     return [{name: part[i] for name, part in parts.items()} for i in range(num_microbatches)]
+
+
+def _refuse_uncut(sizes: Mapping[str, int], num_microbatches: int) -> None:
+    """Refuse columns that cannot be cut into equal microbatches, by the sizes of their first dim.
+
+    Raises:
+        DataError: there is one.
+    """
+    for name, size in sizes.items():
+        if size % num_microbatches:
+            raise DataError(
+                f"column {name!r} has {size} samples, which do not divide into "
+                f"{num_microbatches} microbatches; use a batch size that is a multiple."
+            )
+    if len(set(sizes.values())) > 1:
+        (name, size), (other, others) = max(sizes.items(), key=_size), min(sizes.items(), key=_size)
+        raise DataError(
+            f"column {name!r} has {size} rows and {other!r} has {others}, so the rows of one are "
+            "not samples, and which of them belong to a microbatch is not known; give a list of "
+            f"{num_microbatches} microbatches, each a batch as the model takes it."
+        )
+
+
+def _size(column: tuple[str, int]) -> int:
+    return column[1]

@@ -1,4 +1,4 @@
-"""Twenty architectures of the zoo, each unlike the others; `make zoo` checks all."""
+"""Architectures of the zoo, each unlike the others; `make zoo` checks all."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ SAMPLE = {
     "T5ForConditionalGeneration": "an encoder that every layer of the decoder reads",
     "HieraForImageClassification": "units of masks, pooled queries",
     "SegformerForImageClassification": "keys of fewer places",
+    "LlavaForConditionalGeneration": "images in a text",
+    "Gemma3ForConditionalGeneration": "images in a text, whose tokens see each other",
+    "InternVLForConditionalGeneration": "images in a text, of fewer tokens than patches",
 }
 """What each of them adds to the others."""
 
 LAYOUTS = (Layout(pp=2), Layout(tp=2))
-ESSENTIAL = ("DeepseekV3ForCausalLM", "T5ForConditionalGeneration")
+ESSENTIAL = (
+    "DeepseekV3ForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration",
+)  # fmt: skip
 """Those that `make test` checks; `make test-all` checks all."""
 
 
@@ -47,6 +52,8 @@ ESSENTIAL = ("DeepseekV3ForCausalLM", "T5ForConditionalGeneration")
 def test_gradients_of_an_architecture(pool: RankPool, name: str) -> None:
     options = CheckOptions(num_microbatches=2, steps=2)
     trained = small_version(Request(name), Layout(tp=2, pp=2), options)
+    if "images" in SAMPLE[name]:
+        assert "pixel_values" in trained.job.case.batch(0, 1)
     for layout in LAYOUTS:
         job = Job(trained.job.case, layout, options)
         report = check_on(pool, job, trained.outcome)

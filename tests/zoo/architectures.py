@@ -33,6 +33,7 @@ LISTS: Mapping[str, Mapping[str, str | Sequence[str]]] = {
     "time series forecasting": auto.MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES,
     "visual question answering": auto.MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING_NAMES,
     "document question answering": auto.MODEL_FOR_DOCUMENT_QUESTION_ANSWERING_MAPPING_NAMES,
+    "image-text to text": auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "table question answering": auto.MODEL_FOR_TABLE_QUESTION_ANSWERING_MAPPING_NAMES,
 }
 """transformers' lists by what the models are for."""

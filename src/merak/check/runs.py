@@ -23,7 +23,7 @@ from merak.graph.segment.build import GraphSource
 from merak.graph.segment.observe import Observed, Observer
 from merak.graph.trace.calls.call import Call, call_model
 from merak.graph.weights.holders import named_tensors
-from merak.parallel import ParallelModel, split_batch
+from merak.parallel import ParallelModel
 from merak.plan.cost.device import DeviceProfile, preset
 from merak.plan.engine_options import EngineOptions
 from merak.schedule.ir import USUAL
@@ -216,8 +216,7 @@ def train_in_one_process(job: Job) -> Outcome:
     _evaluate_in_one_process(job, model, 0, outcome)
     for step in range(options.steps):
         optimizer.zero_grad(set_to_none=True)
-        batch = job.batch(step, job.num_samples)
-        microbatches = split_batch(batch, options.num_microbatches * job.layout.dp)
+        microbatches = _microbatches(job, step)
         before, after, total = _all_buffers(model), [], 0.0
         for number, microbatch in enumerate(microbatches):
             if number and number % options.num_microbatches == 0:
@@ -363,12 +362,21 @@ def observe_on_ranks(job: Job, cache: Path) -> tuple[Coordinates, Observed]:
     return (mesh.replicas_rank, mesh.tp_rank, mesh.pp_rank), observer.observed
 
 
-def _replica_batch(job: Job, mesh: Mesh, step: int) -> Tensors:
-    """Return the batch of this rank's replica."""
-    num_samples = job.options.num_samples
-    first = mesh.dp_rank * num_samples
+def _microbatches(job: Job, step: int) -> list[Tensors]:
+    """Cut the batch of all replicas for a step into microbatches, replica after replica.
+
+    Samples of a check all have as many rows, such as patches of an image; so every column is cut.
+    """
     batch = job.batch(step, job.num_samples)
-    return {n: t[first:][:num_samples] if t.ndim else t for n, t in batch.items()}
+    number = job.options.num_microbatches * job.layout.dp
+    parts = {n: t.chunk(number) if t.ndim else [t] * number for n, t in batch.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(number)]
+
+
+def _replica_batch(job: Job, mesh: Mesh, step: int) -> list[Tensors]:
+    """Return the microbatches of this rank's replica."""
+    number = job.options.num_microbatches
+    return _microbatches(job, step)[mesh.dp_rank * number :][:number]
 
 
 def _parallelize(

@@ -24,9 +24,9 @@ from merak.core.files.private_files import ForeignFile, own_folder
 from merak.core.random import seed_for
 from merak.launch.devices import check_backend, device_of
 from merak.launch.ranks import Work, run_ranks, under_torchrun
-from merak.zoo.batches.batch import example_arguments
+from merak.zoo.batches.batch import example_arguments, predicts_text_of_images
 from merak.zoo.batches.columns import Column, draw_batch
-from merak.zoo.batches.examples import examples
+from merak.zoo.batches.examples import Example, examples, image_examples
 from merak.zoo.configs.field_names import IMAGE
 from merak.zoo.configs.fields import flat, merged, most_positions
 from merak.zoo.configs.shrink import Attempt, Wanted, attempts, few_layers
@@ -34,6 +34,9 @@ from merak.zoo.model_source import ModelSource
 from merak.zoo.request import Request, completions_of, padding
 from merak.zoo.smallest import Trained, Version, first_that_trains
 from merak.zoo.widths_by_name import sharded_at_real_widths
+
+MOST_WITH_IMAGES = 10
+"""Versions of a model that are tried on texts with images, before texts alone are."""
 
 DEFAULT_SEQUENCE = 32
 """Tokens of a sequence, where the model takes so many."""
@@ -94,17 +97,21 @@ def _versions(request: Request, layout: Layout, options: CheckOptions) -> Iterat
     wanted = Wanted(layers=max(2, layout.pp), heads_divisor=layout.tp * layout.cp)
     if request.real_widths:
         yield _wide(request, wanted, (layout, options))
+    pad = padding(request)
+    if predicts_text_of_images(request.source({}).model_class):
+        for one in islice(_changes(request, wanted), MOST_WITH_IMAGES):
+            jobs = partial(_jobs, request, one.fields, (layout, options), None, image_examples)
+            yield Version(jobs, one.is_small, filled=merged(pad, one.filled))
     for one in _changes(request, wanted):
         most = None if one.has_small_inputs else 1
-        jobs = partial(_jobs, request, one.fields, (layout, options), most)
-        filled = merged(padding(request), one.filled)
-        yield Version(jobs, one.is_small, not one.fields, filled)
+        jobs = partial(_jobs, request, one.fields, (layout, options), most, examples)
+        yield Version(jobs, one.is_small, not one.fields, merged(pad, one.filled))
 
 
 def _wide(request: Request, wanted: Wanted, how: tuple[Layout, CheckOptions]) -> Version:
     """The version of few layers and the model's own widths, where there is memory to train it."""
     fields = next(few_layers(request.source({}).config, request.given, wanted))
-    jobs = partial(_jobs, request, fields, how, 1)
+    jobs = partial(_jobs, request, fields, how, 1, examples)
     # In one process and on all ranks: parameters, gradients and momenta; and what is compared.
     copies = 8 + 6 * how[0].dp * how[0].cp
     most = psutil.virtual_memory().total // 2 // (4 * copies)
@@ -132,6 +139,7 @@ def _jobs(
     changes: Mapping[str, Any],
     how: tuple[Layout, CheckOptions],
     most: int | None,
+    kinds: Callable[..., Iterator[Example]],
     failures: Sequence[MerakError],
 ) -> Iterator[Job]:
     """Yield jobs for a version: the same model, on batches of several kinds."""
@@ -139,7 +147,8 @@ def _jobs(
     limit = most_positions(source.config)
     longest = DEFAULT_SEQUENCE if limit is None else min(DEFAULT_SEQUENCE, limit[1])
     requested = request.sequence or longest
-    for example in islice(examples(source.model_class, source.config, requested, failures), most):
+    given = (source.model_class, source.config, requested, failures)
+    for example in islice(kinds(*given), most):
         columns = example.columns
         if changes:
             columns = _small_images(source, columns)
@@ -177,7 +186,7 @@ def _build(request: Request, changes: Mapping[str, Any]) -> nn.Module:
 
 
 def _draw(columns: Mapping[str, Column], step: int, samples: int) -> dict[str, torch.Tensor]:
-    whole = {n: replace(c, shape=(samples, *c.shape[1:])) for n, c in columns.items()}
+    whole = {name: column.of(samples) for name, column in columns.items()}
     return draw_batch(whole, seed=seed_for("check", step))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain, islice
 
 import torch
@@ -88,11 +87,7 @@ def _sharded(source: ModelSource, tp: int, example: Example, samples: int) -> Re
         example.loss_columns,
         fixed=example_arguments(source.model_class),
     )
-    columns = {
-        name: replace(column, shape=(samples, *column.shape[1:]))
-        for name, column in example.columns.items()
-    }
-    metas = {name: column.meta for name, column in columns.items()}
+    metas = {name: column.of(samples).meta for name, column in example.columns.items()}
     graph = build_graph(graph_source, metas, training=True)
     ids = next((metas[name] for name in TEXTS if name in metas), None)
     return real_widths(graph, tp, 1 if ids is None else math.prod(ids.shape[1:]))

@@ -19,6 +19,17 @@ def test_batches_without_samples_or_with_gradients_behind_them_are_refused() -> 
     assert len(split_batch({"x": leaf}, 2)) == 2
 
 
+def test_rows_that_are_no_samples_are_given_as_microbatches() -> None:
+    patches = {"input_ids": torch.zeros(4, 6), "pixel_values": torch.zeros(8, 3)}
+    with pytest.raises(DataError, match=r"'pixel_values' has 8 rows and 'input_ids' has 4.*list"):
+        split_batch(patches, 2)
+    assert split_batch(patches, 1)[0]["pixel_values"].shape == (8, 3)
+    cut = [{n: t[start:end] for n, t in patches.items()} for start, end in ((0, 1), (1, 4))]
+    assert [len(one["input_ids"]) for one in split_batch(cut, 2)] == [1, 3]
+    with pytest.raises(DataError, match=r"a list of 2 microbatches, and .* laid out for 3"):
+        split_batch(cut, 3)
+
+
 def test_training_within_inference_mode_is_refused() -> None:
     refuse_inference_mode()
     with torch.no_grad():

@@ -219,6 +219,12 @@ def predicts_pairs(model_class: type[PreTrainedModel]) -> bool:
     return any(model_class.__name__ in _names(value) for value in names)
 
 
+def predicts_text_of_images(model_class: type[PreTrainedModel]) -> bool:
+    """Whether a model predicts a text with images in between."""
+    names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return any(model_class.__name__ in _names(value) for value in names)
+
+
 def example_arguments(model_class: type[PreTrainedModel]) -> dict[str, bool]:
     """Return the arguments beside a batch with which a model returns a loss."""
     taken = inspect.signature(model_class.forward).parameters

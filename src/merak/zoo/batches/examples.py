@@ -10,6 +10,7 @@ from itertools import chain
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from merak.check.reference import is_without_loss
+from merak.core.errors import CommandError
 from merak.graph.trace.calls.call import LossFunction
 from merak.zoo.batches.batch import (
     TARGETS,
@@ -30,6 +31,7 @@ from merak.zoo.batches.documented import (
     names_in_error,
     with_companions,
 )
+from merak.zoo.batches.images_in_text import image_tokens, with_image_tokens, with_images
 from merak.zoo.batches.losses import class_loss, outputs_loss, pair_loss
 from merak.zoo.batches.resize import fitted
 from merak.zoo.configs.field_names import IMAGE_CHANNELS
@@ -46,6 +48,9 @@ FRAMES = 4
 
 SEPARATORS = 3
 """Behind the question twice, and behind the context."""
+
+SOUND = ("input_values", "input_features")
+"""Inputs that are not for images."""
 
 MAX_REQUESTED = 8
 """So many things a model may turn out to need, one after the other."""
@@ -96,6 +101,41 @@ def examples(
             if requested not in seen:
                 seen.append(requested)
                 yield requested
+
+
+def image_examples(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sequence: int,
+    failures: Sequence[BaseException] = (),
+) -> Iterator[Example]:
+    """Yield batches of one sample, a text with an image in it, that a model may train on.
+
+    Arguments as of `examples`.
+
+    Raises:
+        CommandError: it takes images in another form.
+    """
+    plain = example_columns(model_class, config, sequence=sequence)
+    inputs = further_inputs(model_class, config, sequence)
+    text = plain | {n: c for n, c in inputs.items() if n not in SOUND}
+    taken = inspect.signature(model_class.forward).parameters
+    forms = list(with_images(config, text, taken))
+    if not forms:
+        raise CommandError(
+            f"{model_class.__name__} takes images in a form for which there is no example batch."
+        )
+    for columns in forms:
+        example = Example(columns)
+        yield example
+        for _ in range(MAX_REQUESTED):
+            if not failures:
+                break
+            times = image_tokens(_origin(failures[-1]), example.columns, config)
+            if times is None:
+                break
+            example = Example(with_image_tokens(columns, times))
+            yield example
 
 
 def _all(

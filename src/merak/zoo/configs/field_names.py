@@ -97,6 +97,10 @@ GROUPS = re.compile(r"_groups$")
 STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 KINDS = re.compile(r"(layer_types|block_types|layers_block_type|attn_layers|attention_layers)$")
 IMAGES = ("image_size", "crop_size")
+IMAGE_TOKENS = re.compile(r"tokens_per_image$")
+NUM_IMAGE_TOKENS = 4
+"""Tokens that an image is pooled to: no more than a small one has patches."""
+
 IMAGE_CHANNELS = ("num_channels", "in_chans")
 """What configs call the sides and the channels of their images, the most usual name first."""
 

@@ -124,6 +124,8 @@ def _shorter(name: str, value: Any, sizes: Sizes) -> Any:
         return min(value, names.POSITIONS)
     if names.WINDOWS.search(name):
         return min(value, names.WINDOW)
+    if names.IMAGE_TOKENS.search(name):
+        return min(value, names.NUM_IMAGE_TOKENS)
     return min(value, names.CONTEXT) if name in names.CONTEXTS else value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -169,3 +170,25 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             other = f"{name.removesuffix(str(heads))}{width}"
             if is_count(known[name]) and is_count(known.get(other)):
                 yield other, name
+
+
+def rotary_sections(config: PreTrainedConfig, changes: Fields) -> Fields:
+    """Set the sections of rotary positions that a config's class knows and leaves to the model.
+
+    Its code has sections for its usual heads, of a quarter and twice three eighths.
+
+    Args:
+        config: the config as it is.
+        changes: its fields' new values.
+    """
+    known = vars(config) | changes
+    rope, name = known.get("rope_parameters"), names.ROTARY_SECTIONS
+    knows = name in (getattr(type(config), "ignore_keys_at_rope_validation", None) or ())
+    if not knows or not isinstance(rope, dict) or "rope_type" not in rope or name in rope:
+        return {}
+    heads = next((known[n] for n in names.MAIN_HEADS if is_count(known.get(n))), 1)
+    head = known.get("head_dim") or known.get(names.MAIN_WIDTHS[0], heads) // heads
+    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+    ends = (0, pairs // 4, 5 * pairs // 8, pairs)
+    sections = [end - start for start, end in pairwise(ends)]
+    return {"rope_parameters": rope | {name: sections}}

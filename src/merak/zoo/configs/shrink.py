@@ -23,7 +23,14 @@ from merak.zoo.configs import field_names as names
 from merak.zoo.configs.field_rules import Group, Sizes, fewer_layers, small
 from merak.zoo.configs.fields import BY_LAYER, Fields, are_counts, inside, is_count
 from merak.zoo.configs.layers import fewer_stages, num_layers, own_fields, shares
-from merak.zoo.configs.relations import agreeing, by_channel, equally_wide, parts, without_derived
+from merak.zoo.configs.relations import (
+    agreeing,
+    by_channel,
+    equally_wide,
+    parts,
+    rotary_sections,
+    without_derived,
+)
 
 
 class Style(Enum):
@@ -161,6 +168,7 @@ class _Shrinker:
             found |= fewer_stages(config, self.given, sizes.old_layers, sizes.layers)
         if Group.WIDTHS in sizes.groups:
             found |= by_channel(config, changes) | parts(config, changes, self.part)
+            found |= rotary_sections(config, changes)
         if own := own_fields(config, sizes.old_layers):
             unchanged = fewer_layers(BY_LAYER, own, sizes) if Group.LAYERS in self.groups else own
             new = [{n: small(n, v, sizes) for n, v in fields.items()} for fields in unchanged]
