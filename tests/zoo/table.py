@@ -38,7 +38,8 @@ fills the column; empty cells and tables without it have not been run, and a cel
 architecture needs more memory or processor time than it may have.
 
 A model of the list image-text to text trains on texts with an image in each sample, where its
-small version takes such a batch, else on text alone. Those of other lists ran on text alone.
+small version takes such a batch, else on text alone. The same model in another list, such as Gemma3
+among causal language models, ran on text alone there.
 
 `make zoo` runs the zoo and writes this page. It takes hours, and continues where it stopped. Tasks
 that have not been run are left out. The zoo is not part of the tests, which check forty different
