@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import (
@@ -25,8 +26,10 @@ from transformers import (
 )
 
 import merak
+from merak.cli.recipe.data.vision import with_images
 from merak.core import mesh
 from tests.multirank.ranks import RankPool
+from tests.multirank.test_recipes import write_vision
 from tests.multirank.training import Layout
 
 VOCABULARY, IMAGE = 300, 299
@@ -132,3 +135,42 @@ def test_as_in_one_process(kind: str, pool: RankPool, tmp_path: Path) -> None:
     for found in pool.run(on_ranks, 2, kind, str(tmp_path)):
         for layout, ours in zip(LAYOUTS, found, strict=True):
             assert ours == pytest.approx(expected, rel=1e-4), layout
+
+
+def talk(trl: Any, folder: str) -> list[tuple[float, float]]:
+    """Losses and accuracies of TRL's trainer, or of Merak's, on conversations with images.
+
+    Args:
+        trl: module of the trainer.
+        folder: with what `write_vision` has written.
+    """
+    records = datasets.load_dataset("json", data_files=f"{folder}/seen.jsonl", split="train")
+    own = {"bf16": False, "assistant_only_loss": True, "activation_checkpointing": False}
+    args = trl.SFTConfig(**arguments(folder, 2), **own)
+    data = with_images(records, (Path(folder, "seen.jsonl"),))
+    trainer = trl.SFTTrainer(f"{folder}/model", args, train_dataset=data)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [(entry["loss"], entry["mean_token_accuracy"]) for entry in logs]
+
+
+def talk_on_ranks(folder: str) -> list[list[tuple[float, float]]]:
+    import merak.trl
+
+    found = []
+    for dp, tp, pp in LAYOUTS[1:]:
+        mesh.reset()
+        merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+        found.append(talk(merak.trl, folder))
+    return found
+
+
+@pytest.mark.slow
+def test_conversations_as_with_trl(pool: RankPool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    write_vision(tmp_path)
+    expected = talk(trl, str(tmp_path))
+    for found in pool.run(talk_on_ranks, 2, str(tmp_path)):
+        for layout, ours in zip(LAYOUTS[1:], found, strict=True):
+            for one, other in zip(ours, expected, strict=True):
+                assert one == pytest.approx(other, rel=1e-4), layout
