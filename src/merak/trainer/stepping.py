@@ -71,8 +71,6 @@ class Stepping(Saving):
     _flops_per_token: float = 0.0
     # Whether the loss reads the step's label tokens.
     _divides_by_count: bool
-    # Step of the newest checkpoint, also of the one that was resumed from.
-    _saved_step: int
     # Compares the first steps with a plan that was searched.
     _plan_watch: PlanWatch | None = None
 

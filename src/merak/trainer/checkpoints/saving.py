@@ -73,6 +73,7 @@ class Saving(ModelSaving):
     lr_scheduler: Any
     compute_loss_func: Any
     _planned_files: ModelFiles | None = None
+    # Step of the newest checkpoint, also of the one that was resumed from.
     _saved_step: int
     _order: Order | None = None  # of the parameters in the optimizer's groups
 

@@ -243,5 +243,7 @@ def test_a_restart_goes_on_from_what_the_run_has_saved(
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     if has_any:
         (tmp_path / "checkpoint-3").mkdir()
-    args = SimpleNamespace(resume_from_checkpoint=requested, output_dir=str(tmp_path))
+    args = SimpleNamespace(
+        resume_from_checkpoint=requested, output_dir=str(tmp_path), checkpoint_url=None
+    )
     assert _to_resume(Job(cast(Any, None), None, None, resumes), args) == expected
