@@ -26,9 +26,10 @@ from tools import report
 
 from merak.core.mesh import current_mesh
 from merak.data import signature
+from merak.data.microbatches import split_batch
 from merak.engine import Engine, GraphSource, build_engine
 from merak.engine.segments.copy_streams import Pair
-from merak.parallel import ParallelModel, split_batch
+from merak.parallel import ParallelModel
 from merak.plan import EngineOptions, SegmentTimes, load_times, save_times
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import simulated

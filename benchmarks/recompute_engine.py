@@ -31,9 +31,10 @@ from torch import nn
 from merak.core.mesh import current_mesh
 from merak.core.storages import Storages
 from merak.data import signature
+from merak.data.microbatches import split_batch
 from merak.engine import GraphSource, build_engine, forecast_of
 from merak.graph.joint.segment import JointSegment
-from merak.parallel import ParallelModel, split_batch
+from merak.parallel import ParallelModel
 from merak.plan import EngineOptions, Forecast, SegmentTimes, save_times
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.layout import speeds

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from merak.core.announce import announce
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
     ArgumentsError,
-    DataError,
     ScheduleError,
     TrainingError,
     WeightsError,
@@ -40,7 +39,8 @@ from merak.core.mesh import Mesh, current_mesh
 from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
-from merak.data import check_tensors, drop_non_tensors, signature, signatures, split_non_tensors
+from merak.data import drop_non_tensors, signature, signatures, split_non_tensors
+from merak.data.microbatches import Batch, listed, split_batch
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
@@ -76,9 +76,6 @@ from merak.schedule.registry import traits
 logger = logging.getLogger(__name__)
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""Columns of a batch that is cut into microbatches, or the microbatches themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +228,7 @@ class ParallelModel:
 
     def _microbatches(self, batch: Batch) -> Sequence[dict[str, torch.Tensor]]:
         """Cut a batch into microbatches, unless it is a list of them."""
-        own = [drop_non_tensors(one, self.plain) for one in _listed(batch)]
+        own = [drop_non_tensors(one, self.plain) for one in listed(batch)]
         return split_batch(own if isinstance(batch, list) else own[0], self.num_microbatches)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -581,12 +578,7 @@ def _example(batch: Batch, num_microbatches: int) -> tuple[dict[str, Any], dict[
             f"example_batch is a list of {len(batch)} microbatches, and num_microbatches="
             f"{num_microbatches}; give as many. Where plan='auto' chooses it, give one batch."
         )
-    return split_non_tensors(_listed(batch)[0])
-
-
-def _listed(batch: Batch) -> Sequence[Mapping[str, Any]]:
-    """A list of microbatches, or of the one batch that is to be cut."""
-    return batch if isinstance(batch, list) else [cast(Mapping[str, Any], batch)]
+    return split_non_tensors(listed(batch)[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -895,68 +887,3 @@ def _todays_options(options: Mapping[str, Any]) -> dict[str, Any]:
     known = [*keyword_names(parallelize), *(one.name for one in fields(EngineOptions))]
     refuse_unknown("merak.parallelize", found, known)
     return found
-
-
-def split_batch(
-    batch: Mapping[str, torch.Tensor] | list[dict[str, torch.Tensor]], num_microbatches: int
-) -> Sequence[dict[str, torch.Tensor]]:
-    """Cut a batch's columns along their first dim into equal microbatches.
-
-    Args:
-        batch: its columns, with a row for each sample; or its microbatches, which stay as they are.
-        num_microbatches: how many microbatches there are to be.
-
-    Raises:
-        DataError: no samples, another number of microbatches, or a column that is no tensor, has
-            gradients to pass on, or has other rows than samples, or samples that do not divide.
-    """
-    if isinstance(batch, list):
-        if len(batch) != num_microbatches:
-            raise DataError(
-                f"the batch is a list of {len(batch)} microbatches, and the model was laid out for "
-                f"{num_microbatches}; give as many, or another num_microbatches."
-            )
-        return [part for one in batch for part in split_batch(one, 1)]
-    check_tensors(batch)
-    sizes = {name: column.shape[0] for name, column in batch.items() if column.ndim}
-    if sizes and not any(sizes.values()):
-        raise DataError("the batch has no samples; leave it out, or give one with some.")
-    for name, column in batch.items():
-        if column.grad_fn is not None:
-            raise DataError(
-                f"column {name!r} is computed from tensors with gradients ({column.grad_fn.name()})"
-                ", which would get theirs on some ranks alone; make what computes it a part of the "
-                "model, or give the column's detach()."
-            )
-    if num_microbatches > 1:
-        _refuse_uncut(sizes, num_microbatches)
-    parts = {
-        name: column.chunk(num_microbatches) if column.ndim else [column] * num_microbatches
-        for name, column in batch.items()
-    }
-    return [{name: part[i] for name, part in parts.items()} for i in range(num_microbatches)]
-
-
-def _refuse_uncut(sizes: Mapping[str, int], num_microbatches: int) -> None:
-    """Refuse columns that cannot be cut into equal microbatches, by the sizes of their first dim.
-
-    Raises:
-        DataError: there is one.
-    """
-    for name, size in sizes.items():
-        if size % num_microbatches:
-            raise DataError(
-                f"column {name!r} has {size} samples, which do not divide into "
-                f"{num_microbatches} microbatches; use a batch size that is a multiple."
-            )
-    if len(set(sizes.values())) > 1:
-        (name, size), (other, others) = max(sizes.items(), key=_size), min(sizes.items(), key=_size)
-        raise DataError(
-            f"column {name!r} has {size} rows and {other!r} has {others}, so the rows of one are "
-            "not samples, and which of them belong to a microbatch is not known; give a list of "
-            f"{num_microbatches} microbatches, each a batch as the model takes it."
-        )
-
-
-def _size(column: tuple[str, int]) -> int:
-    return column[1]

@@ -13,6 +13,7 @@ from torch import nn
 
 import merak
 from merak.core.errors import ScheduleError
+from merak.data.microbatches import split_batch
 from merak.engine.comm.compression import signs, stages, top
 from merak.plan.gradient_compression import WITH_ERROR_FEEDBACK, compressed_bytes
 from tests.multirank.ranks import RankPool
@@ -98,7 +99,7 @@ def count(
         return exchange(output, own, *args, **kwargs)
 
     engine = parallel.engine
-    batches = merak.parallel.split_batch(share(0, 2, mesh.dp_rank), 2)
+    batches = split_batch(share(0, 2, mesh.dp_rank), 2)
     signatures = [merak.parallel.signature(batch).columns for batch in batches]
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),

@@ -119,12 +119,12 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_partial(parent: Path) -> None:
-    """Remove what jobs that were killed while they saved have left.
+    """Remove what jobs that were killed while they saved, or had fetched a checkpoint, have left.
 
     Args:
         parent: the folder of the checkpoints.
     """
-    for kind in ("partial", "removed"):
+    for kind in ("partial", "removed", "fetched-*"):
         for folder in parent.glob(f".checkpoint-*.{kind}"):
             _remove(folder)
     for folder in parent.glob(".checkpoint-*.old"):

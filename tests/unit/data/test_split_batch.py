@@ -7,7 +7,7 @@ import torch
 
 from merak.core.errors import ArgumentsError, DataError
 from merak.core.precision import refuse_inference_mode
-from merak.parallel import split_batch
+from merak.data.microbatches import split_batch
 
 
 def test_batches_without_samples_or_with_gradients_behind_them_are_refused() -> None:

@@ -82,8 +82,7 @@ def check_trl(recipe: Recipe, source: ModelSource, kind: str) -> None:
             f"conversations with images need a model that reads both, with its processor, and "
             f"{source.name} is none from a folder; name the folder of one as model.name."
         )
-    processor = load_processor(tokenizer_name(recipe.data, recipe.model.name))
-    with_template(processor, recipe.data)
+    processor = _processor(recipe, kind)
     if not recipe.data.prompt_loss and not marks_answers(processor):
         raise CommandError(
             "data.prompt_loss=false counts answers alone in the loss, and the chat template does "
@@ -101,9 +100,7 @@ def trl_corpus(corpus: Corpus, found: Source, recipe: Recipe, kind: str) -> Corp
         recipe: whose data it is.
         kind: format of the data.
     """
-    name = tokenizer_name(recipe.data, recipe.model.name)
-    processor: Any = load_tokenizer(name) if kind == PAIRS else load_processor(name)
-    with_template(processor, recipe.data)
+    processor = _processor(recipe, kind)
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -114,6 +111,14 @@ def trl_corpus(corpus: Corpus, found: Source, recipe: Recipe, kind: str) -> Corp
         ]
         corpus = replace(corpus, train=rows[0], held_out=rows[1])
     return replace(corpus, processor=processor)
+
+
+def _processor(recipe: Recipe, kind: str) -> Any:
+    """The tokenizer or processor of a recipe, with its chat template."""
+    name = tokenizer_name(recipe.data, recipe.model.name)
+    found: Any = load_tokenizer(name) if kind == PAIRS else load_processor(name)
+    with_template(found, recipe.data)
+    return found
 
 
 def trl_training(recipe: Recipe, kind: str, processor: Any) -> TrlTraining:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merak.arguments.folders import folder_problems
-from merak.checkpoint.files import inner_files
+from merak.checkpoint.files import inner_files, remove_partial
 from merak.checkpoint.manifest import MANIFEST
 from merak.checkpoint.remote.committing import remove_remote
 from merak.checkpoint.remote.fetching import fetch, forget_tensors, local_files
@@ -100,6 +100,14 @@ def test_files_of_tensors_are_fetched_when_they_are_read(store: Path, tmp_path: 
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(WeightsError, match=f"{url} is damaged .rank-00000.safetensors has "):
         fetch(url, tmp_path / "anew")
+
+
+def test_what_a_job_that_was_killed_had_fetched_goes_with_the_next(
+    store: Path, tmp_path: Path
+) -> None:
+    local_files(fetch(save(2), tmp_path / "out"))("rank-00000.safetensors")
+    remove_partial(tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == []
 
 
 def test_a_checkpoint_that_was_replaced_is_fetched_anew(store: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
-from transformers import AutoTokenizer
+from transformers import AutoProcessor, AutoTokenizer
 
 from merak.zoo.hub import offline_if_unreachable
 
@@ -33,3 +33,13 @@ def load_hub_tokenizer(name: str) -> Any:
     """
     with offline_if_unreachable():
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def load_hub_processor(name: str) -> Any:
+    """Load a processor of the hub; code in its repository is not run.
+
+    Raises:
+        Exception: whatever transformers says about one that it cannot load.
+    """
+    with offline_if_unreachable():
+        return AutoProcessor.from_pretrained(name, trust_remote_code=False)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import AutoProcessor, ProcessorMixin
 
+from merak.cli.recipe.data.hub import load_hub_processor
 from merak.cli.recipe.data.objective import IMAGE_COLUMNS
 from merak.core.errors import CommandError
 from merak.zoo.hub import first_words
@@ -77,9 +78,12 @@ def load_processor(name: str) -> ProcessorMixin:
         CommandError: there is none for images and text.
     """
     folder = Path(name).expanduser()
-    place = folder if folder.is_dir() else name
     try:
-        found = AutoProcessor.from_pretrained(place, trust_remote_code=False)
+        found = (
+            AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+            if folder.is_dir()
+            else load_hub_processor(name)
+        )
     except Exception as cause:  # whatever a folder's files may lead to
         raise CommandError(
             f"{name} has no processor that transformers can load: {first_words(cause)}."
