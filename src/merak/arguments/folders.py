@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from transformers.trainer_utils import HubStrategy
 
 from merak.arguments.fields import TrainingFields
 from merak.checkpoint.remote.folder import RemoteFolder, check_writable, is_url
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PROBE = ".merak-probe-"
 """How the names of the files begin by which ranks find out whether they share a folder."""
+
+_OF_FOLDERS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 VISIBLE_S = 10.0
 """Seconds in which a file of another host must be seen: network file systems cache folders."""
@@ -50,6 +53,11 @@ def folder_problems(arguments: TrainingFields) -> Iterator[str]:
             RemoteFolder(url).open()
         except ArgumentsError as error:
             yield f"checkpoint_url={url!r}: {error}"
+    if url is not None and arguments.push_to_hub and arguments.hub_strategy in _OF_FOLDERS:
+        yield (
+            f"hub_strategy={HubStrategy(arguments.hub_strategy).value!r} pushes whole checkpoints, "
+            "which checkpoint_url keeps elsewhere; use hub_strategy='every_save'."
+        )
     wanted = Path(str(arguments.output_dir)).expanduser().absolute()
     found = next(p for p in (wanted, *wanted.parents) if os.path.lexists(p))
     if not found.is_dir():

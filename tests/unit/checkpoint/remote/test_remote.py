@@ -124,9 +124,14 @@ def test_a_checkpoint_that_was_replaced_is_fetched_anew(store: Path, tmp_path: P
         ({"output_dir": "s3://bucket/run"}, "use checkpoint_url='s3://bucket/run'."),
         ({"checkpoint_url": "bucket/run"}, "checkpoint_url='bucket/run' is no URL; use such as"),
         ({"checkpoint_url": "none://run"}, "none://run cannot be reached: Protocol not known"),
+        (
+            {"checkpoint_url": RUN, "push_to_hub": True, "hub_strategy": "checkpoint"},
+            "hub_strategy='checkpoint' pushes whole checkpoints, which checkpoint_url keeps",
+        ),
     ],
 )
-def test_places_that_are_none(fields: dict[str, str], sentence: str) -> None:
-    arguments: Any = SimpleNamespace(**{"checkpoint_url": None, "output_dir": ".", **fields})
+def test_places_that_are_none(fields: dict[str, Any], sentence: str) -> None:
+    given = {"checkpoint_url": None, "output_dir": ".", "push_to_hub": False, **fields}
+    arguments: Any = SimpleNamespace(**given)
     (told,) = folder_problems(arguments)
     assert sentence in told
