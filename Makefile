@@ -14,6 +14,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # One thread per rank: several ranks share the cores of one machine.
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes import Merak in the tests: each module is compiled by the first alone.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Each has ranks of its own; what one of them waits for, the other uses.
 TEST_PROCESSES ?= 2

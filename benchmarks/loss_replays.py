@@ -18,7 +18,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import merak
-from merak.graph.trace.calls.host_reads import Replay
+from merak.graph.trace.calls.replay import Replay
 
 
 class Reads(merak.MerakTrainer):

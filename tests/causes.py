@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(os.environ["MERAK_CACHE"]) / "causes"
-"""A line for each cause; in the run's own folder, which `tests/conftest.py` makes."""
+"""A line for each cause, with its test; in the run's own folder: see `tests/conftest.py`."""
 
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "not slow": {"jobs of ranks": 380, "processes started": 240, "models traced": 3080},
@@ -31,7 +31,7 @@ def _counted(owner: Any, name: str, cause: str) -> None:
     @functools.wraps(called)
     def counted(*args: Any, **kwargs: Any) -> Any:
         with FILE.open("a") as file:  # a line at once, from whichever process
-            file.write(cause + "\n")
+            file.write(f"{cause}\t{os.environ.get('PYTEST_CURRENT_TEST', '')}\n")
         return called(*args, **kwargs)
 
     setattr(owner, name, counted)
@@ -52,7 +52,24 @@ def count() -> None:
 
 def counts() -> Mapping[str, int]:
     """How often each cause has come so far, in all processes of the run."""
-    return Counter(FILE.read_text().splitlines() if FILE.exists() else ())
+    return Counter(cause for cause, _ in _lines())
+
+
+def largest(most: int = 8) -> list[str]:
+    """A sentence for each cause: the files of tests that have it most often, and how often."""
+    found: dict[str, Counter[str]] = {}
+    for cause, test in _lines():
+        found.setdefault(cause, Counter())[test.partition("::")[0].removeprefix("tests/")] += 1
+    return [
+        f"{cause}: " + ", ".join(f"{file} {n}" for file, n in of_files.most_common(most))
+        for cause, of_files in sorted(found.items())
+    ]
+
+
+def _lines() -> list[tuple[str, str]]:
+    """Each cause so far, with its test."""
+    lines = FILE.read_text().splitlines() if FILE.exists() else ()
+    return [(cause, test) for cause, _, test in (line.partition("\t") for line in lines)]
 
 
 def over_budget(tier: str, counted: Mapping[str, int]) -> list[str]:

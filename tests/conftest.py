@@ -96,5 +96,7 @@ def pytest_terminal_summary(
     if counted:
         terminalreporter.section("causes of time")
         terminalreporter.line(", ".join(f"{n} {cause}" for cause, n in sorted(counted.items())))
+    for sentence in causes.largest() if counted else ():
+        terminalreporter.line(sentence)
     for sentence in causes.over_budget(config.option.markexpr, counted):
         terminalreporter.line(sentence, red=True)

@@ -82,12 +82,13 @@ class RankPool:
         Raises:
             RankError: a rank raised, died or was too slow.
         """
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")  # for `tests/causes.py`
         self._start(world_size)
         self._num_runs += 1
         store = self._folder / f"store{self._num_runs}"
         connections = [connection for _, connection in self._workers[:world_size]]
         for rank, connection in enumerate(connections):
-            job = (function, args, rank, world_size, str(store), self.backend)
+            job = (function, args, rank, world_size, str(store), self.backend, test)
             connection.send_bytes(pickle.dumps(job))
         results = self._collect(connections, timeout_s)
         store.unlink(missing_ok=True)
@@ -200,6 +201,7 @@ def _run_job(
     world_size: int,
     store: str,
     backend: str,
+    test: str,
 ) -> Any:
     import torch.distributed as dist
 
@@ -207,6 +209,7 @@ def _run_job(
     from merak.graph.weights import sharded
     from tests import nccl_rules
 
+    os.environ["PYTEST_CURRENT_TEST"] = test
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     nccl_rules.register()

@@ -24,3 +24,12 @@ def test_a_tier_over_its_budget_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert causes.over_budget("slow", {"jobs of ranks": 3}) == []
     (sentence,) = causes.over_budget("not slow", {"jobs of ranks": 3})
     assert sentence.startswith("3 jobs of ranks, where the tests marked `not slow` may have 2")
+
+
+def test_files_with_most_of_a_cause_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(causes, "FILE", tmp_path / "causes")
+    tests = ("tests/a.py::one (call)", "tests/b.py::two[x] (setup)", "tests/b.py::three (call)")
+    causes.FILE.write_text("".join(f"models traced\t{test}\n" for test in tests))
+    assert causes.largest() == ["models traced: b.py 2, a.py 1"]

@@ -23,8 +23,8 @@ from merak.engine.health.figures import (
 from merak.engine.recording.description import describe_job
 from merak.engine.recording.recorder import RunRecorder
 from merak.engine.recording.step_traces import StepTraces, parse_steps
-from merak.graph.trace.calls.host_reads import is_replayed
 from merak.graph.trace.calls.loss_recorder import note_effect
+from merak.graph.trace.calls.replay import is_replayed
 from merak.trainer.live.display import JobBoard, LiveDisplay, display_for
 from merak.trainer.subclass.callbacks import AgreedCallbacks
 

@@ -140,7 +140,7 @@ class ModelGraph:
             an attention mask: a batch of ones has a graph of its own.
         replay: runs a loss of the script's own once more, for what it does besides, with the values
             of those outputs that it reads on the host; None for nothing. See
-            `merak.graph.trace.calls.host_reads.Replay`.
+            `merak.graph.trace.calls.replay.Replay`.
     """
 
     segments: tuple[Segment, ...]

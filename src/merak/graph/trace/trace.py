@@ -38,9 +38,9 @@ from merak.graph.trace.calls.further_calls import (
     refuse_left,
     warn_of_left,
 )
-from merak.graph.trace.calls.host_reads import Replay
 from merak.graph.trace.calls.loss_recorder import ReadDecides, rehearse
 from merak.graph.trace.calls.outer_reads import refuse_outer_reads
+from merak.graph.trace.calls.replay import Replay
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
 from merak.graph.trace.explain import explain
 from merak.graph.trace.fallbacks import trace_with_fallbacks

@@ -180,13 +180,16 @@ def _nodes(field: Field, folder: Path) -> Nodes:
     for name in ("link", "network"):
         if sheet is None and name not in fields:
             raise field.error(f"has no {name!r}, which the device's figures do not name; add it")
+    link = _link(fields.get("link"), sheet.link if sheet else "")
+    if link.name in LINKS and "profile" not in fields["device"].names():
+        device = replace(device, communicator_bytes=LINKS[link.name].communicator_bytes)
     network = _link(fields.get("network"), sheet.network if sheet else "")
     price, memory = fields.get("dollars_per_hour"), fields.get("host_memory_gigabytes")
     return Nodes(
         device=device,
         devices_per_node=size,
         count=fields["count"].count() if "count" in fields else 1,
-        link=_link(fields.get("link"), sheet.link if sheet else ""),
+        link=link,
         network=_shared(network, adapters, size),
         adapters=adapters,
         dollars_per_hour=None if price is None else price.number(least=0.0),

@@ -35,6 +35,7 @@ class LinkSheet:
         start_s: seconds that a collective takes beyond its steps.
         protocols: ways to send small messages faster, as factors of latency and bandwidth.
         switch_fraction: rate of reductions inside the switch ÷ the achieved bandwidth; 0 for none.
+        channels: of a communicator over it; 0 where `merak.plan.memory.non_tensor` has more to say.
     """
 
     gigabytes_per_s: float
@@ -44,6 +45,20 @@ class LinkSheet:
     start_s: float = 0.0
     protocols: tuple[tuple[float, float], ...] = ()
     switch_fraction: float = 0.0
+    channels: int = 0
+
+    @property
+    def communicator_bytes(self) -> int | None:
+        """Buffers of a communicator over this link alone; None where it says too little."""
+        return self.channels * CONNECTION_BYTES or None
+
+
+CONNECTION_BYTES = 4 * 2**20 + 8 * 512 * 8 * 16 + 8 * 120 * 640 * 8
+"""Buffers of one of NCCL's channels for one peer: of its protocols Simple (NCCL_BUFFSIZE), LL and
+LL128, eight steps each. Source: NCCL, src/include/device.h and src/init.cc."""
+
+_PCIE_CHANNELS = 2
+"""As NCCL logs them on eight RTX 4090s, https://github.com/NVIDIA/nccl-tests/issues/307."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +132,15 @@ def _nvlink(gigabytes_per_s: float, achieved: float, switch_fraction: float = 0.
 def _pcie(generation: str, gigabytes_per_s: float) -> LinkSheet:
     """PCIe between devices; NCCL counts on 12 GB/s of 16 lanes of generation 3."""
     source = _PCI.format(generation)
-    return LinkSheet(gigabytes_per_s, 0.76, _PCIE_S, source, _START_S, (_LL,))
+    return LinkSheet(
+        gigabytes_per_s, 0.76, _PCIE_S, source, _START_S, (_LL,), channels=_PCIE_CHANNELS
+    )
 
 
 def _through_host(generation: str, gigabytes_per_s: float) -> LinkSheet:
     """PCIe of devices that cannot write to each other: everything passes the host's memory."""
     source = f"{_PCI.format(generation)}; halved, as messages are written and then read"
-    return LinkSheet(gigabytes_per_s / 2, 0.76, _PCIE_S, source, _START_S, (_LL,))
+    return replace(_pcie(generation, gigabytes_per_s / 2), source=source)
 
 
 def _rdma(source: str, gigabits_per_s: float) -> LinkSheet:

@@ -14,7 +14,7 @@ import torch
 from merak.core.errors import PlanError
 from merak.core.files.json_file import UnreadableFile, parse_json
 from merak.plan.cost.calibration import Calibration
-from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, SHEETS, DataSheet
+from merak.plan.cost.data_sheets import ALIASES, GENERATIONS, LINKS, SHEETS, DataSheet
 from merak.plan.cost.efficiency import Efficiency, efficiency_from
 
 
@@ -36,7 +36,8 @@ class DeviceProfile:
             rates above, however small it is.
         multiprocessors: of a device with an `efficiency`; 0 where their number does not matter.
         calibration: measured figures that correct estimates; None where nothing was measured.
-        communicator_bytes: measured memory of a communicator of all ranks; None for an estimate.
+        communicator_bytes: memory of a communicator of all ranks, as measured or as the link has
+            it; None for that of GPUs with NVLink.
         tensor_bytes: that tensors may fill; None for what is left of `memory_bytes`.
     """
 
@@ -172,6 +173,7 @@ def preset(name: str) -> DeviceProfile:
         memory_gigabytes_per_s=sheet.memory_gigabytes_per_s,
         host_gigabytes_per_s=sheet.host_gigabytes_per_s,
         multiprocessors=sheet.multiprocessors,
+        communicator_bytes=LINKS[sheet.link].communicator_bytes,
     )
 
 
@@ -184,6 +186,7 @@ def of_sheet(
     memory_gigabytes_per_s: float,
     host_gigabytes_per_s: float,
     multiprocessors: int,
+    communicator_bytes: int | None = None,
 ) -> DeviceProfile:
     """The profile of a GPU from peaks, with what operators of its generation achieve of them.
 
@@ -195,6 +198,7 @@ def of_sheet(
         memory_gigabytes_per_s: of that memory.
         host_gigabytes_per_s: of the link to the host, in one direction.
         multiprocessors: that compute tiles of a product; 0 where their number does not matter.
+        communicator_bytes: as of `DeviceProfile`.
     """
     curve = GENERATIONS[generation]
     functions_per_s = teraflops["float32"] * 1e12 * curve.function / _FLOPS_PER_FUNCTION
@@ -211,6 +215,7 @@ def of_sheet(
         memory_bytes=memory_bytes,
         efficiency=curve,
         multiprocessors=multiprocessors,
+        communicator_bytes=communicator_bytes,
     )
 
 

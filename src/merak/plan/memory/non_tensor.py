@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from merak.core.units import counted, size
+from merak.plan.cost.data_sheets import CONNECTION_BYTES
 
 if TYPE_CHECKING:
     from merak.core.mesh import Mesh
@@ -25,10 +26,6 @@ getChosenWorkspaceSize, on Hopper; less before."""
 
 GAPS = 0.04
 """Part of a memory between the blocks of torch's allocator."""
-
-_CONNECTION_BYTES = 4 * _MIB + 8 * 512 * 8 * 16 + 8 * 120 * 640 * 8
-"""Buffers of one of NCCL's channels for one peer: of its protocols Simple (NCCL_BUFFSIZE), LL and
-LL128, eight steps each. Source: NCCL, src/include/device.h and src/init.cc."""
 
 _CHANNELS = 24
 """Channels of a collective between GPUs with NVLink, as NCCL logs them on eight of them."""
@@ -88,14 +85,16 @@ def non_tensor_memory(
     Args:
         memory_bytes: of the device, that programs may allocate.
         mesh: of the job; None for one rank.
-        communicator_bytes: of a communicator of all ranks, as measured; None for an estimate.
+        communicator_bytes: of a communicator of all ranks, as measured or as the link between them
+            has it; None for that of GPUs with NVLink.
     """
     sizes: list[int] = []
     if mesh is not None:
         own = communicator_bytes
         sizes = [own or _collective_bytes(mesh, axis) for axis in mesh.group_axes]
         # Activations and gradients with each neighbour; see `merak.schedule.steps.Channel`.
-        sizes += [TRANSFER_CHANNELS * _CONNECTION_BYTES] * (2 * min(mesh.pp - 1, 2))
+        transfers = TRANSFER_CHANNELS * CONNECTION_BYTES
+        sizes += [min(own or transfers, transfers)] * (2 * min(mesh.pp - 1, 2))
     return NonTensorMemory(
         context=CONTEXT_BYTES,
         communicators=sum(sizes),
@@ -108,7 +107,7 @@ def non_tensor_memory(
 def _collective_bytes(mesh: Mesh, axis: str) -> int:
     """Buffers of the communicator along an axis: a ring, and those of a node's NVSwitch."""
     local: int = min(getattr(mesh, axis), _NODE // mesh.stride(axis))
-    return _CHANNELS * _CONNECTION_BYTES + (_SWITCH_BYTES * local if local > 2 else 0)
+    return _CHANNELS * CONNECTION_BYTES + (_SWITCH_BYTES * local if local > 2 else 0)
 
 
 def usable_bytes(

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 import merak
 from merak.core import mesh
 from merak.core.errors import TraceError, TrainingError
-from merak.graph.trace.calls.host_reads import FakeMicrobatch
+from merak.graph.trace.calls.replay import FakeMicrobatch
 
 
 @pytest.fixture(autouse=True)

@@ -32,19 +32,16 @@ from merak.core.errors import TraceError, TrainingError
 from merak.core.source_lines import model_line, with_text
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.call import Call, LossFunction, call_model, does_call_model
-from merak.graph.trace.calls.host_reads import (
-    READ,
+from merak.graph.trace.calls.host_reads import READ, HostReads, Run, model_calls
+from merak.graph.trace.calls.loss_recorder import made_up, unheard
+from merak.graph.trace.calls.outputs import named_outputs, nested
+from merak.graph.trace.calls.replay import (
     FakeMicrobatch,
-    HostReads,
     Layout,
     ModelCall,
-    Run,
-    model_calls,
     replayed,
     run_on_fakes,
 )
-from merak.graph.trace.calls.loss_recorder import made_up, unheard
-from merak.graph.trace.calls.outputs import named_outputs, nested
 from merak.graph.trace.opaque.collectives import refused_collectives
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty
 from merak.graph.trace.state.snapshot import Snapshot, restored_state

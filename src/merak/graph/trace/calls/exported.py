@@ -15,7 +15,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import LITERAL, Kind
 from merak.graph.ir.state_read import StateRead
 from merak.graph.trace.calls.eager_loss import EagerReplay
-from merak.graph.trace.calls.host_reads import Replay
+from merak.graph.trace.calls.replay import Replay
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.state.left import LeftState
 

@@ -3,47 +3,33 @@
 A loss of the script's own (`compute_loss` of a trainer) may read values and do anything with them:
 append them to lists, log them. Traced, it has no values. So each tensor that it reads becomes one
 more output of the graph, and the read gives a made-up number. Once a step has run, the loss runs
-again on fake tensors for each microbatch (`Replay`): what the model returned is fake too, of the
+again on fake tensors for each microbatch (`replay`): what the model returned is fake too, of the
 same shapes, and each read gives the value that the graph has computed.
 
 That holds as long as no value that is read decides what is computed. Both runs therefore describe
 how each tensor came about; what is read is found again by that description. While it is traced, the
 loss runs with several made-up numbers (`loss_recorder`), and the loss must be described alike each
 time; so it must be in all later runs.
-
-A job has as many runs as microbatches in all replicas, so the fakes of one shape are the same in
-each (`FakeMicrobatch`), and a function that is called on tensors that came about alike does not run
-again, unless the loss writes into tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.types import py_sym_types
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from merak.core.errors import TrainingError
-from merak.core.source_lines import model_line, with_text
-from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.modes.replica_collectives import replica_collectives
-from merak.graph.trace.state.rank_reads import RankReads
-from merak.graph.trace.state.snapshot import Snapshot
+from merak.core.source_lines import model_line
 
 READ = "read: "
 """Beginning of the names of outputs that are read on the host."""
@@ -56,281 +42,8 @@ _READS = frozenset(
 )
 """Functions that give a tensor's values to Python."""
 
-_REPLAYS: ContextVar[bool] = ContextVar("_REPLAYS", default=False)
-
-
-def is_replayed() -> bool:
-    """Whether the loss runs again, behind a step."""
-    return _REPLAYS.get()
-
-
-@contextmanager
-def replayed() -> Iterator[None]:
-    """Context in which the loss runs again, behind a step."""
-    token = _REPLAYS.set(True)
-    try:
-        yield
-    finally:
-        _REPLAYS.reset(token)
-
-
 Run = Callable[[], Any]
 """Runs the loss, and returns it or a tuple that it is the first of."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelCall:
-    """Result of a call of a module with parameters, without values."""
-
-    spec: TreeSpec
-    leaves: tuple[Any, ...]  # Layout of a tensor, else the value itself
-
-    @staticmethod
-    def of(result: Any) -> ModelCall:
-        """The call that has returned this."""
-        leaves, spec = tree_flatten(result)
-        return ModelCall(spec, tuple(Layout.of(leaf) for leaf in leaves))
-
-    def tensors(self) -> list[Any]:
-        """Leaves of such layouts."""
-        return [one.made() if isinstance(one, Layout) else one for one in self.leaves]
-
-    def made(self, leaves: Sequence[Any] | None = None) -> Any:
-        """A result of such layouts.
-
-        Args:
-            leaves: as of `tensors`; None to make them.
-        """
-        return tree_unflatten(self.tensors() if leaves is None else leaves, self.spec)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Layout of a tensor that a module has returned."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @staticmethod
-    def of(leaf: Any) -> Any:
-        """The layout of a tensor; anything else as it is."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        size, stride = tuple(leaf.shape), tuple(leaf.stride())
-        return Layout(size, stride, leaf.dtype, leaf.device, leaf.requires_grad)
-
-    def made(self) -> torch.Tensor:
-        """A tensor of this layout."""
-        found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        return found.requires_grad_(self.requires_grad)
-
-
-@dataclass(slots=True, eq=False)
-class FakeMicrobatch:
-    """Fake tensors that a loss runs on, the same each time it does.
-
-    Args:
-        mode: makes them.
-        batch: by column.
-        results: leaves of what each call of the model returns.
-        made: what functions have made of them, by their descriptions; None where the loss writes
-            into tensors, so that each run has tensors of its own.
-    """
-
-    mode: FakeTensorMode
-    batch: dict[str, torch.Tensor]
-    results: list[list[Any]]
-    made: dict[Any, Any] | None = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        columns: Mapping[str, TensorMeta], calls: Sequence[ModelCall], device: torch.device
-    ) -> FakeMicrobatch:
-        """Make them.
-
-        Args:
-            columns: of the microbatch.
-            calls: of the model.
-            device: that they claim to be on.
-        """
-        # Where values decide a size, as in x[mask], it has a symbol.
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
-        with mode:
-            batch = {
-                name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
-                for name, meta in columns.items()
-            }
-            return FakeMicrobatch(mode, batch, [one.tensors() for one in calls])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Replay:
-    """A traced loss, to be run again with the values of a microbatch.
-
-    Args:
-        run: the loss function, `run(model, batch)`.
-        fixed: arguments in every batch that are no tensors.
-        calls: of the model, and what each returned.
-        reads: outputs of the graph by the description of the tensor that is read.
-        loss: description of the loss; None where numbers of Python are inputs of the graph, of
-            which there are descriptions in a trace alone.
-        keeps: whether the loss leaves tensors in Python state.
-        fakes: that it has run on, by shapes and device.
-    """
-
-    run: Callable[[nn.Module, dict[str, Any]], Any]
-    fixed: Mapping[str, Any]
-    calls: tuple[ModelCall, ...]
-    reads: Mapping[str, str]
-    loss: str | None
-    keeps: bool
-    fakes: dict[Any, FakeMicrobatch] = field(default_factory=dict)
-
-    def __call__(
-        self,
-        model: nn.Module,
-        columns: Mapping[str, TensorMeta],
-        values: Mapping[str, torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        """Run the loss for what it does besides.
-
-        Args:
-            model: the user's, which is not called.
-            columns: of the microbatch.
-            values: on the host, by the names of the graph's outputs.
-            device: that fake tensors claim to be on.
-
-        Raises:
-            TrainingError: as of `run_again`.
-        """
-        with replayed():
-            self.run_again(model, columns, lambda tensor, name: values[name], device)
-
-    def run_again(
-        self,
-        model: nn.Module,
-        columns: Mapping[str, TensorMeta],
-        value: Callable[[torch.Tensor, str], torch.Tensor],
-        device: torch.device,
-    ) -> None:
-        """Run the loss on fake tensors.
-
-        Args:
-            model: as of `__call__`.
-            columns: as of `__call__`.
-            value: gives the values of a tensor, on the host, by the name of the graph's output.
-            device: as of `__call__`.
-
-        Raises:
-            TrainingError: it reads what it did not read when it was traced, or what it has read
-                decides its loss.
-        """
-
-        def answer(tensor: torch.Tensor, key: str) -> torch.Tensor:
-            name = self.reads.get(key)
-            if name is None:
-                raise _otherwise("reads a tensor that it has not read")
-            return value(tensor, name)
-
-        before = Snapshot.of_loss(self.run) if self.keeps else None
-        fakes = self._fakes(columns, device)
-        returned = iter(zip(self.calls, fakes.results, strict=True))
-
-        def call(module: nn.Module, _: Run) -> Any:
-            known = next(returned, None)
-            if known is None:
-                raise _otherwise("calls the model more often than")
-            return known[0].made(known[1])
-
-        reads = HostReads(call, answer, is_exact=self.loss is not None, fakes=fakes)
-        loss = run_on_fakes(self.run, model, self.fixed, fakes, reads)
-        if self.loss is not None and reads.key(loss) != self.loss:
-            where = f", such as at {with_text(reads.lines[-1])}" if reads.lines else ""
-            raise TrainingError(
-                "compute_loss computes another loss in this step than when it was traced, as what "
-                f"it reads of tensors decides{where}; choose with torch.where."
-            )
-        for left in () if before is None else before.changes():
-            for tensor, put in kept_tensors(left.new, left.put):
-                found = answer(tensor, reads.key_of_kept(tensor)).to(device, copy=True)
-                put(_written(left.old, found) if tensor is left.new else found)
-
-    def _fakes(self, columns: Mapping[str, TensorMeta], device: torch.device) -> FakeMicrobatch:
-        """Fake tensors to run on: those of before, where nothing has been written into them."""
-        key = tuple(columns.items()), device
-        known = self.fakes.get(key)
-        if known is None or known.made is None or self.loss is None:
-            was_written = known is not None and known.made is None
-            known = self.fakes[key] = FakeMicrobatch.of(columns, self.calls, device)
-            known.made = None if was_written or self.loss is None else known.made
-        return known
-
-
-def run_on_fakes(
-    run: Callable[[nn.Module, dict[str, Any]], Any],
-    model: nn.Module,
-    fixed: Mapping[str, Any],
-    fakes: FakeMicrobatch,
-    reads: HostReads,
-    mode: AbstractContextManager[Any] | None = None,
-) -> Any:
-    """Run a loss on a microbatch of fake tensors.
-
-    Args:
-        run: the loss function, `run(model, batch)`.
-        model: the user's, which is not called.
-        fixed: arguments in every batch that are no tensors.
-        fakes: the microbatch.
-        reads: gives what the loss reads, and what its model returns.
-        mode: a further context, inside of what makes tensors fake.
-
-    Returns:
-        The loss.
-    """
-    reads.name_columns(fakes.batch)
-    ranks = RankReads(training=model.training, keeps_rank=True)
-    inside = nullcontext() if mode is None else mode
-    with ranks.recorded(), replica_collectives(ranks), fakes.mode, inside, reads.followed():
-        return loss_in(run(model, {**fakes.batch, **fixed}))
-
-
-def kept_tensors(
-    value: Any, put: Callable[[Any], None], depth: int = 0
-) -> Iterator[tuple[torch.Tensor, Callable[[Any], None]]]:
-    """Fake tensors that a loss has left in Python state, and what puts another in its place."""
-    if isinstance(value, FakeTensor):
-        yield value, put
-        return
-    items: Any = ()
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, (list, deque)):
-        items = list(enumerate(value))
-    for key, one in items if depth < _MAX_DEPTH else ():
-        yield from kept_tensors(one, partial(value.__setitem__, key), depth + 1)
-
-
-_MAX_DEPTH = 8
-
-
-def _written(old: Any, value: torch.Tensor) -> torch.Tensor:
-    """A value, in the tensor whose place it takes where that is one of its kind, as in a trace."""
-    is_kind = type(old) is torch.Tensor and not old.requires_grad
-    if not is_kind or (old.shape, old.dtype) != (value.shape, value.dtype):
-        return value
-    found: torch.Tensor = old.copy_(value)
-    return found
-
-
-def _otherwise(what: str) -> TrainingError:
-    return TrainingError(
-        f"compute_loss {what} when it was traced, at {with_text(model_line())}, as a value that it "
-        "has read before decides; do that whatever the value is, and decide afterwards."
-    )
 
 
 @contextmanager
@@ -372,6 +85,47 @@ def model_calls(
         yield
 
 
+class MadeAlike:
+    """What functions have made of tensors: called on such as came about alike, none runs again.
+
+    Attributes:
+        results: by function and what it was given; None once a function has written into a tensor,
+            behind which each runs.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[Any, Any] | None = {}
+
+    def result(self, func: Any, args: Any, kwargs: Any, given: str | None) -> Any:
+        """What a function returns, or has returned.
+
+        Args:
+            func: the function.
+            args: what it is called with.
+            kwargs: what it is called with, by name.
+            given: describes both; None where a description would leave something out.
+        """
+        if self.results is None:
+            return func(*args, **kwargs)
+        modes = torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
+        key = func, given, modes
+        if key in self.results:
+            return self.results[key]
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        versions = [version_of(tensor) for tensor in tensors]
+        result = func(*args, **kwargs)
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        if versions != [version_of(tensor) for tensor in tensors]:
+            self.results = None
+        elif (
+            given is not None
+            and type(result) in (FakeTensor, tuple)
+            and all(type(one) is FakeTensor and not _is_among(one, tensors) for one in found)
+        ):
+            self.results[key] = result
+        return result
+
+
 class HostReads(TorchFunctionMode):
     """Function mode that gives what a loss reads of tensors, and what its model returns.
 
@@ -382,7 +136,7 @@ class HostReads(TorchFunctionMode):
             reads it, and by how often it has.
         numbers: tensors that stand for numbers of Python, and are read as without this mode.
         model: as of `model_calls`.
-        fakes: remember what functions make of them; None where each function runs.
+        made: what functions have made; None where each runs.
     """
 
     def __init__(
@@ -392,10 +146,10 @@ class HostReads(TorchFunctionMode):
         is_exact: bool,
         numbers: Collection[torch.Tensor] = (),
         model: nn.Module | None = None,
-        fakes: FakeMicrobatch | None = None,
+        made: MadeAlike | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._fakes = model, fakes
+        self._model, self._made = model, made
         self._is_plain = True  # what has been described last, of which nothing is left out
         self.lines: list[str] = []
         self.given = ""  # description of what the function that runs is given
@@ -443,31 +197,11 @@ class HostReads(TorchFunctionMode):
             return self._read(func, args[0], args[1:], kwargs)
         self._is_plain = True
         before = self.given = self._described((args, kwargs))
-        result = self._result(func, before, args, kwargs)
+        if self._made is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self._made.result(func, args, kwargs, before if self._is_plain else None)
         self._describe(result, func, before, (args, kwargs))
-        return result
-
-    def _result(self, func: Any, before: str, args: Any, kwargs: Any) -> Any:
-        """What a function returns, or has returned for tensors that came about alike."""
-        fakes = self._fakes
-        if fakes is None or fakes.made is None:
-            return func(*args, **kwargs)
-        modes = torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
-        key = func, before, modes
-        if self._is_plain and key in fakes.made:
-            return fakes.made[key]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(tensor) for tensor in given]
-        result = func(*args, **kwargs)
-        found = result if isinstance(result, (tuple, list)) else (result,)
-        if versions != [version_of(tensor) for tensor in given]:
-            fakes.made = None
-        elif (
-            self._is_plain
-            and type(result) in (FakeTensor, tuple)
-            and all(type(one) is FakeTensor and not _is_among(one, given) for one in found)
-        ):
-            fakes.made[key] = result
         return result
 
     def _has_no_values(self, tensor: Any) -> bool:

@@ -28,13 +28,12 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.host_reads import (
     READ,
     HostReads,
-    ModelCall,
-    Replay,
+    MadeAlike,
     Run,
-    kept_tensors,
     loss_in,
     version_of,
 )
+from merak.graph.trace.calls.replay import ModelCall, Replay, kept_tensors
 from merak.graph.trace.state.counters import Counter, watched
 from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.snapshot import restored_state
@@ -203,7 +202,7 @@ class HostReadsRecorder:
 
         self._calls.clear()
         self._found.clear()
-        first, ran = self._run(run, batch, call, lambda line: _NUMBERS[0], state)
+        first, ran = self._run(run, batch, call, lambda line: _NUMBERS[0], state, None)
         self._loss, left = ran.loss, state.changes()
         if not (ran.lines or self.has_effects or left or self._rank.is_read):
             return first
@@ -215,10 +214,13 @@ class HostReadsRecorder:
                 )
             return first
 
+        results, made = [tree_map(_detached, one) for one in given], MadeAlike()
+
         def again(numbers: Numbers) -> str:
-            returned = iter([tree_map(_detached, one) for one in given])
+            returned = iter(results)
             with _quiet():
-                return self._run(run, batch, lambda *_: next(returned), numbers, state)[1].loss
+                ran = self._run(run, batch, lambda *_: next(returned), numbers, state, made)[1]
+            return ran.loss
 
         self._explore(ran.lines, again, state, left)
         with suppress(Exception):  # which the rehearsal explains
@@ -287,6 +289,7 @@ class HostReadsRecorder:
         call: Callable[[nn.Module, Run], Any],
         numbers: Numbers,
         state: LossState,
+        made: MadeAlike | None,
     ) -> tuple[Any, _Ran]:
         def output(tensor: torch.Tensor, key: str) -> None:
             if key not in self._found:
@@ -296,7 +299,7 @@ class HostReadsRecorder:
             output(tensor, key)
             return made_up(tensor, numbers(reads.lines[-1]))
 
-        reads = HostReads(call, answer, self._is_exact, self._numbers)
+        reads = HostReads(call, answer, self._is_exact, self._numbers, made=made)
         reads.name_columns(batch)
         token = _RECORDING.set(self)
         try:

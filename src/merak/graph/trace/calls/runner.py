@@ -23,8 +23,8 @@ from merak.graph.trace.calls.eager_loss import (
     call_to_tail,
     count_calls,
 )
-from merak.graph.trace.calls.host_reads import ModelCall, Replay
 from merak.graph.trace.calls.loss_recorder import HostReadsRecorder, LossState
+from merak.graph.trace.calls.replay import ModelCall, Replay
 from merak.graph.trace.state.counters import Counter, plain, watched
 from merak.graph.trace.state.places import StateLeft
 from merak.graph.trace.state.slots import MISSING
