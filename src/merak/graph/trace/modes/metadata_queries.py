@@ -24,7 +24,7 @@ _QUERIES = frozenset(
     getattr(_T, name).__get__
     for name in (
         "device dtype grad_dtype is_leaf is_mkldnn is_nested is_quantized is_sparse layout ndim "
-        "requires_grad shape"
+        "requires_grad shape _version"
     ).split()
     if hasattr(_T, name)
 )

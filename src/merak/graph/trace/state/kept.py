@@ -252,4 +252,5 @@ def _is_of_functions(value: Any) -> bool:
 
 def version(tensor: torch.Tensor) -> int:
     """The number of writes into a tensor, as torch counts them; -1 where it does not."""
-    return -1 if tensor.is_inference() else tensor._version
+    with torch._C.DisableTorchFunction():  # which a trace has a dozen modes for
+        return -1 if tensor.is_inference() else tensor._version
