@@ -15,6 +15,7 @@ from torch import nn
 
 import merak
 from merak.core import mesh as meshes
+from merak.core.errors import TraceError
 from tests.multirank import collective_models as models
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
@@ -39,6 +40,7 @@ class Case:
         of_loss: further arguments of it.
         reference: makes the loss of one process, of the number of replicas; None for the same one.
         evaluates: whether it runs in an evaluation, too, where no replicas meet.
+        decides: whether values decide the loss, so that it runs as Python.
     """
 
     model: Callable[[], nn.Module]
@@ -46,6 +48,7 @@ class Case:
     of_loss: dict[str, Any] = field(default_factory=dict)
     reference: Callable[[int], nn.Module] | None = None
     evaluates: bool = False
+    decides: bool = False
 
 
 @dataclass
@@ -76,6 +79,20 @@ class Loss(nn.Module):
         return found
 
 
+class Decides(Loss):
+    """Such a loss of samples that values select."""
+
+    def forward(self, outputs: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
+        loss = super().forward(outputs, batch)
+        rows = outputs["image"]
+        chosen = rows[rows.sum(1) > 0]
+        number = torch.tensor(float(len(chosen)))
+        if models.is_dist_avail_and_initialized():
+            models.dist.all_reduce(number)
+        number = (number / models.get_world_size()).clamp(min=1)
+        return loss * 2 + chosen.square().sum() / number.item() if loss.item() > 1 else loss
+
+
 CASES = {
     "clip": Case(models.Clip, models.ClipLoss, {"gather_with_grad": True}, evaluates=True),
     "clip without gradients": Case(models.Clip, models.ClipLoss, {}, models.ClipOfReplicas),
@@ -83,6 +100,9 @@ CASES = {
         models.Clip,
         models.ClipLoss,
         {"gather_with_grad": True, "local_loss": True, "cache_labels": True},
+    ),
+    "eager clip": Case(
+        models.Clip, models.ClipLoss, {"gather_with_grad": True}, evaluates=True, decides=True
     ),
     "siglip": Case(models.Clip, models.SigLipLoss),
     "siglip by sums": Case(models.Clip, models.SigLipLoss, {"dist_impl": "reduce"}),
@@ -117,7 +137,8 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def loss_of(case: Case, rank: int, dp: int) -> Any:
     if case.loss is None:
         return None
-    return Loss(case.loss(rank=rank, world_size=dp, **case.of_loss))
+    inner = case.loss(rank=rank, world_size=dp, **case.of_loss)
+    return merak.eager_loss(Decides(inner)) if case.decides else Loss(inner)
 
 
 def train(layout: Degrees, names: list[str]) -> dict[str, Outcome]:
@@ -200,10 +221,10 @@ JOBS: list[tuple[Degrees, list[str]]] = [
 ]
 ALL_JOBS: list[tuple[Degrees, list[str]]] = [
     ((2, 1, 2, 1), [name for name in CASES if name not in ESSENTIAL]),
-    ((2, 2, 1, 1), ["local clip", "dino", "vq"]),
-    ((1, 2, 2, 1), ["clip", "detr", "every call"]),
+    ((2, 2, 1, 1), ["local clip", "dino", "vq", "eager clip"]),
+    ((1, 2, 2, 1), ["clip", "detr", "every call", "eager clip"]),
     ((2, None, None, 1), ["every call", "clip", "dino", "vq"]),
-    ((None, None, None, 1), ["clip", "every call", "detr"]),
+    ((None, None, None, 1), ["clip", "every call", "detr", "eager clip"]),
     ((None, 1, 2, 1), ["dino"]),
     ((1, 1, 2, 2), ["tokens"]),
     ((2, 2, 1, 1), ["tokens"]),
@@ -264,6 +285,21 @@ class Contrasts:
         return (loss, found) if return_outputs else loss
 
 
+class DecidedContrasts(Contrasts):
+    """One of which what it reads decides."""
+
+    @merak.eager_loss
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, **of_step: Any
+    ) -> Any:
+        loss = super().compute_loss(model, inputs, **of_step)
+        return loss * 2 if self.by_rank or self.seen[-1] < 0.5 or loss.item() > 2 else loss
+
+
+Kinds = list[tuple[Any, bool]]
+"""Trainers, and whether each reads the rank."""
+
+
 class Own(Contrasts, merak.MerakTrainer):
     """In a job."""
 
@@ -272,18 +308,30 @@ class Their(Contrasts, transformers.Trainer):
     """In one process."""
 
 
-def trainings(dp: int, folder: str, **arguments: Any) -> list[tuple[list[float], list[float]]]:
-    """What trainers have logged and read, without the rank and with it."""
-    kind: Any = Own if meshes.has_mesh() else Their
+class OwnDecided(DecidedContrasts, merak.MerakTrainer):
+    """In a job."""
+
+
+class TheirDecided(DecidedContrasts, transformers.Trainer):
+    """In one process."""
+
+
+OWN: Kinds = [(Own, False), (Own, True), (OwnDecided, False)]
+THEIR: Kinds = [(Their, False), (Their, True), (TheirDecided, False)]
+
+
+def trainings(dp: int, folder: str, kinds: Kinds) -> list[tuple[list[float], list[float]]]:
+    """What trainers have logged and read, without the rank and with it, and decided by values."""
     rows = [rows_of(step, number, 2 * SIZE) for step in range(3) for number in range(2)]
     samples = [{n: one[n][i] for n in one} for one in rows for i in range(2 * SIZE)]
     found = []
-    for by_rank in (False, True):
-        args = (merak.MerakArguments if kind is Own else transformers.TrainingArguments)(
+    for kind, by_rank in kinds:
+        is_own = issubclass(kind, merak.MerakTrainer)
+        args = (merak.MerakArguments if is_own else transformers.TrainingArguments)(
             folder, max_steps=3, gradient_accumulation_steps=NUM_MICROBATCHES, logging_steps=1,
             per_device_train_batch_size=2 * SIZE // dp, report_to=[], disable_tqdm=True,
             use_cpu=True, remove_unused_columns=False, dataloader_drop_last=True,
-            save_strategy="no", log_level="error", label_names=[], **arguments,
+            save_strategy="no", log_level="error", label_names=[],
         )  # fmt: skip
         trainer = kind(models.Clip(), args, train_dataset=samples)
         trainer.by_rank = by_rank
@@ -295,13 +343,16 @@ def trainings(dp: int, folder: str, **arguments: Any) -> list[tuple[list[float],
 
 def trained(folder: str) -> list[tuple[list[float], list[float]]]:
     merak.init(dp=2, pp=2, device="cpu")
-    return trainings(2, folder)
+    found = trainings(2, folder, OWN)
+    with pytest.raises(TraceError, match="asks for the rank of the process"):
+        trainings(2, folder, [(OwnDecided, True)])
+    return found
 
 
 def test_so_are_losses_of_a_trainer(pool: RankPool, tmp_path: Path) -> None:
     expected = [  # a loss is called, and reads, for each replica's microbatch
         (losses, [one for one in seen for _ in range(2)])
-        for losses, seen in trainings(1, str(tmp_path))
+        for losses, seen in trainings(1, str(tmp_path), THEIR)
     ]
     for found in pool.run(trained, 4, str(tmp_path)):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

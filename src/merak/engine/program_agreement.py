@@ -16,7 +16,7 @@ from merak.core.errors import PlanError
 from merak.core.mesh import Mesh
 from merak.core.rank0 import has_peers
 from merak.graph.ir.ir import Segment
-from merak.graph.ir.replicas import OF_REPLICAS, meets_replicas
+from merak.graph.ir.replicas import does_meet, meets_replicas
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.weights.rank_agreement import gather_objects
 from merak.plan.layout import Layout
@@ -79,8 +79,11 @@ def digests_of(program: Program, layout: Layout, replica: int) -> Digests:
 
 def _meetings(segment: Segment) -> str:
     """What of a segment has to be the same on all replicas."""
-    nodes = [node for node in segment.graph.nodes if node.target in OF_REPLICAS]
-    met = [(str(node.target), node.args[1:], str(node.meta["tensor"])) for node in nodes]
+    nodes = [node for node in segment.graph.nodes if does_meet(node)]
+    met = [
+        (str(n.target), [a for a in n.args if isinstance(a, (int, str))], str(n.meta["tensor"]))
+        for n in nodes
+    ]
     return repr((segment.parameters, segment.outputs, met))
 
 

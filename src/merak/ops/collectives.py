@@ -12,6 +12,7 @@ Source: Megatron-LM (arXiv 1909.08053, section 3, the operators f and g); Korthi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from inspect import unwrap
 from typing import Any
@@ -335,6 +336,26 @@ def start_all_reduce(tensor: torch.Tensor, axis: str) -> dist.Work | None:
     """
     group = current_mesh().group(axis)
     return None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def of_equal_ranks(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
+    """What a collective gives where all ranks have the same tensors; nothing is sent.
+
+    Args:
+        function: as a recorder is given it: an all-reduce, an all-gather or a reduce-scatter.
+        args: its arguments.
+        kwargs: its arguments by name.
+    """
+    tensor, *_ = args
+    if function is ALL_REDUCE:
+        reduced: torch.Tensor = tensor * axis_degree(args[1])
+        return reduced
+    dim, parts, axis = args[1:4]
+    shard = ParameterShard(dim, parts, axis_degree(axis))
+    if function is unwrap(_reduce_scatter):
+        return take(tensor, shard, 0) * shard.degree
+    assert function is unwrap(_all_gather) and not (args[4:] or kwargs)
+    return join_all(torch.stack([tensor] * shard.degree), shard)
 
 
 def axis_degree(axis: str) -> int:

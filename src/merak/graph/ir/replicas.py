@@ -60,13 +60,15 @@ OF_REPLICAS = (REPLICA_ROWS, REPLICA_SUM)
 """Operators by which a replica meets the others; what they return is the same on all of them."""
 
 
+def does_meet(node: fx.Node) -> bool:
+    """Whether an operator takes anything from other replicas, or runs Python that does."""
+    call = node.meta.get("opaque")
+    return node.target in OF_REPLICAS or (call is not None and bool(call.meets_replicas))
+
+
 def meets_replicas(graph: ModelGraph) -> bool:
     """Whether a graph takes anything from other replicas, which then run as many microbatches."""
-    return any(
-        segment.graph.find_nodes(op="call_function", target=target)
-        for segment in graph.segments
-        for target in OF_REPLICAS
-    )
+    return any(does_meet(node) for segment in graph.segments for node in segment.graph.nodes)
 
 
 OWN = "knows its replica"

@@ -105,6 +105,22 @@ def test_a_loss_function_of_a_loop_is_that_of_one_process() -> None:
     close(list(model.parameters()), list(alone.parameters()))
 
 
+def test_a_loss_of_boxes_is_tried_on_boxes() -> None:
+    @merak.eager_loss
+    def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not (output[:, 2:] >= output[:, :2]).all() or output.min() < 0 or output.max() > 1:
+            raise ValueError("these are no boxes")
+        return (output - batch["label"]).abs().sum()
+
+    source = GraphSource(nn.Linear(4, 4), loss_fn=loss_fn, loss_columns=("label",))
+    columns = {
+        "input": TensorMeta((2, 4), torch.float32),
+        "label": TensorMeta((2, 4), torch.float32),
+    }
+    graph = build_graph(source, columns, training=True)
+    assert [name for segment in graph.segments for name in segment.parameters] == ["weight", "bias"]
+
+
 class Heads(nn.Module):
     """Two heads, of which a loss may use one alone."""
 

@@ -34,6 +34,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.call import Call, LossFunction, call_model, does_call_model
 from merak.graph.trace.calls.host_reads import READ, HostReads, Run, model_calls
 from merak.graph.trace.calls.loss_recorder import made_up, unheard
+from merak.graph.trace.calls.outer_reads import evaluated_alone
 from merak.graph.trace.calls.outputs import named_outputs, nested
 from merak.graph.trace.calls.replay import (
     FakeMicrobatch,
@@ -42,8 +43,10 @@ from merak.graph.trace.calls.replay import (
     replayed,
     run_on_fakes,
 )
-from merak.graph.trace.opaque.collectives import refused_collectives
+from merak.graph.trace.modes.replica_collectives import replica_collectives
+from merak.graph.trace.opaque.collectives import refused_modules
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty
+from merak.graph.trace.state.rank_reads import RankReads
 from merak.graph.trace.state.snapshot import Snapshot, restored_state
 
 logger = logging.getLogger(__name__)
@@ -278,6 +281,7 @@ class LossTail(nn.Module):
         self, model: nn.Module, call: Call, unwatched: Callable[[], AbstractContextManager[None]]
     ) -> None:
         super().__init__()
+        self.train(model.training)
         _PARTS[self] = _Parts(model, call, unwatched)
 
     def forward(self, batch: dict[str, torch.Tensor], results: Sequence[Any]) -> Any:
@@ -305,23 +309,49 @@ class LossTail(nn.Module):
         results: Sequence[Any],
     ) -> Any:
         loss_fn: Any = call.loss_fn
+        ranks = RankReads(training=self.training)
         if not does_call_model(loss_fn):
             kept = _kept_state(loss_fn, is_undone=False)
-            with kept, _NoWeights(model), refused_collectives():
+            with kept, _NoWeights(model), _among_replicas(model, loss_fn, ranks):
                 return loss_fn(results[0], batch)
         journal = Journal()
         reads = _Reads(partial(_next, iter(results)), journal, model)
         reads.name_columns(batch)
         with ExitStack() as stack:
             stack.enter_context(_kept_state(loss_fn, is_undone=True))
-            stack.enter_context(unheard())
+            rank = stack.enter_context(unheard())
             stack.enter_context(_NoWeights(model))
-            stack.enter_context(refused_collectives())
+            stack.enter_context(_among_replicas(model, loss_fn, ranks))
             stack.enter_context(_Sizes(journal, reads))
             stack.enter_context(reads.followed())
             loss, result = loss_fn(model, {**batch, **call.fixed})
+        if ranks.are_met and rank.is_read and ranks.world and ranks.world.size > 1:
+            raise EagerLossError(
+                "the loss, which is marked by merak.eager_loss, takes something from other "
+                "replicas and asks for the rank of the process, which is 0 wherever such a loss "
+                "runs; write it as a compute_loss_func(outputs, labels, num_items_in_batch), in "
+                "which dist.get_rank() is the replica's, or leave out what asks."
+            )
         journal.entry("the loss", lambda: reads.key(loss))
         return loss, dict(named_outputs(result)), journal.to_tensor(loss.device)
+
+
+@contextmanager
+def _among_replicas(model: nn.Module, loss_fn: Any, ranks: RankReads) -> Iterator[None]:
+    """Context in which the default group is that of the replicas, as in a trace.
+
+    Args:
+        model: that the loss is of.
+        loss_fn: the loss function.
+        ranks: what it finds of them.
+    """
+    with (
+        ranks.recorded(),
+        evaluated_alone(model, loss_fn, ranks),
+        refused_modules(model),
+        replica_collectives(ranks),
+    ):
+        yield
 
 
 class _LastCall(BaseException):

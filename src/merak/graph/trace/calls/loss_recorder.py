@@ -86,7 +86,7 @@ class LossState:
 _INSTEAD: ContextVar[int | None] = ContextVar("_INSTEAD", default=None)
 
 
-class _Rank:
+class FoundRank:
     """The rank that a loss finds outside of the model: on all ranks the same, for one graph."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class HostReadsRecorder:
         self._calls: list[ModelCall] = []
         self._loss: str | None = None
         self._keeps = False
-        self._rank = _Rank()
+        self._rank = FoundRank()
         # What is read, and a copy of it as it was then.
         self._found: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
@@ -363,12 +363,15 @@ def _numbers_at(
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Context in which a loss runs for its value alone, as on rank 0, and nothing is shown."""
-    token, rank = _RECORDING.set(HostReadsRecorder(())), _Rank()
+def unheard() -> Iterator[FoundRank]:
+    """Context in which a loss runs for its value alone, as on rank 0, and nothing is shown.
+
+    Gives what says whether the rank is asked for.
+    """
+    token, rank = _RECORDING.set(HostReadsRecorder(())), FoundRank()
     try:
         with _quiet(), rank.replaced(), rank.found(0):
-            yield
+            yield rank
     finally:
         _RECORDING.reset(token)
 

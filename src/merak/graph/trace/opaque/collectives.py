@@ -9,11 +9,13 @@ larger batch become operators over the replicas (`modes/replica_collectives.py`)
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, wraps
 from inspect import ismodule
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from merak.core.errors import TraceError
-from merak.core.source_lines import model_line, with_text
+from merak.core.source_lines import MERAK, is_library, model_line, with_text
 from merak.graph.trace.opaque.functions import in_own_thread
 from merak.graph.weights.rank_agreement import is_distributed
 
@@ -55,12 +57,16 @@ class RefusedCollectives(TorchDispatchMode):
     """Dispatch mode that refuses operators which communicate with other ranks.
 
     A refusal that the model's code catches is raised again at the end.
+
+    Args:
+        of_model: whether what the replicas' operators send is let pass: it is none of the model's.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, of_model: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._of_model = of_model
         self._refused: CollectiveError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,10 +76,17 @@ class RefusedCollectives(TorchDispatchMode):
             CollectiveError: it is one, of a group with several ranks.
         """
         if func.namespace in _NAMESPACES and _num_ranks((args, kwargs)) > 1:
+            is_models = not _is_of_operator(sys._getframe(1))
+            if self._of_model and not is_models:
+                return func(*args, **(kwargs or {}))
             name = str(func.name()).rpartition("::")[2].partition(".")[0].strip("_")
             self._refused = CollectiveError(
                 f"{with_text(model_line())} communicates with other ranks ({name}) while the model "
                 f"runs, so that {INSTEAD}"
+                if is_models
+                else f"{with_text(model_line())} takes something from other replicas for these "
+                "values of the batch, and did not when the loss was tried as the model was traced; "
+                "replicas with other values would not: let it do so whatever the values are."
             )
             raise self._refused
         return func(*args, **(kwargs or {}))
@@ -87,6 +100,20 @@ class RefusedCollectives(TorchDispatchMode):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         if self._refused is not None and value is None:
             raise self._refused
+
+
+def _is_of_operator(frame: FrameType | None) -> bool:
+    """Whether one of Merak's own operators communicates, and no line of a model.
+
+    Args:
+        frame: where to begin.
+    """
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_OPERATORS)
+
+
+_OPERATORS = os.path.join(MERAK, "ops") + os.sep
 
 
 def _num_ranks(arguments: Any) -> int:
@@ -103,9 +130,13 @@ def _num_ranks(arguments: Any) -> int:
     return dist.get_world_size()
 
 
-def refused_collectives() -> AbstractContextManager[Any]:
-    """Context in which this thread's collectives are refused; nothing where no other rank is."""
-    return RefusedCollectives() if is_distributed() else nullcontext()
+def refused_collectives(of_model: bool = False) -> AbstractContextManager[Any]:
+    """Context in which this thread's collectives are refused; nothing where no other rank is.
+
+    Args:
+        of_model: as of `RefusedCollectives`.
+    """
+    return RefusedCollectives(of_model) if is_distributed() else nullcontext()
 
 
 @contextmanager

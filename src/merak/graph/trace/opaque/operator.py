@@ -131,6 +131,7 @@ class OpaqueCall:
         checks_aliases: whether later operators write into its inputs or outputs, so that aliases
             matter.
         always_used: numbers of its tensors that get a gradient in every backward.
+        meets_replicas: whether it takes anything from other replicas, each time it is called.
     """
 
     ref: ModuleRef
@@ -149,12 +150,18 @@ class OpaqueCall:
     aliases: frozenset[tuple[int, int]] = frozenset()
     checks_aliases: bool = False
     always_used: frozenset[int] = frozenset()
+    meets_replicas: bool = False
 
     @property
     def module(self) -> nn.Module:
         """The module, which `connect_modules` has found."""
         assert self.ref.module is not None, f"{self.ref.path} is not connected to a model"
         return self.ref.module
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is of a loss, in which the default group is that of the replicas."""
+        return self.ref.path == LOSS_TAIL
 
     @property
     def written_inputs(self) -> tuple[int, ...]:

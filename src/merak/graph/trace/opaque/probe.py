@@ -10,7 +10,7 @@ import gc
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -35,10 +35,12 @@ from merak.graph.trace.opaque.collectives import (
     refused_collectives,
 )
 from merak.graph.trace.opaque.functions import in_own_thread
-from merak.graph.trace.opaque.operator import LOSS_TAIL, CallCost, OpaqueCall
+from merak.graph.trace.opaque.operator import CallCost, OpaqueCall
 from merak.graph.trace.opaque.pytree import NotPlain, flatten
 from merak.graph.trace.opaque.run import autocast_of, invoke, sharing
 from merak.graph.trace.state.snapshot import Snapshot
+from merak.ops.collectives import of_equal_ranks
+from merak.ops.recording import recorded_by
 
 _MODULE_CALL = nn.Module._wrapped_call_impl
 _MODULE_GETATTR = nn.Module.__getattr__
@@ -72,6 +74,7 @@ class ProbeResult:
         written: as of `OpaqueCall`.
         aliases: as of `OpaqueCall`.
         always_used: as of `OpaqueCall`.
+        meets_replicas: as of `OpaqueCall`.
     """
 
     result: Any
@@ -79,6 +82,7 @@ class ProbeResult:
     written: tuple[int, ...]
     aliases: frozenset[tuple[int, int]]
     always_used: frozenset[int] = frozenset()
+    meets_replicas: bool = False
 
 
 Values = Callable[[TensorMeta, torch.Generator], torch.Tensor]
@@ -145,9 +149,11 @@ def _probe(subject: _Probe) -> ProbeResult:
     found: list[ProbeResult] = []
     errors: list[Exception] = []
     synthetic = replace(subject, example=())
-    tries = [(synthetic, *own) for own in product(_numbers(subject), (_usual, _other, _ones))]
+    every = (_usual, _other, _ones, _fractions)
+    tries = [(synthetic, *own) for own in product(_numbers(subject), every)]
     if any(value is not None for value in subject.example):
-        tries.insert(0, (subject, next(_numbers(subject)), _usual))
+        numbers = next(_numbers(subject))
+        tries = [(subject, numbers, _usual), (subject, numbers, _fractions), *tries]
     is_of_example = False
     with undisturbed(subject.call):
         for one, numbers, values in tries:
@@ -180,16 +186,21 @@ def _probe(subject: _Probe) -> ProbeResult:
     aliases = frozenset(pair for one in found for pair in one.aliases)
     most = first if is_of_example else max(found, key=lambda one: one.cost.flops)
     used = frozenset.intersection(*(one.always_used for one in found))
-    return replace(most, written=tuple(written), aliases=aliases, always_used=used)
+    meets = any(one.meets_replicas for one in found)
+    return replace(
+        most, written=tuple(written), aliases=aliases, always_used=used, meets_replicas=meets
+    )
 
 
 def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeResult:
     """Call it twice: with other results the second time, it could not be recomputed."""
     before = Snapshot.take(subject.call.module)
     try:
-        first, _ = _once(subject, values, numbers)
-        again, found = _once(subject, values, numbers)
-        refuse_in_backward(again)
+        replicas: AbstractContextManager[list[Any]] = nullcontext([])
+        with _other_replicas() if subject.call.is_loss else replicas as met:
+            first, _ = _once(subject, values, numbers)
+            again, found = _once(subject, values, numbers)
+            refuse_in_backward(again)
     finally:
         before.restore()
     if len(first) != len(again) or not all(map(_equal, first, again)):
@@ -198,7 +209,20 @@ def _try(subject: _Probe, values: Values, numbers: Mapping[int, Any]) -> ProbeRe
             "called twice alike it returns two things: it draws random numbers that torch's seed "
             "does not decide, or keeps a state outside of its buffers",
         )
-    return found
+    return replace(found, meets_replicas=bool(met))
+
+
+@contextmanager
+def _other_replicas() -> Iterator[list[Any]]:
+    """Context in which other replicas have the same tensors, with what meets them."""
+    met: list[Any] = []
+
+    def record(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor:
+        met.append(function)
+        return of_equal_ranks(function, args, kwargs)
+
+    with recorded_by(record):
+        yield met
 
 
 def _once(
@@ -228,7 +252,7 @@ def _once(
     outputs, described = describe(call, tensors, result)
     saved_bytes = sum(storage.nbytes() for storage in saved.values())
     cost = replace(described.cost, saved_bytes=saved_bytes, flops=counter.get_total_flops())
-    used = _used(tensors, outputs) if call.ref.path == LOSS_TAIL else frozenset()
+    used = _used(tensors, outputs) if call.is_loss else frozenset()
     return outputs, replace(described, cost=cost, written=written, always_used=used)
 
 
@@ -359,6 +383,17 @@ def _ones(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
     if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.dtype is torch.bool:
         return _usual(meta, generator)
     return torch.ones(meta.shape, dtype=meta.dtype)
+
+
+def _fractions(meta: TensorMeta, generator: torch.Generator) -> torch.Tensor:
+    """Ascending fractions in each row: probabilities, or the sides of boxes, however these count.
+
+    Whole numbers are zeros, and booleans true.
+    """
+    if not meta.dtype.is_floating_point:
+        return _usual(meta, generator)
+    found = torch.rand(meta.shape, generator=generator)
+    return (found.sort(-1).values if meta.shape else found).to(meta.dtype)
 
 
 def _numbers(subject: _Probe) -> Iterator[dict[int, Any]]:

@@ -320,6 +320,7 @@ class _Recorder:
             written=found.written,
             aliases=found.aliases,
             always_used=found.always_used,
+            meets_replicas=found.meets_replicas,
         )
         self.calls.append(call)
         results = record_call(call, len(self.calls) - 1, tensors)

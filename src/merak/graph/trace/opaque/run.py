@@ -139,6 +139,8 @@ def _outcome(call: OpaqueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 
 def _alone(call: OpaqueCall) -> AbstractContextManager[Any]:
     """Context in which a module may not communicate, in code that its probe has not come to."""
+    if call.is_loss:
+        return refused_collectives(of_model=call.meets_replicas)
     is_probed = call.cost.loop is not None  # no line of which depends on values
     return (
         refused_collectives() if not is_probed and may_communicate(call.module) else nullcontext()
