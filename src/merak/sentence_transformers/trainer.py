@@ -99,6 +99,12 @@ class OnRanks(_Before):
     def _hold_modules(self, model: Any) -> None:
         hold_modules(model, self._losses_by_name.values())
 
+    def prepare_loss(self, loss: Any, model: Any) -> Any:
+        """The loss where its model is; as it is, where that has no weights yet."""
+        if model.device.type != "meta":
+            return super().prepare_loss(loss, model)  # type: ignore[misc]
+        return loss if isinstance(loss, nn.Module) else loss(model)
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model anew, which losses of before then call."""
         model = super().call_model_init(trial)

@@ -155,7 +155,17 @@ class _NumbersOnCpu(TorchFunctionMode):
             return False
         if func in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             return _tensor_of_numbers(func, args, kwargs)
+        if func == torch.Tensor.to and isinstance(args[0], nn.Parameter):
+            return _moved(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _moved(parameter: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A parameter that a constructor moves to a device: one without memory stays where it is."""
+    if not parameter.is_meta or "copy" in kwargs:
+        return parameter.to(*args, **kwargs)
+    _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return parameter if dtype is None else parameter.to(dtype)
 
 
 def _tensor_of_numbers(

@@ -144,6 +144,18 @@ def test_numbers_made_on_the_device_of_a_parameter_are_remembered() -> None:
     assert remake(layer.steps).tolist() == [0.0, 2.0, 4.0]
 
 
+def test_constructors_may_move_parameters_to_a_device() -> None:
+    with empty_weights():
+        moved = nn.Linear(2, 2).to("cpu")
+        nn.init.ones_(moved.weight)
+        cast = nn.Linear(2, 2).to("cpu", torch.bfloat16)
+        norm = nn.BatchNorm1d(3).to(device="cpu")
+    assert moved.weight.is_meta and cast.weight.is_meta and norm.weight.is_meta
+    assert torch.equal(remake(moved.weight), torch.ones(2, 2))
+    assert remake(cast.weight).dtype == torch.bfloat16
+    assert torch.equal(norm.running_var, torch.ones(3))
+
+
 def test_dtype_at_construction_is_kept() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
