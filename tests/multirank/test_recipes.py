@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import transformers
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from merak.cli.main import main
 from merak.core import mesh
+from tests.multirank.sentence_jobs import save_words
 from tests.tiers import slow
 
 TEXT = ["data.max_bytes=60000", "data.vocabulary=400", "data.sequence=32"]
@@ -73,6 +75,7 @@ SIZES: dict[str, tuple[dict[str, object], list[str]]] = {
     "lora": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
     "dpo": ({}, ["data.sequence=64", "data.chat_template=chatml"]),
     "vision": ({}, ["data.sequence=64"]),
+    "embeddings": ({}, ["data.sequence=32", "data.held_out=0.2"]),
 }
 
 
@@ -185,6 +188,16 @@ def write_pairs(file: Path) -> None:
     file.write_text("\n".join(map(json.dumps, pairs)), "utf-8")
 
 
+def write_texts(file: Path, **columns: Callable[[int], object]) -> None:
+    """Records of what functions make of a number; texts that belong together, unless given."""
+    made = columns or {
+        "anchor": lambda number: f"what is {number}",
+        "positive": lambda number: f"it is {number * number}",
+    }
+    rows = [{name: value(number) for name, value in made.items()} for number in range(40)]
+    file.write_text("\n".join(map(json.dumps, rows)), "utf-8")
+
+
 def sources(name: str, folder: Path) -> list[str]:
     """Words of a command line that fill in what a recipe leaves open."""
     if name in ("vit", "swin"):
@@ -198,6 +211,10 @@ def sources(name: str, folder: Path) -> list[str]:
         write_model(folder / "model")
         write_pairs(folder / "pairs.jsonl")
         return [f"model.name={folder / 'model'}", f"data.source={folder / 'pairs.jsonl'}"]
+    if name == "embeddings":
+        save_words(str(folder / "model"))
+        write_texts(folder / "texts.jsonl")
+        return [f"model.name={folder / 'model'}", f"data.source={folder / 'texts.jsonl'}"]
     if name == "vision":
         write_vision(folder)
         return [f"model.name={folder / 'model'}", f"data.source={folder / 'seen.jsonl'}"]
@@ -272,3 +289,58 @@ def test_streamed_text_trains_as_in_one_process(
     alone = losses("parallel.dp=1")
     for layout in ("parallel.dp=2", "parallel.pp=2"):
         assert losses(layout) == pytest.approx(alone, rel=1e-4)
+
+
+def trained_by_the_package(words: str, data: datasets.DatasetDict, replicas: int) -> list[float]:
+    """Losses of sentence-transformers' own trainer in this process, the last of the evaluation."""
+    import sentence_transformers as package
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    model = package.SentenceTransformer(words, device="cpu")
+    args = package.SentenceTransformerTrainingArguments(
+        f"{words}-alone", max_steps=4, per_device_train_batch_size=4 * replicas, logging_steps=1,
+        gradient_accumulation_steps=4 // replicas, learning_rate=1e-3,
+        batch_sampler="no_duplicates", dataloader_drop_last=True, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = package.SentenceTransformerTrainer(
+        model, args, train_dataset=data["train"], eval_dataset=data["test"],
+        loss=MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp", "dp"])
+def test_embeddings_train_as_with_their_package(
+    layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = pytest.importorskip("sentence_transformers")
+    words, out, replicas = str(tmp_path / "words"), tmp_path / "out", 2 if layout == "dp" else 1
+    save_words(words)
+    write_texts(tmp_path / "texts.jsonl")
+    rows = datasets.Dataset.from_json(str(tmp_path / "texts.jsonl"))
+    data = datasets.DatasetDict(train=rows.select(range(32)), test=rows.select(range(32, 40)))
+    data.save_to_disk(str(tmp_path / "data"))
+    expected = trained_by_the_package(words, data, replicas)
+    arguments = {
+        "max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
+        "gradient_accumulation_steps": 4 // replicas, "logging_steps": 1, "learning_rate": 1e-3,
+        "warmup_steps": 0, "weight_decay": 0, "dataloader_drop_last": True,
+        "save_strategy": "steps", "save_steps": 4, "disable_tqdm": True, "output_dir": str(out),
+    }  # fmt: skip
+    gathers = json.dumps({"gather_across_devices": replicas > 1})
+    command = [
+        f"model.name={words}", f"data.source={tmp_path / 'data'}", "data.eval_split=test",
+        "data.sequence=32", f"embeddings.loss_arguments={gathers}", f"parallel.{layout}=2",
+        *(f"arguments.{field}={json.dumps(value)}" for field, value in arguments.items()),
+    ]  # fmt: skip
+    assert main(["train", "embeddings", *command, "--json", "--device", "cpu"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    state = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text("utf-8"))
+    losses = [log["loss"] for log in state["log_history"] if "loss" in log]
+    assert [*losses, report["eval_loss"]] == pytest.approx(expected, rel=1e-4)
+    embedding = package.SentenceTransformer(str(out), device="cpu").encode("so say we")
+    assert embedding.shape == (32,)

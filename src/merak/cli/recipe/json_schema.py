@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from merak.arguments.kinds import OWN_CHECKS, choices_of, hints_of, is_accepted
 from merak.cli.recipe.draft import AUTO_BF16
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, PreferenceRecipe
+from merak.cli.recipe.schema import SECTIONS
 from merak.core.elastic import AUTO_PLAN
 from merak.core.kinds import json_schema
 
@@ -25,12 +25,9 @@ def recipe_schema() -> dict[str, Any]:
     """
     plan = f"File of a plan that is followed; `{AUTO_PLAN}` to search the fastest one."
     sections = {
-        "model": _section(ModelRecipe, "What is trained."),
-        "data": _section(DataRecipe, "What it is trained on."),
-        "parallel": _section(Degrees, "How many ranks share the work, and how."),
+        **{name: _section(kind, meaning) for name, (kind, meaning) in SECTIONS.items()},
         "arguments": _arguments(),
         "lora": _lora(),
-        "preference": _section(PreferenceRecipe, "How pairs of answers are learned from."),
         "plan": {"type": ["string", "null"], "description": plan},
     }
     made = _object(sections, "Training job of `merak train`.", ("model", "arguments"))

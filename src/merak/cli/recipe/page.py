@@ -6,23 +6,17 @@ After a change of a field: `python -m merak.cli.recipe.page docs/recipes.md` wri
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from merak.cli.recipe.ready import ready_names, ready_title
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, PreferenceRecipe
+from merak.cli.recipe.schema import SECTIONS
 
 BEGIN = "<!-- made by python -m merak.cli.recipe.page -->"
 """Line of the page behind which everything is made here."""
-
-SECTIONS: tuple[tuple[str, Any], ...] = (
-    ("model", ModelRecipe),
-    ("data", DataRecipe),
-    ("parallel", Degrees),
-    ("preference", PreferenceRecipe),
-)
 
 
 def render() -> str:
@@ -38,7 +32,7 @@ def _lines() -> Iterator[str]:
     for name in ready_names():
         yield f"| `{name}` | {ready_title(name)} |"
     yield "\n## Every field"
-    for section, kind in SECTIONS:
+    for section, (kind, _) in SECTIONS.items():
         yield f"\n### `{section}`\n"
         yield "| field | default | meaning |"
         yield "|---|---|---|"
@@ -59,9 +53,9 @@ def _lines() -> Iterator[str]:
 def _default(part: dataclasses.Field[Any]) -> str:
     if part.default is part.default_factory is dataclasses.MISSING:
         return "must be given"
-    value = {} if part.default is dataclasses.MISSING else part.default
-    words = {None: "null", True: "true", False: "false"}
-    return f"`{words.get(value, value) if not isinstance(value, dict) else '{}'}`"
+    if part.default is dataclasses.MISSING:
+        return "`{}`"
+    return f"`{part.default if isinstance(part.default, str) else json.dumps(part.default)}`"
 
 
 if __name__ == "__main__":

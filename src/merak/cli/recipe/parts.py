@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import logging
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import numpy as np
-import torch
 from transformers import (
     DataCollatorForLanguageModeling,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     default_data_collator,
 )
@@ -41,72 +38,32 @@ from merak.cli.recipe.data.records import Records, Source
 from merak.cli.recipe.data.spans import SpanCorruption
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import settings
+from merak.cli.recipe.model import (
+    DECODER_START,
+    build_model,
+    check_positions,
+    fit_to_classes,
+    fit_to_tokenizer,
+)
 from merak.cli.recipe.recipe import model_of
 from merak.cli.recipe.schema import (
     CHAT,
     COLUMNS,
+    FORMATS,
     IMAGES,
     JOINED,
     SEPARATE,
     DataRecipe,
     Recipe,
 )
-from merak.cli.recipe.trl_parts import BY_TRL, check_trl, trl_corpus, trl_training
+from merak.cli.recipe.trainings.formats import TRAININGS, check_training
+from merak.cli.recipe.trainings.training import TrainingParts
 from merak.core.announce import announce, announced
 from merak.core.errors import CommandError
 from merak.core.mesh import current_mesh
-from merak.zoo.configs.fields import most_positions
-from merak.zoo.model_source import ModelSource, resolve_model
+from merak.zoo.model_source import ModelSource
 
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of a config that a fresh model takes from its tokenizer."""
-
-
-DECODER_START = "decoder_start_token_id"
-"""Field of a config that T5's code reads, though its config has none such by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingParts:
-    """Parts of a training run.
-
-    Args:
-        model: without weights yet; with adapters where the recipe has a section `lora`.
-        args: the training arguments.
-        corpus: the data, and what is saved beside the model.
-        data_collator: makes batches of samples; None for the trainer's own.
-        compute_loss_func: of transformers' trainer; None for the model's own loss.
-        trainer_class: `merak.MerakTrainer`, or one of `merak.trl`.
-    """
-
-    model: Any
-    args: Any
-    corpus: Corpus
-    data_collator: Any
-    compute_loss_func: Any = None
-    trainer_class: type[merak.MerakTrainer] = merak.MerakTrainer
-
-    def make_trainer(self, **further: Any) -> merak.MerakTrainer:
-        """Make the trainer.
-
-        Args:
-            **further: arguments of it that no recipe has, such as `callbacks`.
-        """
-        return self.trainer_class(**self.for_trainer(), **further)
-
-    def for_trainer(self) -> dict[str, Any]:
-        """Return the keyword arguments of the trainer's class."""
-        found = {
-            "model": self.model,
-            "args": self.args,
-            "train_dataset": self.corpus.train,
-            "eval_dataset": self.corpus.held_out,
-            "processing_class": self.corpus.processor,
-            "data_collator": self.data_collator,
-        }
-        if self.compute_loss_func is not None:
-            found["compute_loss_func"] = self.compute_loss_func
-        return found
+logger = logging.getLogger(__name__)
 
 
 def make_parts(recipe: Recipe) -> TrainingParts:
@@ -124,26 +81,22 @@ def make_parts(recipe: Recipe) -> TrainingParts:
         with announced(f"reading {recipe.data.name}"):
             found = find_data(recipe.data, args.seed)
             kind = data_format(found, recipe.data, source)
-            check_trl(recipe, source, kind)
+            check_training(recipe, source, found, kind)
             corpus = _corpus(recipe, source, found, kind, args.seed)
         if corpus.summary:
             announce("%s", corpus.summary)
+        if kind in TRAININGS:
+            return TRAININGS[kind].parts(recipe, source, found, corpus)
         if kind == IMAGES:
-            source = _fit_to_classes(source, recipe, corpus.classes)
+            source = fit_to_classes(source, recipe, corpus.classes)
         elif isinstance(corpus.processor, PreTrainedTokenizerBase):
-            source = _fit_to_tokenizer(source, recipe, corpus.processor)
-        if kind in BY_TRL:
-            made = trl_training(recipe, kind, corpus.processor)
-            model = _build(source, recipe)
-            return TrainingParts(
-                model, made.args, corpus, made.data_collator, trainer_class=made.trainer_class
-            )
+            source = fit_to_tokenizer(source, recipe, corpus.processor)
         collator = _collator(source, recipe.data, kind, corpus)
         if kind == IMAGES:
             args.remove_unused_columns = False  # of which the transform makes those of the model
         is_mean = collator is not None and not _counts_labels(source, kind, recipe.data)
-        loss = mean_over_labels if is_mean else None
-        return TrainingParts(_build(source, recipe), args, corpus, collator, loss)
+        losses = {"compute_loss_func": mean_over_labels} if is_mean else {}
+        return TrainingParts(build_model(source, recipe), args, corpus, collator, losses=losses)
 
 
 def check_data(recipe: Recipe, source: ModelSource) -> None:
@@ -159,16 +112,15 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
     data = recipe.data
     found = find_data(data)
     kind = data_format(found, data, source)
-    check_trl(recipe, source, kind)
+    check_training(recipe, source, found, kind)
+    _warn_of_unused(recipe, kind)
     if data.streaming:
         _check_streaming(recipe, kind)
     if kind == IMAGES:
         pixel_values(image_columns(found, data), source.config, None, augment=False)
-    elif kind in BY_TRL:
-        _check_positions(source, data)
-    elif kind != COLUMNS:
+    elif kind != COLUMNS and kind not in TRAININGS:
         objective = objective_of(source, data)
-        _check_positions(source, data)
+        check_positions(source, data)
         packing_of(recipe, source, objective, kind)
         if kind == CHAT:
             check_conversation(found, data, tokenizer_name(data, recipe.model.name))
@@ -177,6 +129,18 @@ def check_data(recipe: Recipe, source: ModelSource) -> None:
         raise CommandError(
             f"eval_strategy={wanted!r} has nothing to evaluate with, since data.held_out is 0; "
             "hold a share of the data out, or use 'no'."
+        )
+
+
+def _warn_of_unused(recipe: Recipe, kind: str) -> None:
+    """Name fields of the data that the recipe gives, and that its format has no use for."""
+    given = {keys[1] for keys in recipe.origins.places if keys[0] == "data" and len(keys) > 1}
+    parts = {part.name: part.metadata.get("formats", FORMATS) for part in fields(DataRecipe)}
+    unused = [f"data.{name}" for name, formats in parts.items() if kind not in formats]
+    left = [name for name in unused if name.removeprefix("data.") in given]
+    if left:
+        logger.warning(
+            "of no use for data of the format %s, and not taken: %s.", kind, ", ".join(left)
         )
 
 
@@ -203,15 +167,12 @@ def _check_streaming(recipe: Recipe, kind: str) -> None:
 
 
 def _corpus(recipe: Recipe, source: ModelSource, found: Source, kind: str, seed: int) -> Corpus:
-    if kind == COLUMNS:
+    if kind == COLUMNS or kind in TRAININGS:
         return _as_it_is(found, recipe, seed)
-    if kind in BY_TRL:
-        corpus = _as_it_is(found, recipe, seed)
-        return trl_corpus(corpus, found, recipe, kind)
     if kind == IMAGES:
         return _images(found, recipe, source, seed)
     objective = objective_of(source, recipe.data)
-    _check_positions(source, recipe.data)
+    check_positions(source, recipe.data)
     job = TokenJob(
         recipe.data,
         found,
@@ -256,20 +217,26 @@ def packing_of(recipe: Recipe, source: ModelSource, objective: Objective, kind: 
 
 
 def _as_it_is(found: Source, recipe: Recipe, seed: int) -> Corpus:
-    train, held_out = _dataset(found.train, recipe), found.held_out
-    if held_out is not None:
-        return Corpus(train, _dataset(held_out, recipe))
-    return Corpus(*_split(train, recipe.data, seed))
+    train, limit = _dataset(found.train, recipe), recipe.data.eval_samples
+    if found.held_out is None:
+        train, held_out = _split(train, recipe.data, seed)
+    else:
+        held_out = _dataset(found.held_out, recipe)
+    if held_out is not None and limit is not None:
+        held_out = held_out.select(range(min(limit, len(held_out))))
+    return Corpus(train, held_out)
 
 
 def _dataset(records: Records, recipe: Recipe) -> Any:
     if records.dataset is not None:
         return records.dataset
-    suffix = records.files[0].suffix.lower()
+    name = records.files[0].name.lower().removesuffix(".gz")
+    suffix = name[name.rfind(".") :]
     kind = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}.get(suffix, "json")
+    further = {"sep": "\t"} if suffix == ".tsv" else {}
     files = [str(file) for file in records.files]
     cache = str(recipe.data_dir / "columns")
-    return datasets.load_dataset(kind, data_files=files, split="train", cache_dir=cache)
+    return datasets.load_dataset(kind, data_files=files, split="train", cache_dir=cache, **further)
 
 
 def _split(rows: Any, data: DataRecipe, seed: int) -> tuple[Any, Any]:
@@ -351,115 +318,3 @@ def _collator(source: ModelSource, data: DataRecipe, kind: str, corpus: Corpus) 
 def _counts_labels(source: ModelSource, kind: str, data: DataRecipe) -> bool:
     """Whether the model's own loss is a mean over the labels of the whole step."""
     return kind != IMAGES and objective_of(source, data) is Objective.CAUSAL
-
-
-# ---- model ----
-
-
-def _is_stored(recipe: Recipe) -> bool:
-    return Path(recipe.model.name).expanduser().exists()
-
-
-def _fit_to_tokenizer(
-    source: ModelSource, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> ModelSource:
-    """Fit a new model to the tokenizer's vocabulary; a stored one must be large enough."""
-    given = recipe.model.config
-    if not _is_stored(recipe):
-        ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS if hasattr(source.config, name)}
-        if getattr(source.config, "is_encoder_decoder", False):
-            ids[DECODER_START] = tokenizer.pad_token_id
-        source = resolve_model(
-            recipe.model.name,
-            {"vocab_size": len(tokenizer), **ids, **given},
-            missing_field=(DECODER_START,),
-        )
-    config = source.config.get_text_config()
-    if config.vocab_size < len(tokenizer):
-        raise CommandError(
-            f"the tokenizer has {len(tokenizer)} entries, but {source.name} has "
-            f"vocab_size={config.vocab_size}; leave model.config.vocab_size out, or lower "
-            "data.vocabulary."
-        )
-    return source
-
-
-def _fit_to_classes(source: ModelSource, recipe: Recipe, classes: tuple[str, ...]) -> ModelSource:
-    """Give a model the classes of the data, unless the recipe or its folder names as many."""
-    given = recipe.model.config
-    if "num_labels" in given or "id2label" in given:
-        named = source.config.num_labels or 0
-        if named < len(classes):
-            raise CommandError(
-                f"the data has {len(classes)} classes, but model.config names {named}; leave "
-                "num_labels and id2label out."
-            )
-        return source
-    if _is_stored(recipe) and source.config.num_labels == len(classes):
-        return source
-    names = {
-        "id2label": dict(enumerate(classes)),
-        "label2id": {n: i for i, n in enumerate(classes)},
-    }
-    return resolve_model(
-        recipe.model.name,
-        {**names, **given},
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-
-
-def _check_positions(source: ModelSource, data: DataRecipe) -> None:
-    limit = most_positions(source.config)
-    if limit is not None and limit[1] < data.sequence:
-        raise CommandError(
-            f"data.sequence={data.sequence} is more than the {limit[1]} positions of "
-            f"{source.name}; shorten it, or set model.config.{limit[0]}."
-        )
-
-
-def _build(source: ModelSource, recipe: Recipe) -> Any:
-    given = recipe.model.dtype
-    dtype = None if given is None else getattr(torch, given)
-    with merak.empty_weights():
-        if source.weights is None:
-            with _default_dtype(dtype or torch.get_default_dtype()):
-                model: Any = source.build()
-        else:
-            loaded: PreTrainedModel = source.model_class.from_pretrained(
-                source.weights, config=source.config, dtype=dtype or "auto"
-            )
-            model = loaded
-        return with_adapters(model, recipe, source)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters that name no type are made in this one, as transformers does for its `dtype`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def with_adapters(model: Any, recipe: Recipe, source: ModelSource) -> Any:
-    """Return a model with the adapters of a recipe; as it is where the recipe has none.
-
-    Args:
-        model: without weights.
-        recipe: that may have a section `lora`.
-        source: of the model.
-
-    Raises:
-        CommandError: the model has no place for them.
-    """
-    if recipe.lora is None:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    try:
-        return get_peft_model(model, LoraConfig(**recipe.lora))
-    except (ValueError, TypeError) as cause:
-        problem = " ".join(str(cause).split()).rstrip(".")
-        raise CommandError(f"lora cannot be added to {source.name}: {problem}.") from cause

@@ -15,10 +15,10 @@ from merak.arguments.fields import AutoBatch
 from merak.arguments.planned import pinned_arguments, step_samples
 from merak.cli.recipe.data.tokenizer import tokenizer_name
 from merak.cli.recipe.draft import draft_of
-from merak.cli.recipe.parts import TOKEN_IDS, with_adapters
+from merak.cli.recipe.model import TOKEN_IDS, with_adapters
 from merak.cli.recipe.recipe import model_of, names_recipe, read_recipe
 from merak.cli.recipe.schema import COLUMNS, IMAGES, TRAIN_TOKENIZER, ModelRecipe, Recipe
-from merak.cli.recipe.trl_parts import BY_TRL
+from merak.cli.recipe.trainings.formats import known_training
 from merak.core.elastic import AUTO_PLAN, GivenDegrees
 from merak.core.errors import CommandError
 from merak.core.health.stderr import write_line
@@ -139,11 +139,11 @@ def planned_job(name: str, changes: Sequence[str] = ()) -> PlannedJob | None:
     """
     if names_recipe(name):
         recipe = read_recipe(name, changes, needs_data=False)
-        if recipe.data.format in BY_TRL or recipe.preference is not None:
+        if training := known_training(recipe):
             raise CommandError(
-                f"{name} trains on pairs of answers or on conversations with images, of which "
-                "TRL's trainer makes samples and loss; no command before it knows them. merak "
-                "train with --dry-run checks the recipe."
+                f"{name} trains on {training.what}, of which {training.trainer} makes "
+                "samples and loss; no command before it knows them. merak train with --dry-run "
+                "checks the recipe."
             )
         return PlannedJob(name, recipe)
     if changes:

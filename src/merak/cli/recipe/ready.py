@@ -6,7 +6,20 @@ from importlib.resources import files
 
 from merak.core.errors import CommandError, did_you_mean
 
-READY = ("gpt2", "bert", "t5", "vit", "swin", "llama", "mixtral", "sft", "lora", "dpo", "vision")
+READY = (
+    "gpt2",
+    "bert",
+    "t5",
+    "vit",
+    "swin",
+    "llama",
+    "mixtral",
+    "sft",
+    "lora",
+    "dpo",
+    "vision",
+    "embeddings",
+)
 """Names of the recipes."""
 
 

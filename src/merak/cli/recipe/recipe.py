@@ -16,7 +16,7 @@ from merak.arguments.former import ARGUMENTS, accepted_arguments
 from merak.cli.recipe.draft import AUTO_BF16
 from merak.cli.recipe.foreign.translate import translated
 from merak.cli.recipe.ready import READY, ready_text
-from merak.cli.recipe.schema import DataRecipe, Degrees, ModelRecipe, PreferenceRecipe, Recipe
+from merak.cli.recipe.schema import FORMATS_OF_SECTIONS, SECTIONS, Degrees, ModelRecipe, Recipe
 from merak.cli.recipe.source import Origins, Written, parse_source, with_overrides
 from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import (
@@ -65,8 +65,8 @@ FORMER: Mapping[str, Mapping[str, str]] = {
 }
 """What fields that other tools, or earlier versions, have are called here."""
 
-SECTIONS = ("model", "data", "parallel", "arguments", "lora", "preference", "plan")
-"""Sections of a recipe."""
+NAMES = (*SECTIONS, "arguments", "lora", "plan")
+"""Names of a recipe's sections."""
 
 
 def read_recipe(
@@ -184,8 +184,8 @@ def _checked(written: Written) -> Recipe:
         sentence = "data.source and data.mix both name data; leave one of them out."
         problems.append(origins.error(("data", "mix"), sentence))
     for name in sections:
-        if name not in SECTIONS:
-            meant = _other_section(str(name)) or did_you_mean(str(name), SECTIONS)
+        if name not in NAMES:
+            meant = _other_section(str(name)) or did_you_mean(str(name), NAMES)
             sentence = f"the recipe has no section {name!r}{meant}"
             problems.append(origins.error((str(name),), sentence))
     plan = sections.get("plan")
@@ -194,18 +194,16 @@ def _checked(written: Written) -> Recipe:
         _check_kind(("plan",), plan, str | None, origins)
         with origins.located():  # a plan file of another job is an error of its own
             found["parallel"] = _parallel(sections.get("parallel"), plan, origins)
-    for name, kind in (("model", ModelRecipe), ("data", DataRecipe)):
-        with collected(problems):
-            found[name] = _section(kind, name, sections.get(name), origins)
+    for name, (kind, _) in SECTIONS.items():
+        is_left_out = name in FORMATS_OF_SECTIONS and sections.get(name) is None
+        if name != "parallel" and not is_left_out:
+            with collected(problems):
+                found[name] = _section(kind, name, sections.get(name), origins)
     with collected(problems):
         arguments = _arguments(sections.get("arguments"), origins)
         found["arguments"] = arguments | ({} if plan is None else {"plan": plan})
     with collected(problems):
         found["lora"] = _lora(sections.get("lora"), origins)
-    if sections.get("preference") is not None:
-        with collected(problems):
-            given = sections["preference"]
-            found["preference"] = _section(PreferenceRecipe, "preference", given, origins)
     if problems:  # what is wrong besides is said with them
         with collected(problems), origins.located():
             _check_arguments(sections.get("arguments"))
@@ -375,13 +373,8 @@ def field_named(name: str) -> str | None:
     """
     from merak.arguments import MerakArguments
 
-    for section, kind in (
-        ("model", ModelRecipe),
-        ("data", DataRecipe),
-        ("parallel", Degrees),
-        ("arguments", MerakArguments),
-        ("preference", PreferenceRecipe),
-    ):
+    kinds: dict[str, Any] = {section: kind for section, (kind, _) in SECTIONS.items()}
+    for section, kind in {**kinds, "arguments": MerakArguments}.items():
         names = [part.name for part in dataclasses.fields(kind)]
         if name in (section, *names):
             return f"{section}.{names[0] if name == section else name}"

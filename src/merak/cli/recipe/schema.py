@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ STANDARD_LIBRARY = "standard-library"
 TRAIN_TOKENIZER = "train"
 """The tokenizer that is trained on the recipe's own text."""
 
-TEXT, CHAT, PAIRS, VISION, IMAGES, COLUMNS = FORMATS = (
-    "text", "chat", "pairs", "vision", "images", "columns"
+TEXT, CHAT, PAIRS, VISION, EMBEDDINGS, IMAGES, COLUMNS = FORMATS = (
+    "text", "chat", "pairs", "vision", "embeddings", "images", "columns"
 )  # fmt: skip
 """Formats of data."""
 
@@ -36,7 +37,8 @@ def own(default: Any, help: str, **checks: Any) -> Any:
     Args:
         default: its value where the recipe leaves it out; MISSING where it must not.
         help: a sentence.
-        **checks: `least` and `most` of a number, or `choices`; `reads` a text as people write it.
+        **checks: `least` and `most` of a number, or `choices`; `reads` a text as people write it;
+            `formats` of data that it is for, where it is not for all of them.
     """
     metadata = {"help": help, **checks}
     if default is dict:
@@ -97,30 +99,47 @@ class DataRecipe:
     format: str | None = own(
         None,
         "`text`, `chat` (conversations, or prompts with answers), `pairs` (`chosen` and `rejected` "
-        "answers), `vision` (conversations with images), `images` (with a class each), or "
-        "`columns` (those that the model takes); null to tell by the columns.",
+        "answers), `vision` (conversations with images), `embeddings` (texts that belong "
+        "together), `images` (with a class each), or `columns` (those that the model takes); null "
+        "to tell by the columns.",
         choices=FORMATS,
     )
-    column: str = own("text", "Field or column that holds text.")
-    image_column: str | None = own(None, "Column of images; null for the first one.")
+    column: str = own("text", "Field or column that holds text.", formats=(TEXT,))
+    image_column: str | None = own(
+        None, "Column of images; null for the first one.", formats=(IMAGES,)
+    )
     label_column: str | None = own(
-        None, "Column of an image's class; null for `label`, `labels` or `fine_label`."
+        None,
+        "Column of an image's class; null for `label`, `labels` or `fine_label`. For `embeddings`, "
+        "that of how similar two texts are; null for `score`, `scores`, `label` or `labels`.",
+        formats=(IMAGES, EMBEDDINGS),
     )
     tokenizer: str | None = own(
         None,
         "Folder of a tokenizer; the name of one on the hub; `train` for a byte-level BPE that is "
         "trained on the text; null for the one in the model's folder, else `train`.",
+        formats=(TEXT, CHAT, PAIRS, VISION),
     )
     vocabulary: int = own(
-        4096, "Entries of a tokenizer that is trained.", least=260, most=2_000_000
+        4096,
+        "Entries of a tokenizer that is trained.",
+        least=260,
+        most=2_000_000,
+        formats=(TEXT, CHAT),
     )
-    sequence: int = own(128, "Tokens of a sample.", least=2)
+    sequence: int = own(
+        128,
+        "Tokens of a sample; of `embeddings`, of a text at most.",
+        least=2,
+        formats=(TEXT, CHAT, PAIRS, VISION, EMBEDDINGS),
+    )
     packing: str | None = own(
         None,
         "How documents fill a sample: `separate` (attention stays inside a document, positions "
         "begin anew), `joined` (attention crosses their boundaries), `none` (one document a "
         "sample, cut or padded); null for `separate` where the model can do it, else `joined`.",
         choices=PACKINGS,
+        formats=(TEXT, CHAT),
     )
     held_out: float = own(
         0.05,
@@ -129,14 +148,19 @@ class DataRecipe:
         least=0,
         most=0.5,
     )
-    max_bytes: int | None = own(None, "Text to read at most; null for all.", least=1)
+    max_bytes: int | None = own(
+        None, "Text to read at most; null for all.", least=1, formats=(TEXT, CHAT)
+    )
     streaming: bool = own(
         False,
         "Whether data is read while training, instead of being prepared in the output folder. It "
         "needs `max_steps`.",
     )
     shuffle_buffer: int = own(
-        1000, "With `streaming`, documents among which the next one is drawn; 0 for none.", least=0
+        1000,
+        "With `streaming`, documents among which the next one is drawn; 0 for none.",
+        least=0,
+        formats=(TEXT, CHAT, IMAGES),
     )
     eval_samples: int | None = own(
         None, "Samples to evaluate with at most; null for all, with `streaming` 256.", least=1
@@ -145,20 +169,27 @@ class DataRecipe:
         None,
         "Chat template of `chat`, `pairs` and `vision`: a Jinja file, or `chatml`; null for the "
         "tokenizer's own.",
+        formats=(CHAT, PAIRS, VISION),
     )
     prompt_loss: bool = own(
-        False, "Whether tokens of prompts count in the loss of `chat` and `vision`."
+        False,
+        "Whether tokens of prompts count in the loss of `chat` and `vision`.",
+        formats=(CHAT, VISION),
     )
     mlm_probability: float = own(
         0.15,
         "Fraction of the tokens that are masked, or for T5 and its kind removed in spans.",
         least=0.01,
         most=0.5,
+        formats=(TEXT,),
     )
-    mean_span: float = own(3.0, "Mean length in tokens of a removed span.", least=1)
+    mean_span: float = own(
+        3.0, "Mean length in tokens of a removed span.", least=1, formats=(TEXT,)
+    )
     augment: bool = own(
         True,
         "Whether training images are cropped and mirrored at random, instead of at the centre.",
+        formats=(IMAGES,),
     )
 
     @property
@@ -186,6 +217,92 @@ class PreferenceRecipe:
         False,
         "Whether log-probabilities of what the model was are computed once, before training. Else "
         "a frozen copy of it, or without adapters the base model, runs beside it.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsOfLoss:
+    """Columns that a loss of embeddings reads.
+
+    Args:
+        least_texts: columns of texts at least.
+        most_texts: columns of texts at most; None for any number.
+        label: what there is beside the texts, in words; empty for nothing.
+    """
+
+    least_texts: int
+    most_texts: int | None
+    label: str = ""
+
+
+_RANKING = ColumnsOfLoss(2, None)
+_SCORED = ColumnsOfLoss(2, 2, "how similar both are")
+_JUDGED = ColumnsOfLoss(2, 2, "1 for texts that belong together, else 0")
+
+EMBEDDING_LOSSES: Mapping[str, ColumnsOfLoss] = {
+    "MultipleNegativesRankingLoss": _RANKING,
+    "CachedMultipleNegativesRankingLoss": _RANKING,
+    "MultipleNegativesSymmetricRankingLoss": _RANKING,
+    "CachedMultipleNegativesSymmetricRankingLoss": _RANKING,
+    "TripletLoss": ColumnsOfLoss(3, 3),
+    "CoSENTLoss": _SCORED,
+    "AnglELoss": _SCORED,
+    "CosineSimilarityLoss": _SCORED,
+    "ContrastiveLoss": _JUDGED,
+    "OnlineContrastiveLoss": _JUDGED,
+}
+"""Losses of embeddings by sentence-transformers' names, and what they read."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsRecipe:
+    """Section `embeddings`: how a model learns which texts belong together."""
+
+    loss: str = own(
+        "MultipleNegativesRankingLoss",
+        "Loss by sentence-transformers' name. Of texts that belong together, and perhaps some that "
+        "do not: `MultipleNegativesRankingLoss`, for which other texts of a batch are negatives, "
+        "its forms `Cached…` and `…Symmetric…`, and `TripletLoss`. Of pairs with a score: "
+        "`CoSENTLoss`, `AnglELoss`, `CosineSimilarityLoss`. Of pairs with 0 or 1: "
+        "`ContrastiveLoss`, `OnlineContrastiveLoss`.",
+        choices=tuple(EMBEDDING_LOSSES),
+    )
+    loss_arguments: dict[str, Any] = own(
+        dict,
+        "Arguments of the loss by its own names, such as `scale` or `gather_across_devices: true` "
+        "for negatives from the batches of all replicas.",
+    )
+    matryoshka_dims: list[int] | None = own(
+        None,
+        "Sizes to which embeddings may be cut, at each of which the loss counts "
+        "(`MatryoshkaLoss`); null for whole ones alone.",
+    )
+    pooling: str | None = own(
+        None,
+        "How embeddings of tokens become one of a text; null for that of a SentenceTransformer's "
+        "folder, else for the mean, or for the last token of a causal model.",
+        choices=("cls", "lasttoken", "max", "mean", "mean_sqrt_len_tokens", "weightedmean"),
+    )
+    columns: list[str] | None = own(
+        None,
+        "Columns of texts in the order in which the loss takes them: the anchor, what belongs to "
+        "it, and negatives; null for all columns beside the score, in their order.",
+    )
+    prompts: str | dict[str, Any] | None = own(
+        None, "Text in front of all texts, or by column; null for none."
+    )
+    batch_sampler: str = own(
+        "batch_sampler",
+        "How batches are drawn: `batch_sampler` for any samples, `no_duplicates` for none with a "
+        "text twice, which would be a negative of itself, or `no_duplicates_hashed`, the same for "
+        "large datasets.",
+        choices=("batch_sampler", "no_duplicates", "no_duplicates_hashed"),
+    )
+    pad_to_multiple_of: int = own(
+        32,
+        "Texts of a batch are padded to a multiple of so many tokens. Each new length is laid out "
+        "when it comes, so more leaves fewer of them.",
+        least=1,
     )
 
 
@@ -239,6 +356,7 @@ class Recipe:
             the devices that are there; null for none.
         lora: fields of `peft.LoraConfig`; null to train all weights.
         preference: how pairs of answers are learned from; null for data of other formats.
+        embeddings: how embeddings of texts are learned; null for data of other formats.
         origins: where the fields are written.
     """
 
@@ -249,6 +367,7 @@ class Recipe:
     plan: str | None = None
     lora: dict[str, Any] | None = None
     preference: PreferenceRecipe | None = None
+    embeddings: EmbeddingsRecipe | None = None
     origins: Origins = field(default=Origins(), compare=False, repr=False)
 
     @property
@@ -260,3 +379,16 @@ class Recipe:
     def data_dir(self) -> Path:
         """Folder of prepared data."""
         return self.output_dir / "data"
+
+
+SECTIONS: Mapping[str, tuple[type, str]] = {
+    "model": (ModelRecipe, "What is trained."),
+    "data": (DataRecipe, "What it is trained on."),
+    "parallel": (Degrees, "How many ranks share the work, and how."),
+    "preference": (PreferenceRecipe, "How pairs of answers are learned from."),
+    "embeddings": (EmbeddingsRecipe, "How embeddings of texts are learned."),
+}
+"""Sections with fields of their own, each with its meaning; `arguments` and `lora` have others'."""
+
+FORMATS_OF_SECTIONS: Mapping[str, str] = {"preference": PAIRS, "embeddings": EMBEDDINGS}
+"""Sections that may be left out, by the format of data that they are for."""

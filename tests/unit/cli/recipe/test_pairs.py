@@ -36,7 +36,7 @@ def test_a_dry_run_says_what_would_start(
     [
         (
             ["data.streaming=true", "arguments.max_steps=2"],
-            "conversations with images are prepared before training",
+            "pairs of answers are prepared before training",
         ),
         (["model.name=LlamaForCausalLM"], "compare a causal language model with what it was"),
         (["data.format=text"], "data.column='text' is no column of"),

@@ -19,8 +19,8 @@ from merak.zoo import check_by_name
 from merak.zoo.request import Request
 
 ROOT = Path(__file__).parents[4]
-BY_TRL = ("dpo", "vision")
-NEEDS_MODEL = ("sft", "lora", *BY_TRL)
+BY_PACKAGES = ("dpo", "vision", "embeddings")
+NEEDS_MODEL = ("sft", "lora", *BY_PACKAGES)
 NEEDS_DATA = ("vit", "swin", *NEEDS_MODEL)
 
 
@@ -65,7 +65,7 @@ def test_the_model_of_a_recipe(tmp_path: Path) -> None:
         planned_job("B", ["a=1"])
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDS_DATA if name not in BY_TRL])
+@pytest.mark.parametrize("name", [name for name in NEEDS_DATA if name not in BY_PACKAGES])
 def test_a_recipe_that_lacks_data_has_a_model(name: str) -> None:
     words = ["model.name=GPT2LMHeadModel"] if name in NEEDS_MODEL else []
     job = planned_job(f"recipe:{name}", words)
@@ -94,7 +94,7 @@ def test_a_check_makes_the_model_of_a_recipe_small(monkeypatch: pytest.MonkeyPat
     assert (small.n_layer, small.n_head) == (2, 6)  # the command line's stays, the recipe's not
 
 
-@pytest.mark.parametrize("name", [name for name in NEEDS_DATA if name not in BY_TRL])
+@pytest.mark.parametrize("name", [name for name in NEEDS_DATA if name not in BY_PACKAGES])
 def test_what_must_be_filled_in_is_said(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", name]) == 2
     said = capsys.readouterr().err

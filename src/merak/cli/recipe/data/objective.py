@@ -11,12 +11,25 @@ from transformers.models.auto import modeling_auto as auto
 
 from merak.cli.recipe.data import conversations
 from merak.cli.recipe.data.records import Source
-from merak.cli.recipe.schema import CHAT, COLUMNS, IMAGES, PAIRS, TEXT, VISION, DataRecipe
+from merak.cli.recipe.schema import (
+    CHAT,
+    COLUMNS,
+    EMBEDDINGS,
+    IMAGES,
+    PAIRS,
+    TEXT,
+    VISION,
+    DataRecipe,
+)
 from merak.core.errors import CommandError
 from merak.zoo.model_source import ModelSource
 
 PAIR = ("chosen", "rejected")
 """Columns of pairs of answers, beside which there may be a `prompt`."""
+
+
+TEXTS_TOGETHER = (("anchor", "positive"), ("sentence1", "sentence2"))
+"""Columns by which texts are known to belong together; with `data.format`, they have any names."""
 
 
 IMAGE_COLUMNS = ("images", "image")
@@ -105,6 +118,8 @@ def _format_by_columns(
         return COLUMNS
     if set(PAIR) <= set(columns):
         return PAIRS
+    if any(set(pair) <= set(columns) for pair in TEXTS_TOGETHER):
+        return EMBEDDINGS
     if found.train.text_files or not columns:
         return TEXT
     is_chat, is_text = conversations.is_chat(columns), recipe.column in columns

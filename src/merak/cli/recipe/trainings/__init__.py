@@ -1,0 +1,1 @@
+"""Trainings that a package's own trainer does: TRL's, and sentence-transformers'."""
