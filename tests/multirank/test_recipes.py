@@ -325,6 +325,7 @@ def test_embeddings_train_as_with_their_package(
     data = datasets.DatasetDict(train=rows.select(range(32)), test=rows.select(range(32, 40)))
     data.save_to_disk(str(tmp_path / "data"))
     expected = trained_by_the_package(words, data, replicas)
+    capfd.readouterr()
     arguments = {
         "max_steps": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
         "gradient_accumulation_steps": 4 // replicas, "logging_steps": 1, "learning_rate": 1e-3,

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
         SentenceTransformerTrainingArguments,
     )
 
+NO_PLAN = (
+    "'auto' would choose the samples of a microbatch, which are each other's negatives in losses "
+    "of sentence-transformers; give the degrees, and a number as per_device_train_batch_size."
+)
+"""Why neither a plan nor a microbatch is searched for these trainings."""
+
 __all__ = ["SentenceTransformerTrainer", "SentenceTransformerTrainingArguments"]
 
 

@@ -24,14 +24,16 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput
 
 from merak.arguments import arguments_for
+from merak.arguments.planned import chooses_microbatch, chooses_plan
 from merak.checkpoint.save_pretrained import on_rank0
 from merak.checkpoint.writing import writing_into
-from merak.core.errors import DataError
+from merak.core.errors import ArgumentsError, DataError
 from merak.core.rank0 import warn_on_rank0
 from merak.data.non_tensors import with_kind
 from merak.engine import Engine
 from merak.graph.weights.holders import named_tensors
 from merak.graph.weights.laid_out import like, methods_allowed
+from merak.sentence_transformers import NO_PLAN
 from merak.sentence_transformers.losses import (
     as_one_graph,
     gathers,
@@ -78,7 +80,10 @@ class OnRanks(_Before):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer; its arguments are compared first."""
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        refuse_other_arguments(type(self), given.get("args"))
+        arguments = given.get("args")
+        refuse_other_arguments(type(self), arguments)
+        if arguments and (chooses_plan(arguments) or chooses_microbatch(arguments)):
+            raise ArgumentsError(NO_PLAN)
         super().__init__(*args, **kwargs)
         self._hold_modules(self.model)
         is_met = gathers(self._losses_by_name.values()) and self.mesh.dp > 1

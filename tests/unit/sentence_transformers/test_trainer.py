@@ -58,6 +58,16 @@ def test_arguments_of_the_package_alone_are_refused(given: dict[str, Any], model
         )
 
 
+@pytest.mark.parametrize("auto", [{"plan": "auto"}, {"per_device_train_batch_size": "auto"}])
+def test_negatives_are_of_a_microbatch_that_is_given(
+    auto: dict[str, Any], given: dict[str, Any], model: Any
+) -> None:
+    own = merak.sentence_transformers
+    args = own.SentenceTransformerTrainingArguments(**given, global_batch=8, **auto)
+    with pytest.raises(ArgumentsError, match="'auto' would choose the samples of a microbatch"):
+        own.SentenceTransformerTrainer(model, args=args, train_dataset=pairs(4))
+
+
 def test_modules_of_a_loss_are_in_checkpoints_and_in_no_model_file(
     given: dict[str, Any], model: Any
 ) -> None:

@@ -78,6 +78,7 @@ def test_columns_are_those_of_the_loss_and_texts_are_padded(
 
 
 def test_a_model_is_made_without_weights_and_with_its_pooling(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     merak.init(device="cpu")
     encoder(str(folder / "words")).save(str(tmp_path / "whole"))
     chosen = ["embeddings.pooling=cls", "embeddings.matryoshka_dims=[32, 16]"]
@@ -85,11 +86,14 @@ def test_a_model_is_made_without_weights_and_with_its_pooling(folder: Path, tmp_
         ([], "mean", "MultipleNegativesRankingLoss"),
         (chosen, "cls", "MatryoshkaLoss"),
         ([f"model.name={tmp_path / 'whole'}"], "mean", "MultipleNegativesRankingLoss"),
+        (["lora={r: 2, target_modules: [query]}"], "mean", "MultipleNegativesRankingLoss"),
     ):
         parts = make_parts(read_recipe("embeddings", [*words(folder, tmp_path), *changes]))
         assert parts.model[1].pooling_mode == pooling
         assert type(parts.losses["loss"]).__name__ == loss
         assert all(parameter.is_meta for parameter in parts.model.parameters())
+        trained = [name for name, one in parts.model.named_parameters() if one.requires_grad]
+        assert all("lora" in name for name in trained) == ("lora" in str(changes))
 
 
 def test_a_dry_run_says_what_would_start_and_what_is_not_taken(
@@ -110,6 +114,7 @@ def test_a_dry_run_says_what_would_start_and_what_is_not_taken(
     ("changes", "sentence"),
     [
         (["model.name=BertModel"], "are learned from the weights of an encoder"),
+        (["plan=auto"], "'auto' would choose the samples of a microbatch"),
         (["data.streaming=true"], "texts that belong together are prepared before training"),
         (["embeddings.pad_to_multiple_of=24"], "is no multiple of embeddings.pad_to"),
         (["data.sequence=64"], "data.sequence=64 is more than the 32 positions"),

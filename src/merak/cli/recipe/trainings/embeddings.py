@@ -17,8 +17,10 @@ from merak.cli.recipe.data.records import Source
 from merak.cli.recipe.draft import settings
 from merak.cli.recipe.schema import EMBEDDING_LOSSES, EmbeddingsRecipe, Recipe
 from merak.cli.recipe.trainings.training import Training, TrainingParts
+from merak.core.elastic import AUTO_PLAN
 from merak.core.errors import CommandError, did_you_mean
 from merak.core.mesh import current_mesh
+from merak.sentence_transformers import NO_PLAN
 from merak.zoo.hub import first_words
 from merak.zoo.model_source import ModelSource
 
@@ -63,6 +65,8 @@ def _check(recipe: Recipe, source: ModelSource, found: Source) -> None:
             f"embeddings are learned from the weights of an encoder, and {recipe.model.name} has "
             "none; name the folder of one as model.name."
         )
+    if AUTO_PLAN in (recipe.plan, recipe.arguments.get("per_device_train_batch_size")):
+        raise CommandError(NO_PLAN)
     if own.pooling is not None and (folder / MODULES).exists():
         raise CommandError(
             f"embeddings.pooling={own.pooling!r} is for an encoder alone, and {folder} is a "
@@ -202,7 +206,18 @@ def _model(recipe: Recipe) -> Any:
         )
         if wanted is not None:
             model[1] = Pooling(model[0].get_embedding_dimension(), wanted)
+        if recipe.lora is not None:
+            _add_adapters(model, recipe.lora)
         return model
+
+
+def _add_adapters(model: Any, lora: dict[str, Any]) -> None:
+    from peft import LoraConfig
+
+    try:
+        model.add_adapter(LoraConfig(**lora))
+    except (ValueError, TypeError) as cause:
+        raise CommandError(f"lora cannot be added to the model: {first_words(cause)}.") from cause
 
 
 def _loss(own: EmbeddingsRecipe, model: Any) -> Any:
