@@ -27,10 +27,10 @@ from merak.graph.weights.empty_weights import empty_weights
 from merak.plan import EngineOptions, Forecast, StepPlans, preset
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.balance import balance
+from merak.plan.cluster.fit import usable_on
 from merak.plan.cost.kernels.by_rules import segment_costs
 from merak.plan.cost.measured_times import SegmentTimes
 from merak.plan.layout import Layout
-from merak.plan.memory.non_tensor import usable_bytes
 from merak.schedule import simulate
 
 NUM_GPUS, GLOBAL_BATCH, SEQUENCE = 8, 128, 1024
@@ -39,9 +39,7 @@ HIDDEN, LAYERS, HEADS = 1920, 54, 20
 
 DEVICE = preset("rtx-3090")
 
-BUDGET_BYTES = usable_bytes(
-    DEVICE.memory_bytes or 0, Mesh(1, 1, NUM_GPUS, 0, torch.device("cpu"), None)
-)
+BUDGET_BYTES = int(usable_on(DEVICE, Mesh(1, 1, NUM_GPUS, 0, torch.device("cpu"), None)))
 """What tensors may fill of an RTX 3090's memory."""
 
 PAPER = {

@@ -52,7 +52,7 @@ def expect_equal(found: Outcome, expected: Outcome) -> None:
 @pytest.mark.parametrize(
     ("layout", "cases"),
     [
-        pytest.param((1, 1, 2), [WRAPPED, SYNCED, UNPAIRED], id="pp-essential"),
+        pytest.param((1, 1, 2), [WRAPPED, SYNCED], id="pp-essential"),
         slow((1, 1, 2), ALL, id="pp"),
         slow((1, 2, 1), ALL, id="tp"),
         slow((2, 1, 1), ALL, id="dp"),

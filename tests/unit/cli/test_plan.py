@@ -260,7 +260,7 @@ def test_the_smallest_cluster_is_named_also_where_tp_is_pinned_to_a_way(
 ):
     cluster = tmp_path / "small.yaml"
     cluster.write_text(
-        "nodes:\n  - device: {name: small, teraflops: {float32: 20}, memory_gigabytes: 3, "
+        "nodes:\n  - device: {name: small, teraflops: {float32: 20}, memory_gigabytes: 2.75, "
         "memory_gigabytes_per_s: 1000, host_gigabytes_per_s: 32}\n    devices_per_node: 2\n"
         "    link: pcie4-host\n    network: ethernet-10\n    adapters: 1\n"
     )

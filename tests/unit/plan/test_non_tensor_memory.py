@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from merak.core.mesh import Mesh
-from merak.plan.cluster.fit import usable_by_pp_rank
+from merak.plan.cluster.fit import non_tensor_on, usable_by_pp_rank
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.data_sheets import CONNECTION_BYTES
 from merak.plan.cost.device import PRESETS, from_json, preset, to_json
 from merak.plan.memory.non_tensor import NonTensorMemory, non_tensor_memory, usable_bytes
 
@@ -74,6 +76,23 @@ def test_a_measured_communicator_counts_instead_of_the_estimate() -> None:
         device.memory_bytes or 0
     )
     assert from_json(to_json(device), "here").communicator_bytes == GIB
+
+
+def test_communicators_have_the_channels_of_their_link(tmp_path: Path) -> None:
+    def of_node(link: str) -> tuple[int, int]:
+        file = tmp_path / "cluster.yaml"
+        file.write_text(f"nodes:\n  - {{device: a100, devices_per_node: 4, link: {link}}}\n")
+        (node,) = parse_cluster(str(file)).nodes
+        found = [non_tensor_on(node.device, mesh_of(*own)) for own in [(2, 1, 1), (1, 1, 2)]]
+        collective, pipeline = (own.communicators for own in found if own is not None)
+        return collective, pipeline - collective
+
+    nvlink, pcie = of_node("nvlink3"), of_node("pcie4-host")
+    assert nvlink[0] == 12 * pcie[0]  # 24 channels, and 2
+    assert nvlink[1] == 2 * 8 * CONNECTION_BYTES and pcie[1] == 2 * 2 * CONNECTION_BYTES
+    for name, sheet in PRESETS.items():
+        has_own = preset(name).communicator_bytes is not None
+        assert has_own == sheet.link.startswith("pcie")
 
 
 def test_profiles_of_former_versions_have_no_communicator() -> None:
