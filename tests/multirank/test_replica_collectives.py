@@ -15,7 +15,6 @@ from torch import nn
 
 import merak
 from merak.core import mesh as meshes
-from merak.core.errors import TraceError
 from tests.multirank import collective_models as models
 from tests.multirank.ranks import RankPool
 from tests.tiers import slow
@@ -293,7 +292,7 @@ class DecidedContrasts(Contrasts):
         self: Any, model: Any, inputs: Any, return_outputs: bool = False, **of_step: Any
     ) -> Any:
         loss = super().compute_loss(model, inputs, **of_step)
-        return loss * 2 if self.by_rank or self.seen[-1] < 0.5 or loss.item() > 2 else loss
+        return loss * 2 if self.seen[-1] < 0.5 or loss.item() > 2 else loss
 
 
 Kinds = list[tuple[Any, bool]]
@@ -343,10 +342,7 @@ def trainings(dp: int, folder: str, kinds: Kinds) -> list[tuple[list[float], lis
 
 def trained(folder: str) -> list[tuple[list[float], list[float]]]:
     merak.init(dp=2, pp=2, device="cpu")
-    found = trainings(2, folder, OWN)
-    with pytest.raises(TraceError, match="asks for the rank of the process"):
-        trainings(2, folder, [(OwnDecided, True)])
-    return found
+    return trainings(2, folder, OWN)
 
 
 def test_so_are_losses_of_a_trainer(pool: RankPool, tmp_path: Path) -> None:

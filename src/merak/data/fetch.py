@@ -17,6 +17,7 @@ from merak.core.random import seed_for
 from merak.data.columns import columns_read, is_stored, narrow_dataset
 from merak.data.digest import DigestedBatch, digest_columns
 from merak.data.non_tensors import drop_non_tensors
+from merak.data.objects import pack_objects
 from merak.data.random_stream import RandomStream
 
 _SAME_COLUMNS = "the model is traced for the columns of the first batch, and all need the same"
@@ -141,8 +142,9 @@ def collated(fetch: Fetch, samples: Any) -> dict[str, Any]:
             f"the data_collator gave a {type(batch).__name__}, not a dict of columns; let the "
             "dataset's samples be dicts, or give a data_collator that returns a dict."
         )
+    batch = pack_objects(batch)
     if fetch.columns is None:
-        return dict(batch)
+        return batch
     batch = drop_non_tensors(batch, fetch.non_tensors)
     for column in fetch.columns:
         if column not in batch:

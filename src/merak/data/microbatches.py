@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from merak.core.errors import DataError
+from merak.data.objects import pack_objects
 from merak.data.signature import check_tensors
 
 Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -15,12 +16,13 @@ Batch = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def listed(batch: Batch) -> Sequence[Mapping[str, Any]]:
-    """Return a list of microbatches as it is, and a batch that is to be cut as a list of one.
+    """Return a list of microbatches, and a batch that is to be cut as a list of one.
 
     Args:
-        batch: either of them.
+        batch: either of them. Columns that are lists of objects are packed.
     """
-    return batch if isinstance(batch, list) else [cast("Mapping[str, Any]", batch)]
+    every = batch if isinstance(batch, list) else [cast("Mapping[str, Any]", batch)]
+    return [pack_objects(one) if hasattr(one, "items") else one for one in every]
 
 
 def split_batch(

@@ -20,6 +20,7 @@ from merak.core.mesh import Mesh
 from merak.data import BatchSignature, drop_non_tensors, example_batch, shard_loader
 from merak.data.digest import digest_columns, digests_of
 from merak.data.fetch import is_iterable
+from merak.data.objects import unpack_objects
 from merak.engine import Engine
 from merak.engine.build import lay_out_evaluation
 from merak.graph.trace.calls.host_reads import READ
@@ -355,7 +356,8 @@ class Evaluation:
         """The labels of a batch, none where only the loss is wanted; None if it has none."""
         if not _are_labels_in(found.names, self._options.label_names):
             return None
-        return tuple(results[name] for name in self._options.label_names if name in results)
+        given = unpack_objects(results)
+        return tuple(given[name] for name in self._options.label_names if name in given)
 
     def _in_order(self, outputs: dict[str, Any], found: BatchSignature) -> dict[str, Any]:
         signature = self._counter.with_tokens(found).columns

@@ -11,6 +11,7 @@ import torch
 
 from merak.core.tensor_meta import TensorMeta
 from merak.data import BatchSignature, signature
+from merak.data.objects import OBJECTS
 
 TOKENS = "num_items_in_batch"
 """The column that transformers' loss functions divide by: label tokens of the whole step."""
@@ -46,7 +47,7 @@ class TokenCounter:
 
     def with_tokens(self, found: BatchSignature) -> BatchSignature:
         """A signature with the count's column where the loss takes it."""
-        if not self.counts(name for name, _ in found.columns):
+        if not self.counts(name for name, meta in found.columns if meta.dtype is not OBJECTS):
             return found
         return BatchSignature((*found.columns, (TOKENS, TensorMeta((), torch.float32))))
 
@@ -57,7 +58,8 @@ class TokenCounter:
     def metadata(self, batch: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Counts of a microbatch's tokens, by kind, as far as this rank reads it."""
         found: dict[str, int] = {}
-        if self.count_labels is not None and "labels" in batch:
+        if self.counts(name for name, column in batch.items() if column.dtype is not OBJECTS):
+            assert self.count_labels is not None
             labels = self.count_labels(batch)
             if labels is not None:
                 found["labels"] = labels

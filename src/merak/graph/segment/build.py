@@ -20,6 +20,7 @@ from merak.core.health.status import phase
 from merak.core.rank0 import warn_once
 from merak.core.storages import is_dense
 from merak.core.tensor_meta import TensorMeta, known_masks
+from merak.data.objects import OBJECTS, fitted
 from merak.graph.cache.cache import Made, cached
 from merak.graph.cache.called_functions import refuse_foreign_functions
 from merak.graph.cache.fingerprint import fingerprint, loaded_sources
@@ -248,7 +249,8 @@ def build_timed(
         return graph, None if is_of_one_run else files
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
-        is_of_one_run = does_call_model(source.loss_fn) or is_eager(source.loss_fn)
+        has_objects = any(meta.dtype is OBJECTS for meta in columns.values())
+        is_of_one_run = does_call_model(source.loss_fn) or is_eager(source.loss_fn) or has_objects
         folder = None if is_of_one_run else source.cache_dir
         key = "" if folder is None else _key(source, columns, copies_blocks)
         if folder is None or not key:
@@ -314,6 +316,9 @@ def example_at(
         if value is None or value.dtype != meta.dtype or value.ndim != len(meta.shape):
             continue
         if 0 in value.shape:
+            continue
+        if meta.dtype is OBJECTS:
+            found[name] = fitted(value, *meta.shape)
             continue
         for dim, size in enumerate(meta.shape):
             index = torch.arange(size) % value.shape[dim]

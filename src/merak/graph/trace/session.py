@@ -21,6 +21,7 @@ from merak.graph.trace.autograd.func_transforms import func_by_autograd
 from merak.graph.trace.branches.conditions import RandomConditions, host_random_in_torch
 from merak.graph.trace.branches.host_random import HostRandomFunctions
 from merak.graph.trace.calls.eager_loss import LossTail
+from merak.graph.trace.calls.model_loss import ModelLoss
 from merak.graph.trace.calls.outer_reads import evaluated_alone
 from merak.graph.trace.calls.replaced_functions import replaced_once
 from merak.graph.trace.modes.autograd_functions import record_autograd_functions
@@ -44,7 +45,7 @@ from merak.graph.trace.modes.vmap import vmap_by_operators
 from merak.graph.trace.opaque.collectives import refused_collectives, refused_modules
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty, DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
-from merak.graph.trace.opaque.operator import OpaqueCall
+from merak.graph.trace.opaque.operator import MODEL_LOSS, OpaqueCall
 from merak.graph.trace.opaque.record import RealTensors, record_opaque_modules
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.repeats.calls import RepeatedCalls
@@ -76,7 +77,7 @@ class Session:
         calls: opaque calls, in the order in which they were recorded.
         example: what follows from an example batch.
         ones: what follows from columns of ones.
-        tail: of the loss, which is opaque; None for none.
+        losses: what of a loss is opaque, by its path.
     """
 
     model: nn.Module
@@ -97,12 +98,12 @@ class Session:
     calls: list[OpaqueCall] = field(default_factory=list)
     example: BatchValues = field(default_factory=lambda: BatchValues({}))
     ones: KnownOnes = field(default_factory=lambda: KnownOnes({}))
-    tail: LossTail | None = None
+    losses: Mapping[str, LossTail | ModelLoss] = field(default_factory=dict)
 
     @property
     def has_opaque(self) -> bool:
         """Whether anything is opaque."""
-        return bool(self.opaque.modules or self.opaque.functions or self.tail)
+        return bool(self.opaque.modules or self.opaque.functions or self.losses)
 
     def begin(self, batch: dict[str, torch.Tensor]) -> None:
         """Record the fake tensors of a batch that a call begins with."""
@@ -119,6 +120,11 @@ def _noted(session: Session) -> tuple[Any, ...]:
 
 Enter = Callable[[Session], AbstractContextManager[Any]]
 """Makes a context that a trace runs in."""
+
+
+def _losses_of_objects(session: Session) -> AbstractContextManager[Any]:
+    loss = session.losses.get(MODEL_LOSS)
+    return loss.in_place() if isinstance(loss, ModelLoss) else nullcontext()
 
 
 def _assume_non_empty(session: Session) -> AbstractContextManager[Any]:
@@ -202,10 +208,11 @@ MODES: tuple[tuple[Enter, str], ...] = (
     ),
     (
         lambda s: record_opaque_modules(
-            s.model, s.opaque, s.real, s.device, s.calls, s.example.values, s.tail
+            s.model, s.opaque, s.real, s.device, s.calls, s.example.values, s.losses
         ),
         "notes of which tensor a number is, once the modes above have returned it",
     ),
+    (_losses_of_objects, "no function mode: calls what the line above records"),
     (
         lambda s: MetadataQueries(s.packed),
         "first to see a call: queries of metadata, which are most, skip all modes above",

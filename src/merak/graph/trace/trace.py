@@ -39,6 +39,7 @@ from merak.graph.trace.calls.further_calls import (
     warn_of_left,
 )
 from merak.graph.trace.calls.loss_recorder import ReadDecides, rehearse
+from merak.graph.trace.calls.model_loss import ModelLoss
 from merak.graph.trace.calls.outer_reads import refuse_outer_reads
 from merak.graph.trace.calls.replay import Replay
 from merak.graph.trace.calls.runner import Runner, columns_of_calls, refuse_growing
@@ -53,7 +54,7 @@ from merak.graph.trace.modes.quiet_export import quiet_export
 from merak.graph.trace.normalize import Rewriting
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import Loops
-from merak.graph.trace.opaque.operator import attach_calls
+from merak.graph.trace.opaque.operator import LOSS_TAIL, MODEL_LOSS, attach_calls
 from merak.graph.trace.opaque.record import RealTensors
 from merak.graph.trace.opaque.selection import OpaqueSelection
 from merak.graph.trace.passes import run_passes
@@ -232,12 +233,12 @@ def export_model(
     real = RealTensors.of(model)
     reads = StateReads(model, call.loss_fn)
     columns = columns_of_calls(batches := batches or [columns] * num_calls)
-    tail = LossTail(model, call, reads.paused) if is_eager(call.loss_fn) else None
+    tail, losses = _opaque_losses(model, columns, call, reads)
     session = Session(
         model, columns, device, opaque, conditions, HostRandomFunctions(call.host_random), real,
         reads, Loops(model, opaque.unrolled), ranks or RankReads(training=model.training),
         copies_blocks, example=BatchValues(example or {}), ones=KnownOnes(batches[0]),
-        tail=tail)  # fmt: skip
+        losses=losses)  # fmt: skip
     own = {tensor.untyped_storage()._cdata for tensor in real.tensors.values()}
 
     def goes_on(left: StateLeft) -> bool:  # unless it is a view of a parameter
@@ -250,6 +251,16 @@ def export_model(
     session.autograd.refuse_left_frozen()
     session.checks.warn_skipped(are_sizes_checked=opaque.sizes is not DynamicSizes.REFUSED)
     return _exported(program, session, runner)
+
+
+def _opaque_losses(
+    model: nn.Module, columns: Mapping[str, TensorMeta], call: Call, reads: StateReads
+) -> tuple[LossTail | None, dict[str, LossTail | ModelLoss]]:
+    """The tail of a loss, None for none; and what of losses is opaque, by its path."""
+    tail = LossTail(model, call, reads.paused) if is_eager(call.loss_fn) else None
+    of_model = ModelLoss.of(model, columns, reads.paused)
+    found = {LOSS_TAIL: tail, MODEL_LOSS: of_model}
+    return tail, {path: one for path, one in found.items() if one is not None}
 
 
 def _exported(program: torch.export.ExportedProgram, session: Session, runner: Runner) -> Exported:

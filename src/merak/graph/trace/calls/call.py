@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from merak.core.errors import TraceError
 from merak.graph.trace.calls.outputs import named_outputs
+from merak.graph.trace.calls.unread import unread
 from merak.graph.trace.state.slots import Slot, numbers_as_inputs
 
 LossFunction = Callable[[Any, dict[str, Any]], torch.Tensor]
@@ -88,8 +89,8 @@ def call_model(
 ) -> dict[str, torch.Tensor]:
     """Call a model, and return its tensor outputs by name, a loss function's result first.
 
-    In evaluation a loss function is not called with a batch that has nothing for it, such as one of
-    samples without labels, to be predicted.
+    Columns of objects have stand-ins, but for `record`. In evaluation a loss function is not called
+    with a batch that has nothing for it, such as one of samples without labels, to be predicted.
     """
     if call.reshapes:
         batch = {name: tensor.view_as(tensor) for name, tensor in batch.items()}
@@ -100,17 +101,18 @@ def call_model(
 def _called(
     model: nn.Module, batch: dict[str, torch.Tensor], call: Call, record: Record
 ) -> dict[str, torch.Tensor]:
+    given = unread(batch)
     if call.loss_fn is None or not (model.training or _is_for_loss(call.loss_columns, batch)):
-        return dict(named_outputs(_run(model, batch, call)))
+        return dict(named_outputs(_run(model, given, call)))
     if does_call_model(call.loss_fn):
         compute: Any = call.loss_fn
         with _autocast_inside(model, call):
-            loss, result = record(lambda: compute(model, {**batch, **call.fixed}), batch)
+            loss, result = record(lambda: compute(model, {**given, **call.fixed}), batch)
         if loss is None:  # which nobody asks for: what the model returns is all there is
             return dict(named_outputs(result))
         return {"loss": loss} | {k: v for k, v in named_outputs(result) if k != "loss"}
-    result = _run(model, _taken(model, batch, call.loss_columns), call)
-    loss = call.loss_fn(result, batch)
+    result = _run(model, _taken(model, given, call.loss_columns), call)
+    loss = call.loss_fn(result, given)
     if not all(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(loss)):
         raise TraceError(
             "the loss function returns what is no tensor; return one number as a tensor: without "

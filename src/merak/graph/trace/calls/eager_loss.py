@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from merak.core.errors import TraceError, TrainingError
 from merak.core.source_lines import model_line, with_text
 from merak.core.tensor_meta import TensorMeta
+from merak.data.objects import OBJECTS, layouts_of, of_layouts, unpack_objects
 from merak.graph.trace.calls.call import Call, LossFunction, call_model, does_call_model
 from merak.graph.trace.calls.host_reads import READ, HostReads, Run, model_calls
 from merak.graph.trace.calls.loss_recorder import made_up, unheard
@@ -43,6 +44,7 @@ from merak.graph.trace.calls.replay import (
     replayed,
     run_on_fakes,
 )
+from merak.graph.trace.calls.unread import as_rows
 from merak.graph.trace.modes.replica_collectives import replica_collectives
 from merak.graph.trace.opaque.collectives import refused_modules
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty
@@ -193,7 +195,7 @@ class _Reads(HostReads):
         return self._journal.entry(f"{func.__name__} {self.key(tensor)}", make)
 
 
-class _NoWeights(TorchFunctionMode):
+class NoWeights(TorchFunctionMode):
     """Function mode that refuses to compute with parameters, whose gradients would be lost.
 
     Args:
@@ -209,7 +211,11 @@ class _NoWeights(TorchFunctionMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
                 names = (name for name, own in self._model.named_parameters() if own is leaf)
-                raise _changed(f"computes with {next(names, 'a parameter')} itself")
+                raise EagerLossError(
+                    f"the loss computes with {next(names, 'a parameter')} itself at "
+                    f"{with_text(model_line())}, and runs as Python on the last stage, which may "
+                    "not have it: compute with it in the model's forward."
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -312,19 +318,22 @@ class LossTail(nn.Module):
         ranks = RankReads(training=self.training)
         if not does_call_model(loss_fn):
             kept = _kept_state(loss_fn, is_undone=False)
-            with kept, _NoWeights(model), _among_replicas(model, loss_fn, ranks):
-                return loss_fn(results[0], batch)
+            with kept, NoWeights(model), among_replicas(model, loss_fn, ranks):
+                return loss_fn(results[0], unpack_objects(batch))
         journal = Journal()
         reads = _Reads(partial(_next, iter(results)), journal, model)
-        reads.name_columns(batch)
+        given = unpack_objects(batch)
+        for name in sorted(n for n, column in given.items() if isinstance(column, list)):
+            journal.entry(f"objects of {name}", partial(layouts_of, given[name]))
+        reads.name_columns(given)
         with ExitStack() as stack:
             stack.enter_context(_kept_state(loss_fn, is_undone=True))
             rank = stack.enter_context(unheard())
-            stack.enter_context(_NoWeights(model))
-            stack.enter_context(_among_replicas(model, loss_fn, ranks))
+            stack.enter_context(NoWeights(model))
+            stack.enter_context(among_replicas(model, loss_fn, ranks))
             stack.enter_context(_Sizes(journal, reads))
             stack.enter_context(reads.followed())
-            loss, result = loss_fn(model, {**batch, **call.fixed})
+            loss, result = loss_fn(model, {**given, **call.fixed})
         if ranks.are_met and rank.is_read and ranks.world and ranks.world.size > 1:
             raise EagerLossError(
                 "the loss, which is marked by merak.eager_loss, takes something from other "
@@ -337,7 +346,7 @@ class LossTail(nn.Module):
 
 
 @contextmanager
-def _among_replicas(model: nn.Module, loss_fn: Any, ranks: RankReads) -> Iterator[None]:
+def among_replicas(model: nn.Module, loss_fn: Any, ranks: RankReads) -> Iterator[None]:
     """Context in which the default group is that of the replicas, as in a trace.
 
     Args:
@@ -421,8 +430,8 @@ def call_to_tail(
         loss, outputs, journal = tail.forward(own, results)
         return loss, {**nested(outputs), JOURNAL: journal}
 
-    def loss_of(result: Any, own: dict[str, torch.Tensor]) -> Any:
-        return tail.forward(own, [result])
+    def loss_of(result: Any, own: dict[str, Any]) -> Any:
+        return tail.forward(as_rows(own), [result])
 
     if not does_call_model(call.loss_fn):
         call = replace(call, loss_fn=loss_of)
@@ -509,6 +518,10 @@ class EagerReplay:
         journal = Journal.of(values[JOURNAL])
         reads = _Reads(partial(_next, returned), journal, model)
         sizes = _Sizes(journal, reads)
+        for name in sorted(n for n, meta in columns.items() if meta.dtype is OBJECTS):
+            layouts = journal.entry(f"objects of {name}", bytes)
+            with fakes.mode:
+                fakes.batch[name] = of_layouts(layouts, device)
         with replayed():
             loss = run_on_fakes(self.run, model, self.fixed, fakes, reads, sizes)
         if journal.entry("the loss", lambda: "") != reads.key(loss):

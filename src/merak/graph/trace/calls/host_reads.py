@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from merak.core.source_lines import model_line
+from merak.data.objects import tensors_in
 
 READ = "read: "
 """Beginning of the names of outputs that are read on the host."""
@@ -166,8 +167,9 @@ class HostReads(TorchFunctionMode):
     def name_columns(self, batch: Mapping[str, Any]) -> None:
         """Describe the tensors of a batch by their columns."""
         for name, value in batch.items():
-            if isinstance(value, torch.Tensor):
-                self._note(value, f"column {name}")
+            found = [value] if isinstance(value, torch.Tensor) else tensors_in(value)
+            for number, tensor in enumerate(found):
+                self._note(tensor, f"column {name} {number}")
 
     @contextmanager
     def followed(self) -> Iterator[None]:

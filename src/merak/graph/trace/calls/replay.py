@@ -110,7 +110,7 @@ class FakeMicrobatch:
     """
 
     mode: FakeTensorMode
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, Any]
     results: list[list[Any]]
     made: MadeAlike | None = field(default_factory=MadeAlike)
 
@@ -128,7 +128,7 @@ class FakeMicrobatch:
         # Where values decide a size, as in x[mask], it has a symbol.
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
         with mode:
-            batch = {
+            batch: dict[str, Any] = {
                 name: torch.empty(meta.shape, dtype=meta.dtype, device=device)
                 for name, meta in columns.items()
             }

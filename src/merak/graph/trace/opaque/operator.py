@@ -26,6 +26,15 @@ T = TypeVar("T")
 LOSS_TAIL = "the loss"
 """Path of the tail of a loss, which is an opaque module beside the model."""
 
+MODEL_LOSS = "the model's loss_function"
+"""Path of a model's own loss of Python objects, which is another one."""
+
+LOSSES = {
+    LOSS_TAIL: "merak.eager_loss, which marks it",
+    MODEL_LOSS: "the Python objects that it is given",
+}
+"""Paths of what is opaque beside the model, and why it is."""
+
 
 class ModuleRef:
     """Reference to a module of the user's model, of which only the path is stored.
@@ -161,7 +170,7 @@ class OpaqueCall:
     @property
     def is_loss(self) -> bool:
         """Whether it is of a loss, in which the default group is that of the replicas."""
-        return self.ref.path == LOSS_TAIL
+        return self.ref.path in LOSSES
 
     @property
     def written_inputs(self) -> tuple[int, ...]:

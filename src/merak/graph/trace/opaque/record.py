@@ -22,7 +22,7 @@ from merak.graph.trace.opaque.experts.loop import expert_loop_of
 from merak.graph.trace.opaque.experts.rows import ExpertLoop, ends_of_rows, grouped_experts
 from merak.graph.trace.opaque.functions import FunctionModule, replaced_functions
 from merak.graph.trace.opaque.operator import (
-    LOSS_TAIL,
+    LOSSES,
     CallCost,
     ModuleRef,
     OpaqueCall,
@@ -152,7 +152,7 @@ def record_opaque_modules(
     device: torch.device,
     calls: list[OpaqueCall],
     example: ExampleValues,
-    tail: nn.Module | None = None,
+    losses: Mapping[str, nn.Module],
 ) -> Iterator[None]:
     """Record calls of opaque modules and functions of a trace as one operator each.
 
@@ -163,15 +163,15 @@ def record_opaque_modules(
         device: device that it will run on.
         calls: gains the calls as they are recorded.
         example: gives the values of a tensor that follows from an example batch, for probes.
-        tail: of the loss, an opaque module beside the model; None for none.
+        losses: opaque modules beside the model, by their path.
     """
-    if not opaque.modules and not opaque.functions and tail is None:
+    if not opaque.modules and not opaque.functions and not losses:
         yield
         return
     numbers, masks = ScalarSources(), OneHotMasks()
     functions = {name: FunctionModule(name) for name in opaque.functions}
     modules = {path: model.get_submodule(path) for path in opaque.modules}
-    modules |= {} if tail is None else {LOSS_TAIL: tail}
+    modules |= losses
     refs = {**modules, **functions}
     given = {p: Snapshot.take(m, attributes_only=True) for p, m in refs.items()}
     looped = frozenset((*opaque.looped, *functions))
@@ -183,7 +183,7 @@ def record_opaque_modules(
     before: list[tuple[nn.Module, Any]] = []
     try:
         for path, module in modules.items():
-            why = opaque.modules.get(path, "merak.eager_loss, which marks it")
+            why = LOSSES.get(path) or opaque.modules[path]
             before.append((module, vars(module).get("forward")))
             vars(module)["forward"] = recorder.forward(ModuleRef(path, module), why)
         with (

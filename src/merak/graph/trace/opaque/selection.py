@@ -16,7 +16,7 @@ from merak.core.rank0 import AT_ONCE, is_rank0
 from merak.graph.trace.explain import FailsOnFakes, UntraceableError, causes
 from merak.graph.trace.opaque.dynamic_region import DynamicSizes
 from merak.graph.trace.opaque.loops import LoopFound, Place
-from merak.graph.trace.opaque.operator import LOSS_TAIL
+from merak.graph.trace.opaque.operator import LOSSES
 from merak.graph.trace.opaque.probe import CannotBeOpaque
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class OpaqueSelection:
             return True
         if isinstance(error, LoopFound):
             return self._make_loop_opaque(model, error)
-        if isinstance(error, CannotBeOpaque) and error.path == LOSS_TAIL:
+        if isinstance(error, CannotBeOpaque) and error.path in LOSSES:
             return False  # nothing is around it
         if isinstance(error, CannotBeOpaque) and self._unroll(model, error.path):
             return True

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from accelerate import PartialState  # type: ignore[import-untyped]
+from accelerate import DistributedType, PartialState  # type: ignore[import-untyped]
 
 from merak.core.errors import TraceError
 from merak.core.mesh import Mesh, current_mesh, has_mesh
@@ -41,7 +41,8 @@ _PASSING_ON = (
 """Files of code that reads the rank for its caller, beside those of libraries."""
 
 
-_NUM_PROCESSES = "num_processes"
+_NUM_PROCESSES, _KIND = "num_processes", "distributed_type"
+_ACCELERATOR = f"{os.sep}accelerate{os.sep}accelerator.py"
 _TRAINER = f"{os.sep}transformers{os.sep}trainer"
 """Of files of transformers' trainer, whose own sums over ranks Merak's stands for."""
 
@@ -129,6 +130,17 @@ class RankReads:
         self.asks_size = True
         return self.world.size
 
+    def _found_kind(self, state: Any) -> Any:
+        """What accelerate's functions find: that replicas meet, where a model calls them itself.
+
+        An `Accelerator`, such as a trainer's own, is that of one process.
+        """
+        found = vars(state)[_KIND]
+        if self._found_size(1) == 1 or _is_in_file(sys._getframe(1), _ACCELERATOR):
+            return found
+        is_on_cpu = state.device.type == "cpu"
+        return DistributedType.MULTI_CPU if is_on_cpu else DistributedType.MULTI_GPU
+
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Context in which reads of this thread are recorded."""
@@ -157,6 +169,7 @@ class RankReads:
                 (Mesh, "rank", property(lambda mesh: self._found(own.__get__(mesh)))),
                 *((PartialState, n, self._attribute(n)) for n in _OF_ACCELERATE),
                 (PartialState, _NUM_PROCESSES, self._number()),
+                (PartialState, _KIND, property(self._found_kind)),
             ):
                 stack.enter_context(mock.patch.object(owner, name, value, create=True))
             yield
@@ -166,6 +179,13 @@ class RankReads:
 
     def _number(self) -> property:
         return property(lambda state: self._found_size(vars(state)[_NUM_PROCESSES]))
+
+
+def _is_in_file(frame: FrameType | None, file: str) -> bool:
+    """Whether code of a file has called, directly or not."""
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_default(group: Any) -> bool:

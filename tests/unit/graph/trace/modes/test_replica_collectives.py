@@ -9,14 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as with_gradients
+from accelerate import Accelerator
+from accelerate.utils import gather, reduce
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from merak.arguments.single_process import fresh_state
 from merak.core import mesh as meshes
 from merak.core.errors import TraceError
 from merak.core.mesh import Mesh
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.replicas import REPLICA_ROWS, REPLICA_SUM
+from merak.graph.trace.calls.call import calls_model
+from merak.graph.trace.calls.eager_loss import eager_loss
+from merak.graph.trace.opaque.operator import is_opaque
 from merak.graph.trace.trace import trace
 from merak.graph.trace.traced import Trace
 from tests.tiers import one_in
@@ -26,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 
 WIDTH = 4
 COLUMNS = {"x": TensorMeta((3, WIDTH), torch.float32)}
+INPUT = {"input": TensorMeta((3, WIDTH), torch.float32)}
 Use = Callable[[Tensor], Tensor]
 
 
@@ -110,6 +117,14 @@ def test_what_is_written_is_read_from_the_operator() -> None:
     assert not [n for n in found.graph.nodes if "copy_" in str(n.target) or "zeros" in str(n)]
 
 
+def test_functions_of_accelerate_meet_replicas() -> None:
+    fresh_state()
+    assert targets(traced(lambda x: x / reduce(x.detach()))) == [REPLICA_SUM]
+    assert targets(traced(lambda x: x - gather(x.detach()).mean(0))) == [REPLICA_ROWS]
+    assert targets(traced(lambda x: x / Accelerator(cpu=True).reduce(x.detach()))) == []
+    assert targets(traced(lambda x: x / reduce(x.detach()), training=False)) == []
+
+
 def test_known_numbers_are_counted_on_every_replica() -> None:
     assert targets(traced(known_count)) == [REPLICA_SUM]
 
@@ -161,6 +176,38 @@ def test_what_is_not_followed_is_refused_with_its_line(kind: str) -> None:
     with pytest.raises(TraceError, match=said) as refused:
         traced(use)
     assert str(refused.value).startswith(__file__) or kind == "a backward"
+
+
+def eager(use: Use) -> Any:
+    """A loss that runs as Python and calls the model itself."""
+
+    def compute(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
+        loss = use(model(**batch)).square().sum()
+        return (loss * 2 if loss.item() > 1 else loss), {}
+
+    return eager_loss(calls_model(compute))
+
+
+def test_a_loss_that_runs_as_python_is_known_to_meet_them() -> None:
+    uses: tuple[tuple[Use, bool], ...] = (
+        (lambda x: torch.cat(with_gradients.all_gather(x)), True),
+        (lambda x: x / dist.get_world_size(), False),
+    )
+    for use, meets in uses:
+        graph = trace(nn.Linear(WIDTH, WIDTH), INPUT, loss_fn=eager(use)).graph
+        assert [node.meta["opaque"].meets_replicas for node in graph.nodes if is_opaque(node)] == [
+            meets
+        ]
+
+
+def test_what_such_a_loss_cannot_do_among_them_is_refused() -> None:
+    uses: tuple[tuple[Use, str], ...] = (
+        (lambda x: with_gradients.all_reduce(x) * dist.get_rank(), "asks for the rank of the proc"),
+        (REFUSED["barrier"][0], r"communicates with other ranks \(barrier\)"),
+    )
+    for use, said in uses:
+        with pytest.raises(TraceError, match=said):
+            trace(nn.Linear(WIDTH, WIDTH), INPUT, loss_fn=eager(use))
 
 
 def test_so_is_a_group_of_other_ranks() -> None:
