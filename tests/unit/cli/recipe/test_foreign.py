@@ -187,12 +187,12 @@ def test_train_says_what_would_start(
     [
         (AXOLOTL, ("load_in_8bit: false", "load_in_8bit: true"), 2, "quantised weights"),
         (AXOLOTL, ("adapter: lora", "adapter: qlora"), 11, "adapter: qlora is none"),
-        (AXOLOTL, ("strict: false", "rl: dpo"), 3, "merak.trl has trainers of preferences"),
+        (AXOLOTL, ("strict: false", "rl: dpo"), 3, "for pairs of answers (merak recipes dpo)"),
         (AXOLOTL, ("type: alpaca", "type: pygmalion"), 4, "the type 'pygmalion'"),
         (AXOLOTL, ("    shards: 2", "  - path: x\n    type: completion"), 4, "both text and"),
         (AXOLOTL, ("lora_r: 4", "lora_r: four"), 16, "lora.r='four' should be a whole number"),
         (AXOLOTL, ("num_epochs: 1", "num_epochs: x"), 24, "num_train_epochs='x'"),
-        (LLAMA_FACTORY, ("stage: sft", "stage: dpo"), 3, "stage: dpo is none of a recipe"),
+        (LLAMA_FACTORY, ("stage: sft", "stage: dpo"), 3, "stage: dpo is none that is read here"),
         (LLAMA_FACTORY, ("finetuning_type: lora", "finetuning_type: oft"), 5, "oft is none"),
         (LLAMA_FACTORY, ("dataset: identity", "dataset: other"), 8, "'other' is not in"),
         (

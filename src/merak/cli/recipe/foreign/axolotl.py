@@ -10,6 +10,7 @@ from typing import Any
 
 from merak.cli.recipe.foreign.tool import (
     COMMON,
+    OTHER_TRAININGS,
     Tool,
     Whole,
     as_it_is,
@@ -126,7 +127,7 @@ def _adapter(value: Any) -> str | None:
 
 
 def _other_training(value: Any) -> str | None:
-    return "a recipe trains on the next token; merak.trl has trainers of preferences and rewards."
+    return f"files of Axolotl are read for training on the next token; {OTHER_TRAININGS}"
 
 
 _FIELDS = {

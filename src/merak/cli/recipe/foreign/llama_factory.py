@@ -9,7 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merak.cli.recipe.foreign.tool import COMMON, Tool, Whole, as_it_is, fraction, mapped
+from merak.cli.recipe.foreign.tool import (
+    COMMON,
+    OTHER_TRAININGS,
+    Tool,
+    Whole,
+    as_it_is,
+    fraction,
+    mapped,
+)
 from merak.cli.recipe.schema import CHAT, JOINED, SEPARATE, TEXT, UNPACKED
 from merak.core.files.json_file import read_json
 
@@ -158,8 +166,8 @@ def _stage(value: Any) -> str | None:
     if value in _STAGES:
         return None
     return (
-        f"stage: {value} is none of a recipe, which trains on the next token: "
-        f"{' or '.join(_STAGES)}; merak.trl has trainers of preferences and rewards."
+        f"stage: {value} is none that is read here, for training on the next token: "
+        f"{' or '.join(_STAGES)}; {OTHER_TRAININGS}"
     )
 
 

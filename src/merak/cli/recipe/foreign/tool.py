@@ -98,6 +98,12 @@ def chat_template(value: Any) -> Any:
     return value if value == "chatml" else NOTHING
 
 
+OTHER_TRAININGS = (
+    "write a recipe for pairs of answers (merak recipes dpo), or take merak.trl's trainers of "
+    "preferences and rewards."
+)
+"""What there is for training that is not on the next token, of which no tool's file is read."""
+
 COMMON: Mapping[str, tuple[Keys, Read]] = {
     "trust_remote_code": (("model", "trust_remote_code"), as_it_is),
     "warmup_ratio": to_argument("warmup_steps"),
