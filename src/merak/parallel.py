@@ -40,7 +40,7 @@ from merak.core.precision import check_autocast
 from merak.core.rank0 import warn_on_rank0, warn_once
 from merak.core.tensor_meta import Signature
 from merak.data import drop_non_tensors, signature, signatures, split_non_tensors
-from merak.data.microbatches import Batch, listed, split_batch
+from merak.data.microbatches import Batch, listed, refuse_shared_images, split_batch
 from merak.engine import Engine
 from merak.engine.build import build_with_forecast, lay_out_evaluation
 from merak.engine.health.figures import memory_bytes
@@ -229,6 +229,8 @@ class ParallelModel:
     def _microbatches(self, batch: Batch) -> Sequence[dict[str, torch.Tensor]]:
         """Cut a batch into microbatches, unless it is a list of them."""
         own = [drop_non_tensors(one, self.plain) for one in listed(batch)]
+        if self.num_microbatches > 1 and not isinstance(batch, list):
+            refuse_shared_images(own[0], getattr(self.model, "config", None))
         return split_batch(own if isinstance(batch, list) else own[0], self.num_microbatches)
 
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

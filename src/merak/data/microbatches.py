@@ -65,6 +65,35 @@ def split_batch(
     return [{name: part[i] for name, part in parts.items()} for i in range(num_microbatches)]
 
 
+def refuse_shared_images(batch: Mapping[str, Any], config: object) -> None:
+    """Refuse to cut a batch whose images are as many as its samples, and not one of each.
+
+    Then some sample has none: images are given in the samples' order, and one that has two shifts
+    all that follow.
+
+    Args:
+        batch: columns by name, to be cut.
+        config: of the model, which may name the token in whose places images are put.
+
+    Raises:
+        DataError: a sample has no place for an image.
+    """
+    token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    ids, images = batch.get("input_ids"), batch.get("pixel_values")
+    if not (type(token) is int and isinstance(ids, torch.Tensor) and ids.ndim == 2):
+        return
+    if not isinstance(images, torch.Tensor) or len(images) != len(ids):
+        return
+    is_of_image = (ids == token).any(1)
+    if not bool(is_of_image.all()):
+        raise DataError(
+            f"the batch has {len(images)} images for {len(ids)} samples, and sample "
+            f"{is_of_image.tolist().index(False)} has no image token ({token}), so that which "
+            "images belong to a microbatch is not known; give a list of microbatches, each a "
+            "batch as the model takes it."
+        )
+
+
 def _refuse_uncut(sizes: Mapping[str, int], num_microbatches: int) -> None:
     """Refuse columns that cannot be cut into equal microbatches, by the sizes of their first dim.
 
