@@ -86,7 +86,7 @@ def model_calls(
         yield
 
 
-class MadeAlike:
+class KnownResults:
     """What functions have made of tensors: called on such as came about alike, none runs again.
 
     Attributes:
@@ -147,7 +147,7 @@ class HostReads(TorchFunctionMode):
         is_exact: bool,
         numbers: Collection[torch.Tensor] = (),
         model: nn.Module | None = None,
-        made: MadeAlike | None = None,
+        made: KnownResults | None = None,
     ) -> None:
         super().__init__()
         self._model, self._made = model, made

@@ -28,7 +28,7 @@ from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.calls.host_reads import (
     READ,
     HostReads,
-    MadeAlike,
+    KnownResults,
     Run,
     loss_in,
     version_of,
@@ -214,7 +214,7 @@ class HostReadsRecorder:
                 )
             return first
 
-        results, made = [tree_map(_detached, one) for one in given], MadeAlike()
+        results, made = [tree_map(_detached, one) for one in given], KnownResults()
 
         def again(numbers: Numbers) -> str:
             returned = iter(results)
@@ -289,7 +289,7 @@ class HostReadsRecorder:
         call: Callable[[nn.Module, Run], Any],
         numbers: Numbers,
         state: LossState,
-        made: MadeAlike | None,
+        made: KnownResults | None,
     ) -> tuple[Any, _Ran]:
         def output(tensor: torch.Tensor, key: str) -> None:
             if key not in self._found:

@@ -2,7 +2,7 @@
 
 A job has as many runs as microbatches in all replicas, so the fakes of one shape are the same in
 each (`FakeMicrobatch`), and a function that is called on tensors that came about alike does not run
-again, unless the loss writes into tensors (`MadeAlike`).
+again, unless the loss writes into tensors (`KnownResults`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from merak.core.errors import TrainingError
 from merak.core.source_lines import model_line, with_text
 from merak.core.tensor_meta import TensorMeta
-from merak.graph.trace.calls.host_reads import HostReads, MadeAlike, Run, loss_in
+from merak.graph.trace.calls.host_reads import HostReads, KnownResults, Run, loss_in
 from merak.graph.trace.modes.replica_collectives import replica_collectives
 from merak.graph.trace.state.rank_reads import RankReads
 from merak.graph.trace.state.snapshot import Snapshot
@@ -112,7 +112,7 @@ class FakeMicrobatch:
     mode: FakeTensorMode
     batch: dict[str, Any]
     results: list[list[Any]]
-    made: MadeAlike | None = field(default_factory=MadeAlike)
+    made: KnownResults | None = field(default_factory=KnownResults)
 
     @staticmethod
     def of(
