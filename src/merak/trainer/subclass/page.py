@@ -27,7 +27,9 @@ IN_JOBS = {
         "optimizer's groups. Paths, levels of logs, names for loggers and workers of loaders may "
         "differ"
     ),
-    "columns of batches": "the same in every batch; others are refused when they are met",
+    "columns of batches": "the same in every batch; others are refused when they are met. Tensors, "
+    "or [lists with an object for each sample](how-to/own-model.md#labels-of-any-size) that the "
+    "loss alone reads",
     "attributes of `train_dataloader.dataset`": (
         "those of the script's own dataset, to read and to set"
     ),
