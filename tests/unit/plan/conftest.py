@@ -8,3 +8,4 @@ from tests import shared_cache
 @pytest.fixture(autouse=True)
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     shared_cache.share(monkeypatch.setattr)
+    shared_cache.share_found(monkeypatch.setattr)

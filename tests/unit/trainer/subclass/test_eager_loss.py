@@ -132,6 +132,21 @@ class Heads(nn.Module):
         return self.always(input), self.sometimes(input)
 
 
+def test_a_loss_may_freeze_parameters_and_ask_for_their_sizes() -> None:
+    model = nn.Linear(4, 4)
+
+    @merak.eager_loss
+    def loss_fn(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        for weight in model.parameters():
+            weight.requires_grad_(False).requires_grad = True
+        return output.square().sum() / sum(weight.numel() for weight in model.parameters())
+
+    source = GraphSource(model, loss_fn=loss_fn)
+    columns = {"input": TensorMeta((2, 4), torch.float32)}
+    graph = build_graph(source, columns, training=True)
+    assert [name for segment in graph.segments for name in segment.parameters] == ["weight", "bias"]
+
+
 def test_what_a_loss_uses_for_some_values_alone_is_known() -> None:
     class Chooses:
         def loss(self, output: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

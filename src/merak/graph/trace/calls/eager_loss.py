@@ -45,6 +45,7 @@ from merak.graph.trace.calls.replay import (
     run_on_fakes,
 )
 from merak.graph.trace.calls.unread import as_rows
+from merak.graph.trace.modes.metadata_queries import QUERIES
 from merak.graph.trace.modes.replica_collectives import replica_collectives
 from merak.graph.trace.opaque.collectives import refused_modules
 from merak.graph.trace.opaque.dynamic_region import AssumeNonEmpty
@@ -195,6 +196,11 @@ class _Reads(HostReads):
         return self._journal.entry(f"{func.__name__} {self.key(tensor)}", make)
 
 
+_SWITCH: Any = torch.Tensor.requires_grad
+_OF_NO_VALUES = QUERIES | {torch.Tensor.requires_grad_, _SWITCH.__set__}
+"""What code may do with any parameter, as PEFT does when it changes adapters."""
+
+
 class NoWeights(TorchFunctionMode):
     """Function mode that refuses to compute with parameters, whose gradients would be lost.
 
@@ -207,8 +213,8 @@ class NoWeights(TorchFunctionMode):
         self._model = model
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse parameters among the arguments."""
-        for leaf in tree_leaves((args, kwargs)):
+        """Refuse parameters among the arguments of whatever computes."""
+        for leaf in () if func in _OF_NO_VALUES else tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
                 names = (name for name, own in self._model.named_parameters() if own is leaf)
                 raise EagerLossError(

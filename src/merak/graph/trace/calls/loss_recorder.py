@@ -143,13 +143,15 @@ class HostReadsRecorder:
 
     Args:
         numbers: as of `HostReads`; with some, what is read is not found again exactly.
+        explores: whether it looks for what the loss reads once it has read other values.
 
     Attributes:
         has_effects: as of `note_effect`.
     """
 
-    def __init__(self, numbers: Collection[torch.Tensor]) -> None:
+    def __init__(self, numbers: Collection[torch.Tensor], *, explores: bool = True) -> None:
         self.has_effects = False
+        self._explores = explores
         self._numbers, self._is_exact = numbers, not numbers
         self._calls: list[ModelCall] = []
         self._loss: str | None = None
@@ -179,7 +181,7 @@ class HostReadsRecorder:
         return Replay(run, dict(fixed), calls, reads, loss, self._keeps)
 
     def record(self, run: Run, batch: Mapping[str, Any], state: LossState) -> Any:
-        """Run the loss, with several made-up values of what it reads.
+        """Run the loss, and where this explores, with several made-up values of what it reads.
 
         Args:
             run: runs it.
@@ -204,7 +206,8 @@ class HostReadsRecorder:
         self._found.clear()
         first, ran = self._run(run, batch, call, lambda line: _NUMBERS[0], state, None)
         self._loss, left = ran.loss, state.changes()
-        if not (ran.lines or self.has_effects or left or self._rank.is_read):
+        has_more = ran.lines or self.has_effects or left or self._rank.is_read
+        if not (self._explores and has_more):
             return first
         if not state.restore():
             if self._rank.is_read and is_distributed():

@@ -197,7 +197,8 @@ class Runner(nn.Module):
 
         state = LossState(changes, restore)
         numbers = [batch[column] for column in self.call.numbers if column in batch]
-        recorder = HostReadsRecorder(numbers)
+        is_first = not self.run.recorders  # further calls may read no more than it has
+        recorder = HostReadsRecorder(numbers, explores=is_first)
         self.run.recorders.append(recorder)
 
         def record(run: Callable[[], Any], own: dict[str, torch.Tensor]) -> Any:

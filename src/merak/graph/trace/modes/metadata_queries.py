@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from merak.graph.trace.modes.packed_sequences import PackedSequences
 
 _T: Any = torch.Tensor
-_QUERIES = frozenset(
+QUERIES = frozenset(
     [
         *(getattr(_T, name) for name in "dim numel size storage_offset stride".split()),
         *(getattr(_T, name) for name in "is_conj is_inference is_neg untyped_storage".split()),
@@ -28,6 +28,7 @@ _QUERIES = frozenset(
     ).split()
     if hasattr(_T, name)
 )
+"""Functions that ask for no values."""
 
 
 class MetadataQueries(TorchFunctionMode):
@@ -43,7 +44,7 @@ class MetadataQueries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a metadata query; pass any other call on."""
-        if func in _QUERIES and not self._packed.is_used:
+        if func in QUERIES and not self._packed.is_used:
             with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
