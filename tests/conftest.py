@@ -5,6 +5,7 @@ Tests marked `soak` run for hours, so only `-m soak` runs them.
 
 import atexit
 import faulthandler
+import logging
 import os
 import shutil
 import tempfile
@@ -66,7 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what has been imported out of all collections of garbage."""
+    """Leave what has been imported out of all collections of garbage, and torch's traces unheard.
+
+    Torch describes every graph it traces, with its operators, to whoever listens to this logger:
+    pytest does with one that does not propagate.
+    """
+    logging.getLogger("torch.__trace").propagate = True
     garbage.leave_out()
 
 

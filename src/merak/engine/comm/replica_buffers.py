@@ -27,6 +27,7 @@ from merak.engine.comm.gradient_buckets import others_of
 from merak.engine.health.status import Progress
 from merak.graph.program.program import Program
 from merak.graph.segment.buffer_kinds import (
+    DIFFERS,
     WrittenBuffer,
     classify_written_buffers,
     written_buffers,
@@ -70,15 +71,8 @@ def stage_buffers(
     """
     if mesh.replicas == 1 and len(layout.schedule.pipes) == 1:
         return []
-    kinds = classify_written_buffers(layout.graph)
-    if len(layout.schedule.pipes) > 1:
-        # Each copy of a stage runs some of the microbatches: they count differently.
-        kinds = {
-            name: WrittenBuffer.SAMPLES if kind is WrittenBuffer.SAME else kind
-            for name, kind in kinds.items()
-        }
-    own_ways = (WrittenBuffer.SAMPLES, WrittenBuffer.READ_MEAN)
-    _warn([name for name, kind in kinds.items() if kind in own_ways])
+    kinds = classify_written_buffers(layout.graph, len(layout.schedule.pipes))
+    _warn([name for name, kind in kinds.items() if kind in DIFFERS])
     found = []
     for stage in sorted(layout.schedule.stages_of(mesh.pp_rank)):
         group = groups[stage]

@@ -36,8 +36,18 @@ class WrittenBuffer(Enum):
     SAMPLES = "samples"
 
 
-def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
-    """Mutated buffers of a training graph, in its order, and the kind of each."""
+DIFFERS = (WrittenBuffer.SAMPLES, WrittenBuffer.READ_MEAN)
+"""Kinds of buffers by which what a step computes is another thing than in one process."""
+
+
+def classify_written_buffers(graph: ModelGraph, num_pipes: int = 1) -> dict[str, WrittenBuffer]:
+    """Mutated buffers of a training graph, in its order, and the kind of each.
+
+    Args:
+        graph: the model.
+        num_pipes: copies of the stages, of which each runs some of the microbatches: what is the
+            same for equally many microbatches is not, then.
+    """
     only_statistics: dict[str, bool] = {}
     read = set(graph.prologue.buffers)
     for segment in graph.segments:
@@ -54,7 +64,7 @@ def classify_written_buffers(graph: ModelGraph) -> dict[str, WrittenBuffer]:
     kinds = {}
     for name, is_statistic in only_statistics.items():
         if name not in varying:
-            kinds[name] = WrittenBuffer.SAME
+            kinds[name] = WrittenBuffer.SAME if num_pipes == 1 else WrittenBuffer.SAMPLES
         elif not is_statistic:
             kinds[name] = WrittenBuffer.SAMPLES
         else:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
-from merak.core.errors import MerakError
+from merak.core.errors import MerakError, ScheduleError
 from merak.core.garbage import paused_collector
+from merak.graph.ir.ir import ModelGraph
+from merak.graph.segment.buffer_kinds import DIFFERS, classify_written_buffers
 from merak.graph.tensor_parallel.report import (
     dividing_degrees,
     undivided_sentence,
@@ -20,7 +23,7 @@ from merak.plan.gradient_compression import AUTO, CHOSEN_BY_PRICE
 from merak.plan.layout import few_segments
 from merak.plan.optimizer.home import HOST
 from merak.plan.price.advice import slow_choices
-from merak.plan.price.candidate import Form
+from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.workload import Workload
 from merak.plan.search.bounds import JobPricing, Pricing
@@ -104,6 +107,7 @@ def _search(
         )
     )
     job = job_of(workload, cluster, pinned)
+    refusal = _with_copies(refusal, workload.graph(pricing.base), pinned)
     found = search_job(job, pricing, pinned, top, most_priced, refusal)
     if pinned.leaves_context and found.plans:
         found = _with_context(found, job, pricing, pinned, top, most_priced, refusal)
@@ -219,6 +223,26 @@ def job_of(
         drops_layers=workload.drops_layers(base),
         few_segments=few_segments(workload.graph(base)),
     )
+
+
+def _with_copies(refusal: Refusal | None, graph: ModelGraph, pinned: Pinned) -> Refusal | None:
+    """The refusal, also of schedules whose copies of a stage would write buffers differently."""
+    kinds = classify_written_buffers(graph, num_pipes=2)
+    written = [name for name, kind in kinds.items() if kind in DIFFERS]
+    if not written or pinned.schedule is not None:
+        return refusal
+
+    def refuses(candidate: Candidate) -> str | None:
+        why = None if refusal is None else refusal(candidate)
+        with suppress(ScheduleError):  # which the price says again
+            if why is None and candidate.traits.num_copies > 1:
+                why = (
+                    f"the forward writes the buffer {written[0]}, and each copy of a stage would "
+                    "write its own; pin the schedule to have it"
+                )
+        return why
+
+    return refuses
 
 
 def search_job(
