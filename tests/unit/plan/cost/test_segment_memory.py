@@ -19,7 +19,7 @@ from merak.graph.sub_pipelining.sub_microbatch import find_sample_dims, split_se
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from merak.plan.cost.segments import measured
 from merak.plan.cost.segments.by_autograd import saved_and_outputs
-from merak.plan.cost.segments.measured import SegmentMemories
+from merak.plan.cost.segments.measured import MeasuredGraphs, SegmentMemories
 from merak.plan.price.candidate import Candidate, Form
 from merak.plan.price.workload import Workload
 from tests.multirank.memory_jobs import MODELS, batch_of
@@ -220,7 +220,7 @@ def test_alike_segments_are_run_once_and_keep_their_own_names(monkeypatch):
     model, batch = MODELS["gpt2"](0.1), batch_of("gpt2")
     graph = graph_of(model, batch)
     runs = []
-    memories = SegmentMemories(torch.device("cpu"))
+    memories = SegmentMemories(torch.device("cpu"), graphs=MeasuredGraphs({}))
     derive = measured.joint_graph_of
 
     def counted(segment, *others):
