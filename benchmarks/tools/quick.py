@@ -3,14 +3,15 @@
     python benchmarks/tools/quick.py .ci/benchmarks
 
 In their quick forms benchmarks would spend most of their time on importing torch and transformers,
-each of them several times: for itself, and for every rank. Here one process imports once and never
-computes. `python` on the path of the commands, and `sys.executable` in what they start, is a small
-program that asks this process for a fork, and hands it its arguments, environment, folder and open
-files. What is killed takes its fork along. Where an environment is one that imports depend on, or
-the network is another, the small program becomes the real Python instead.
+each of them several times: for itself, and for every rank. So would examples. Here one process
+imports once and never computes. `python`, `torchrun` and `merak` on the path of the commands, and
+`sys.executable` in what they start, are a small program that asks this process for a fork, and
+hands it its arguments, environment, folder and open files. What is killed takes its fork along.
+Where an environment is one that imports depend on, or the network is another, the small program
+becomes the real Python instead.
 
-Two commands run at a time. What a command prints is shown if it fails. A line `# SCRIPT: reason`
-names a script that is left out.
+Two commands run at a time, or as many as the second argument says. What a command prints is shown
+if it fails. A line `# SCRIPT: reason` names a script that is left out.
 """
 
 from __future__ import annotations
@@ -45,17 +46,26 @@ IMPORTED = ("torch._dynamo", "torch.distributed.run", "transformers", "merak.eng
 OF_IMPORTS = ("HF_HOME", "OMP_NUM_THREADS", "RUN_SLOW", "CUDA_VISIBLE_DEVICES")
 """Variables that are read while modules are imported."""
 
+PROGRAMS = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "merak": ("-m", "merak"),
+}
+"""Programs that are forked, each by the first arguments of its Python."""
+
 CLIENT = """#!{python} -IS
 import array, json, os, socket, sys
 own = {{name: os.environ.get(name) for name in {of_imports}}}
+words = [*{first}, *sys.argv[1:]]
 if own != {values} or os.stat("/proc/self/ns/net").st_ino != {network}:
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    os.execv({python!r}, [{python!r}, *words])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 numbers = [int(name) for name in os.listdir("/proc/self/fd")]
 numbers = [n for n in numbers if n != server.fileno() and os.path.exists(f"/proc/self/fd/{{n}}")]
-asked = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ),
-          "numbers": numbers, "program": os.path.abspath(sys.argv[0])}}
+program = os.path.join(os.path.dirname(os.path.abspath(sys.argv[0])), "python")
+asked = {{"arguments": words, "folder": os.getcwd(), "environment": dict(os.environ),
+          "numbers": numbers, "program": program}}
 words = json.dumps(asked).encode()
 socket.send_fds(server, [len(words).to_bytes(8, "big")], numbers)
 server.sendall(words)
@@ -168,19 +178,24 @@ def forking_python() -> Iterator[None]:
     if not server:
         with suppress(KeyboardInterrupt):
             run_fork(listening)
-    text = CLIENT.format(
-        python=sys.executable,
-        of_imports=OF_IMPORTS,
-        values={name: os.environ.get(name) for name in OF_IMPORTS},
-        network=os.stat("/proc/self/ns/net").st_ino,
-        address=listening.getsockname(),
-    )
+    texts = {
+        name: CLIENT.format(
+            python=sys.executable,
+            of_imports=OF_IMPORTS,
+            values={name: os.environ.get(name) for name in OF_IMPORTS},
+            network=os.stat("/proc/self/ns/net").st_ino,
+            address=listening.getsockname(),
+            first=first,
+        )
+        for name, first in PROGRAMS.items()
+    }
     listening.close()
     try:
         with tempfile.TemporaryDirectory(prefix="merak-quick-") as folder:
-            program = Path(folder, "python")
-            program.write_text(text, encoding="utf-8")
-            program.chmod(0o755)
+            for name, text in texts.items():
+                program = Path(folder, name)
+                program.write_text(text, encoding="utf-8")
+                program.chmod(0o755)
             os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
             yield
     finally:
@@ -228,10 +243,11 @@ def run(command: str) -> tuple[str, float, subprocess.CompletedProcess[bytes]]:
 
 def main() -> None:
     """Run all commands of the file that is named; ends with 1 if one of them failed."""
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    file, *number = sys.argv[1:]
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
     commands = [line for line in lines if line and not line.startswith("#")]
     failed = 0
-    with forking_python(), ThreadPoolExecutor(AT_A_TIME) as pool:
+    with forking_python(), ThreadPoolExecutor(int(number[0]) if number else AT_A_TIME) as pool:
         for command, seconds, done in pool.map(run, commands):
             print(f"{seconds:5.1f} s  {command}", flush=True)
             if done.returncode:

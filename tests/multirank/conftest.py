@@ -6,7 +6,7 @@ import pytest
 
 from tests import nccl_rules, shared_cache
 from tests.multirank.network import Network, NotPermittedError
-from tests.multirank.ranks import RankPool
+from tests.multirank.ranks import LIMIT_S, SLOW_LIMIT_S, RankPool
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,14 @@ def _backend(request: pytest.FixtureRequest) -> Iterator[None]:
     before, ranks.backend = ranks.backend, nccl_rules.NAME
     yield
     ranks.backend = before
+
+
+@pytest.fixture(autouse=True)
+def _limit(request: pytest.FixtureRequest) -> None:
+    """Give jobs of the slow tier, which have many cases, more time."""
+    if "pool" in request.fixturenames:
+        is_slow = request.node.get_closest_marker("slow") is not None
+        request.getfixturevalue("pool").limit_s = SLOW_LIMIT_S if is_slow else LIMIT_S
 
 
 @pytest.fixture

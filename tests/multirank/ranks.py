@@ -21,6 +21,9 @@ from unittest import mock
 GRACE_S = 5.0
 """Seconds the other ranks get to end by themselves after one has raised."""
 
+LIMIT_S, SLOW_LIMIT_S = 600.0, 1800.0
+"""Seconds after which a job of ranks is ended, of an essential test and of a slow one."""
+
 
 class RankError(Exception):
     """A rank raised, died or did not come back; the message holds its traceback."""
@@ -49,9 +52,14 @@ class RankPool:
 
     A rank that raises may leave its peers waiting inside a collective: then all processes are
     ended, and the next `run` starts new ones.
+
+    Attributes:
+        backend: of their process groups.
+        limit_s: seconds after which the ranks of a run are ended, unless it says otherwise.
     """
 
     def __init__(self) -> None:
+        self.limit_s = LIMIT_S
         self.backend = os.environ.get("MERAK_TEST_BACKEND", "gloo")  # or `nccl_rules.NAME`
         self._context: Any = multiprocessing.get_context(_way_to_start())
         self._folder = Path(tempfile.mkdtemp(prefix="merak-ranks-"))
@@ -63,7 +71,7 @@ class RankPool:
         function: Callable[..., Any],
         world_size: int,
         *args: object,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Call `function(*args)` on ranks 0 … world_size − 1, connected with each other.
 
@@ -74,7 +82,7 @@ class RankPool:
             function: what each rank runs; it and `args` must pickle.
             world_size: the number of ranks.
             args: the same for every rank.
-            timeout_s: seconds after which the ranks are ended.
+            timeout_s: seconds after which the ranks are ended; None for `limit_s`.
 
         Returns:
             What each rank returned, in rank order.
@@ -90,7 +98,7 @@ class RankPool:
         for rank, connection in enumerate(connections):
             job = (function, args, rank, world_size, str(store), self.backend, test)
             connection.send_bytes(pickle.dumps(job))
-        results = self._collect(connections, timeout_s)
+        results = self._collect(connections, self.limit_s if timeout_s is None else timeout_s)
         store.unlink(missing_ok=True)
         return results
 

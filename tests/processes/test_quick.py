@@ -41,7 +41,11 @@ def test_commands_and_what_they_start_are_forked(tmp_path: Path) -> None:
     """Scripts, what they spawn, -c and -m behave as in a Python of their own."""
     script, commands = tmp_path / "script.py", tmp_path / "commands"
     script.write_text(SCRIPT, encoding="utf-8")
-    lines = [f"python {script} works", f"python {script} fails", "python -m json.tool --help"]
+    lines = [
+        f"python {script} works",
+        f"torchrun --nproc-per-node 1 {script} fails",
+        "merak --help",
+    ]
     commands.write_text("# commands\n" + "\n".join(lines), encoding="utf-8")
     quick = [sys.executable, str(ROOT / "benchmarks" / "tools" / "quick.py"), str(commands)]
     done = subprocess.run(quick, capture_output=True, text=True, timeout=600)
