@@ -17,6 +17,7 @@ from merak.zoo.batches.batch import example_columns
 from merak.zoo.batches.columns import draw_batch
 from merak.zoo.model_source import resolve_model
 from merak.zoo.workload import example_workload
+from tests import shared_cache
 
 SEQUENCE = 16
 LLAMA = {
@@ -30,6 +31,12 @@ GPT2 = {
 MODELS = {"LlamaForCausalLM": LLAMA, "GPT2LMHeadModel": GPT2}
 PLAN = Candidate(dp=4, tp=2, pp=4, microbatch=2, num_microbatches=8)
 """A plan for 32 devices."""
+
+
+@pytest.fixture(autouse=True)
+def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared_cache.share(monkeypatch.setattr)
+    shared_cache.share_found(monkeypatch.setattr)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
