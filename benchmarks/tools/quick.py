@@ -8,7 +8,7 @@ imports once and never computes. `python`, `torchrun` and `merak` on the path of
 `sys.executable` in what they start, are a small program that asks this process for a fork, and
 hands it its arguments, environment, folder and open files. What is killed takes its fork along.
 Where an environment is one that imports depend on, or the network is another, the small program
-becomes the real Python instead.
+becomes the real Python instead. So it is wherever the system is not Linux.
 
 Two commands run at a time, or as many as the second argument says. What a command prints is shown
 if it fails. A line `# SCRIPT: reason` names a script that is left out.
@@ -33,7 +33,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -247,7 +247,9 @@ def main() -> None:
     lines = Path(file).read_text(encoding="utf-8").splitlines()
     commands = [line for line in lines if line and not line.startswith("#")]
     failed = 0
-    with forking_python(), ThreadPoolExecutor(int(number[0]) if number else AT_A_TIME) as pool:
+    at_a_time = int(number[0]) if number else AT_A_TIME
+    forking = forking_python() if sys.platform == "linux" else nullcontext()
+    with forking, ThreadPoolExecutor(at_a_time) as pool:
         for command, seconds, done in pool.map(run, commands):
             print(f"{seconds:5.1f} s  {command}", flush=True)
             if done.returncode:

@@ -37,7 +37,7 @@ class WrittenBuffer(Enum):
 
 
 DIFFERS = (WrittenBuffer.SAMPLES, WrittenBuffer.READ_MEAN)
-"""Kinds of buffers by which what a step computes is another thing than in one process."""
+"""Kinds of buffers with which replicas compute something else than one process does."""
 
 
 def classify_written_buffers(graph: ModelGraph, num_pipes: int = 1) -> dict[str, WrittenBuffer]:
