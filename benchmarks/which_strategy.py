@@ -72,6 +72,8 @@ def arguments(plan: Mapping[str, Any]) -> list[str]:
         options["recompute"] = "auto"
     if plan["pp"] == 1:
         options.pop("schedule", None)
+    if not plan["balanced"]:
+        options["partition"] = plan["partition"]
     named = [f"{name}={value!r}" for name, value in options.items()]
     size = f"per_device_train_batch_size={plan['microbatch']}"
     return [

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from merak.core.errors import PlanError
+from merak.schedule.ir import Schedule
+
+MOST_OVER = 1.05
+"""Peak of a pp rank ÷ its memory up to which segments are moved, so that the rank has it."""
+
+_MOST_MOVES = 4
+"""Moves that are tried, each of a segment off every rank that has too little memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,41 @@ def from_sizes(sizes: Sequence[int], num_segments: int) -> Partition:
             f"{num_segments} segments; make them add up to {num_segments}."
         )
     return from_cuts(tuple(accumulate(sizes))[:-1], num_segments)
+
+
+def move_to_fit(
+    partition: Partition, schedule: Schedule, filled: Callable[[Partition], Sequence[float]]
+) -> Partition | None:
+    """Move segments from pp ranks whose memory is too small to those with more room.
+
+    Stages between the two keep their number of segments, and have others.
+
+    Args:
+        partition: one that does not fit.
+        schedule: which ranks have which stages.
+        filled: peak of every pp rank ÷ its memory.
+
+    Returns:
+        One with which every rank has its memory; None where none was found, since a rank has too
+        little by more than `MOST_OVER`, or there is no room.
+    """
+    of_ranks = filled(partition)
+    for _ in range(_MOST_MOVES):
+        if max(of_ranks) > MOST_OVER:
+            return None
+        sizes = list(partition.sizes)
+        fullest = sorted(range(len(of_ranks)), key=lambda rank: -of_ranks[rank])
+        for giver, taker in zip(fullest, fullest[::-1]):
+            if of_ranks[giver] > 1.0 > of_ranks[taker]:
+                sizes[max(schedule.stages_of(giver), key=sizes.__getitem__)] -= 1
+                sizes[min(schedule.stages_of(taker), key=sizes.__getitem__)] += 1
+        if min(sizes) < 1 or tuple(sizes) == partition.sizes:
+            return None
+        partition = from_sizes(sizes, partition.num_segments)
+        of_ranks = filled(partition)
+        if max(of_ranks) <= 1.0:
+            return partition
+    return None
 
 
 def _are_integers(numbers: Sequence[int]) -> bool:

@@ -1,7 +1,8 @@
 import pytest
 
 from merak.core.errors import PlanError
-from merak.plan.partition import Partition, from_cuts, from_sizes
+from merak.plan.partition import Partition, from_cuts, from_sizes, move_to_fit
+from merak.schedule.registry import build
 
 
 def test_a_partition_tells_segments_of_stages_and_stages_of_segments():
@@ -47,3 +48,31 @@ def test_wrong_cuts_are_refused(cuts, message):
 def test_wrong_sizes_are_refused(sizes, message):
     with pytest.raises(PlanError, match=message):
         from_sizes(sizes, 5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "sizes", "most", "moved"),
+    [
+        ("1f1b", {}, (28, 28, 28, 26), 139, (27, 28, 28, 27)),
+        ("1f1b", {}, (30, 32, 25, 25), 146, (29, 31, 26, 26)),  # two ranks at once
+        ("1f1b", {}, (31, 20, 20, 20), 148, (29, 20, 20, 22)),  # one after another
+        ("1f1b", {}, (28, 28, 28, 26), 130, None),  # too far
+        ("1f1b", {}, (28, 36, 36, 36), 138, None),  # there is no room
+        (
+            "interleaved_1f1b",
+            {"chunks": 2},
+            (9, 8, 8, 8, 9, 8, 8, 6),
+            86,
+            (8, *[8] * 3, 9, 8, 8, 7),
+        ),
+    ],
+)
+def test_segments_are_moved_to_ranks_with_room(schedule, options, sizes, most, moved):
+    built = build(schedule, 4, 8, **options)
+
+    def filled(partition):
+        held = [sum(partition.sizes[n] for n in built.stages_of(rank)) for rank in range(4)]
+        return [own * weight / most for own, weight in zip(held, (5.0, 4.6, 4.0, 3.8))]
+
+    found = move_to_fit(from_sizes(sizes, sum(sizes)), built, filled)
+    assert (None if found is None else found.sizes) == moved

@@ -71,7 +71,7 @@ def plan_report(request: PlanRequest) -> PlanReport:
         CommandError: an option makes no sense.
         MerakError: the model cannot be traced, or fits nowhere.
     """
-    from merak.plan.price.step import forecast_as_priced
+    from merak.plan.price.arrange import forecast_as_priced
     from merak.plan.search.plan_file import plan_of, write_plan
 
     began = time.perf_counter()

@@ -47,6 +47,7 @@ class PlanRow(Candidate):
         non_tensor_bytes: of the smallest device, that hold no tensor, by what they are for; None
             where its memory is not known.
         fits: whether every pp rank holds its peak, and every host what is in its memory.
+        balanced: whether `partition` is what the job has where none is given.
         dollars_per_step: where a price is known.
         dollars_per_billion_tokens: where a price is known.
     """
@@ -66,6 +67,7 @@ class PlanRow(Candidate):
     usable_host_memory_bytes: int | None
     non_tensor_bytes: dict[str, int] | None
     fits: bool
+    balanced: bool
     dollars_per_step: float | None
     dollars_per_billion_tokens: float | None
 
@@ -187,6 +189,7 @@ def row_of(
         usable_host_memory_bytes=price.host.usable_bytes,
         non_tensor_bytes=_non_tensor_bytes(own, cluster),
         fits=price.fits,
+        balanced=price.is_balanced,
         dollars_per_step=dollars,
         dollars_per_billion_tokens=None if dollars is None else dollars / price.tokens * _BILLION,
     )
@@ -349,9 +352,10 @@ def _best(report: PlanReport) -> list[str]:
     sizes = ", ".join(size(peak) for peak in best.peak_memory_bytes)
     limit = best.device_memory_bytes
     of = "" if limit is None else f", of {size(int(min(limit)))} that tensors may take"
+    given = "" if best.balanced else ", to be given as `partition`"
     lines = _wrapped(
         f"the first: memory by pp rank {sizes} (± {best.memory_uncertainty:.0%}){of}; segments of "
-        f"its stages {', '.join(map(str, best.partition or ()))}"
+        f"its stages {', '.join(map(str, best.partition or ()))}{given}"
     )
     if limit is not None and best.non_tensor_bytes is not None:
         lines += _wrapped(f"  not for tensors: {NonTensorMemory(**best.non_tensor_bytes)}")

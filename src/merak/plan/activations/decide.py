@@ -31,6 +31,7 @@ from merak.plan.cost.selective_ops import SelectiveOps
 from merak.plan.engine_options import EngineOptions
 from merak.plan.memory.model import RankMemory
 from merak.plan.memory.non_tensor import usable_bytes
+from merak.plan.partition import Partition, move_to_fit
 from merak.plan.recompute_spec import (
     Mode,
     Recompute,
@@ -280,9 +281,11 @@ def _refuse_misfit(
     least = _largest(forecast.ranks(schedule, ActivationPolicy())).peak.total_bytes
     fixes = [f"recompute='full' needs {size(least, 2)}"] if least <= budget else []
     fixes += _offload_that_fits(forecast, policy, budget)
+    auto = " or 'auto'" if fixes else ""
+    fixes += _partition_that_fits(forecast, policy, budget)
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
-        raise DoesNotFitError(f"{sentence}; {' and '.join(fixes)}, so use {which} or 'auto'.")
+        raise DoesNotFitError(f"{sentence}; {' and '.join(fixes)}, so use {which}{auto}.")
     chunked = _in_chunks(forecast)
     for chosen, further in ((policy, ""), (ActivationPolicy(), " and recompute='full'")):
         needed = None if chunked is None else _largest(chunked.ranks(schedule, chosen)).peak
@@ -321,6 +324,27 @@ def _offload_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int
         return []
     beside = f"{size(needed, 2)} with {size(host, 2)} of host memory"
     return [f"{ARGUMENT}='full' needs {beside}"]
+
+
+def _partition_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: int) -> list[str]:
+    """The partition with which all ranks have the memory, if moving few segments is enough."""
+    layout, options = forecast.layout, forecast.options
+    if options.partition is not None:
+        return []
+    follows = parse_recompute(options.recompute).mode is Mode.SCHEDULE
+
+    def ranks(partition: Partition) -> tuple[RankMemory, ...]:
+        moved = replace(forecast, layout=replace(layout, partition=partition))
+        return moved.ranks(layout.schedule, moved.policy if follows else policy)
+
+    def filled(partition: Partition) -> list[float]:
+        return [own.peak.total_bytes / budget for own in ranks(partition)]
+
+    found = move_to_fit(layout.partition, layout.schedule, filled)
+    if found is None:
+        return []
+    needed = _largest(ranks(found)).peak.total_bytes
+    return [f"partition={list(found.sizes)} needs {size(needed, 2)}"]
 
 
 def _in_chunks(forecast: Forecast) -> Forecast | None:

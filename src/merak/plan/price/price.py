@@ -29,6 +29,7 @@ class Price:
         memory_uncertainty: of the peaks, as a fraction.
         device_bytes: memory of each pp rank's device that a job may use.
         host: the host memory of the node that has the least of it left.
+        is_balanced: whether stages are as they are where no partition is given.
     """
 
     candidate: Candidate
@@ -46,6 +47,7 @@ class Price:
     device_bytes: tuple[float, ...]
     tied_s: float = 0.0
     host: HostUse = field(default_factory=HostUse)
+    is_balanced: bool = True
 
     @property
     def fits(self) -> bool:

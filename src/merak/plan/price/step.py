@@ -6,29 +6,21 @@ profiles and links the seconds, the engine's own schedule their order, and the m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from merak.plan.activations.decide import choose_policy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.activations.offload import NOTHING, parse_offload
-from merak.plan.activations.recompute import recomputing_stages
-from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
-from merak.plan.cluster.fit import HostUse, fullest_host, usable_by_pp_rank
-from merak.plan.cluster.hierarchy import on_nodes
-from merak.plan.constraints import refuse_optional_layers, refuse_reductions
+from merak.plan.cluster.fit import HostUse, fullest_host
 from merak.plan.cost.device import DeviceProfile
-from merak.plan.layout import check_stages
 from merak.plan.memory.model import RankMemory
 from merak.plan.memory.zero import ZeroSharding
-from merak.plan.partition import Partition, from_sizes
+from merak.plan.partition import MOST_OVER, Partition, move_to_fit
+from merak.plan.price.arrange import Arranged, arrange, as_chosen, slowest_ranks, usable
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Misfit, Price
 from merak.plan.price.replicas import (
@@ -39,8 +31,7 @@ from merak.plan.price.replicas import (
     tied_seconds,
     zero_sharding,
 )
-from merak.plan.price.segments import SegmentPrice, model_flops, price_segments
-from merak.plan.price.shared_ranks import RankBalance
+from merak.plan.price.segments import SegmentPrice, model_flops
 from merak.plan.price.stages import (
     Stage,
     boundary_bytes,
@@ -52,28 +43,10 @@ from merak.plan.price.stages import (
 from merak.plan.price.uncertainty import MEMORY_UNCERTAINTY, Shares, uncertainty
 from merak.plan.price.update import exchange_seconds, home_of, norm_seconds, update_seconds
 from merak.plan.price.workload import Workload
-from merak.plan.recompute_spec import Mode, parse_recompute, recomputing_times
-from merak.plan.stage_costs import plans_from_costs
-from merak.plan.step_plans import StepPlans
 from merak.schedule.action_table import tabulate
 from merak.schedule.costs import Costs, Link
 from merak.schedule.ir import Schedule
 from merak.schedule.simulator.simulate import Simulation, durations, simulate
-
-
-@dataclass(frozen=True, slots=True)
-class _Arranged:
-    """A candidate whose stages, schedule and activation policy are chosen.
-
-    Args:
-        forecast: its layout with its policy and schedule.
-        devices: of every pp rank.
-        segments: for every pp rank, the prices of all segments.
-    """
-
-    forecast: Forecast
-    devices: tuple[DeviceProfile, ...]
-    segments: tuple[tuple[SegmentPrice, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,25 +134,54 @@ def price(
 def price_if_fits(workload: Workload, cluster: Cluster, candidate: Candidate) -> Price | Misfit:
     """Price one way to lay a job out, unless one of its pp ranks has not the memory.
 
-    The first such rank ends it: their memory takes most of the time of a price.
+    Where a rank of balanced stages nearly has it, they give segments to ranks with more room. The
+    first rank that has not ends it: their memory takes most of the time of a price.
     Arguments and errors are those of `price`.
     """
-    arranged = _arrange(workload, cluster, candidate)
-    forecast, memory = arranged.forecast, []
+    arranged = arrange(workload, cluster, candidate)
+    forecast, memory = arranged.forecast, list[RankMemory]()
     ranks = forecast.each_rank(forecast.layout.schedule, forecast.policy)
-    for own, most in zip(ranks, _usable(cluster, candidate), strict=True):
+    for own, most in zip(ranks, usable(cluster, candidate), strict=True):
         memory.append(own)
         peak = own.peak.total_bytes
-        if peak > most:
-            chosen = _chosen(candidate, forecast)
-            return Misfit(candidate=chosen, rank=own.rank, peak_bytes=peak, device_bytes=most)
+        if peak <= most:
+            continue
+        nearly = peak <= MOST_OVER * most
+        cut = _moved_to_fit(workload, cluster, candidate, arranged) if nearly else None
+        if cut is not None:
+            return price_if_fits(workload, cluster, replace(candidate, partition=cut.sizes))
+        chosen = as_chosen(candidate, forecast)
+        return Misfit(candidate=chosen, rank=own.rank, peak_bytes=peak, device_bytes=most)
     host = _host(cluster, candidate, memory)
     if host.usable_bytes is not None and not host.fits:
         needed, most = host.needed_bytes, host.usable_bytes
-        chosen = _chosen(candidate, forecast)
+        chosen = as_chosen(candidate, forecast)
         return Misfit(candidate=chosen, rank=None, peak_bytes=needed, device_bytes=most)
     laid = _with_memory(workload, candidate, arranged, tuple(memory))
     return _price(workload, cluster, candidate, laid)
+
+
+def _moved_to_fit(
+    workload: Workload, cluster: Cluster, candidate: Candidate, arranged: Arranged
+) -> Partition | None:
+    """Stages of a candidate whose pp ranks all have the memory; None where none were found."""
+    if candidate.partition is not None or candidate.pp == 1:
+        return None
+
+    # What fits where everything recomputes, "auto" makes fit, in much more time.
+    least = "full" if candidate.recompute == "auto" else candidate.recompute
+
+    def filled(partition: Partition) -> list[float]:
+        moved = replace(candidate, partition=partition.sizes, recompute=least)
+        forecast = arrange(workload, cluster, moved).forecast
+        ranks = forecast.ranks(forecast.layout.schedule)
+        return [
+            own.peak.total_bytes / most
+            for own, most in zip(ranks, usable(cluster, candidate), strict=True)
+        ]
+
+    layout = arranged.forecast.layout
+    return move_to_fit(layout.partition, layout.schedule, filled)
 
 
 def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _Laid) -> Price:
@@ -188,7 +190,7 @@ def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _La
     flops = model_flops(workload, candidate.microbatch) * candidate.num_microbatches * candidate.dp
     shares, bubble_fraction = _step(workload, cluster, candidate, laid)
     return Price(
-        candidate=_chosen(candidate, laid.forecast),
+        candidate=as_chosen(candidate, laid.forecast),
         step_s=shares.total_s,
         uncertainty=uncertainty(shares),
         compute_s=shares.compute_s,
@@ -201,8 +203,9 @@ def _price(workload: Workload, cluster: Cluster, candidate: Candidate, laid: _La
         tokens=samples * workload.tokens_per_sample,
         peak_memory_bytes=tuple(own.peak.total_bytes for own in laid.memory),
         memory_uncertainty=MEMORY_UNCERTAINTY,
-        device_bytes=_usable(cluster, candidate),
+        device_bytes=usable(cluster, candidate),
         host=_host(cluster, candidate, laid.memory),
+        is_balanced=candidate.partition is None,
     )
 
 
@@ -259,40 +262,13 @@ def priced_stages(workload: Workload, cluster: Cluster, candidate: Candidate) ->
 
 def _lay_out(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Laid:
     """Arrange a candidate, and price its stages and memory."""
-    arranged = _arrange(workload, cluster, candidate)
+    arranged = arrange(workload, cluster, candidate)
     memory = arranged.forecast.ranks(arranged.forecast.layout.schedule)
     return _with_memory(workload, candidate, arranged, memory)
 
 
-def _arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> _Arranged:
-    """Balance the stages, and choose the schedule and the activation policy, as the engine does."""
-    plans = workload.plans(candidate)  # refused before anything is traced
-    budget = min(_usable(cluster, candidate))
-    devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
-    priced = {
-        id(device): price_segments(workload, candidate, device, cluster) for device in devices
-    }
-    segments = tuple(priced[id(device)] for device in devices)
-    num_stages = plans.base.schedule.num_stages
-    check_stages(workload.local_graph(workload.form(candidate)), num_stages, candidate.pp)
-    links = stage_links(cluster, candidate, plans.base.schedule)
-    slowest = _slowest_ranks(plans.base.schedule, devices)
-    partition = _partition(workload, candidate, plans, segments, slowest, links)
-    fills = None if math.isinf(budget) else int(budget)
-    forecast = workload.forecast(candidate, partition, fills, devices[0])
-    if plans.takes_costs:
-        plans = plans_from_costs(forecast, lambda: segments[0])
-        forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-    levels = forecast.options.hierarchical_reductions != "off"
-    placed = on_nodes(forecast.mesh, cluster) if levels else forecast.mesh
-    refuse_reductions(forecast.layout.schedule, forecast.options, placed)
-    if workload.drops_layers(candidate.microbatch):
-        refuse_optional_layers(forecast.layout, candidate.zero, forecast.mesh)
-    return _Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
-
-
 def _with_memory(
-    workload: Workload, candidate: Candidate, arranged: _Arranged, memory: tuple[RankMemory, ...]
+    workload: Workload, candidate: Candidate, arranged: Arranged, memory: tuple[RankMemory, ...]
 ) -> _Laid:
     """Price the stages of a candidate that is arranged, whose memory is known."""
     forecast, devices, segments = arranged.forecast, arranged.devices, arranged.segments
@@ -300,75 +276,13 @@ def _with_memory(
     graph = workload.local_graph(workload.form(candidate))
     stages = price_stages(
         graph,
-        [segments[rank] for rank in _slowest_ranks(layout.schedule, devices)],
+        [segments[rank] for rank in slowest_ranks(layout.schedule, devices)],
         layout.partition,
         forecast.policy,
         forecast.memory.segments,
         candidate.splits,
     )
     return _Laid(forecast, devices, segments, stages, memory)
-
-
-def _partition(
-    workload: Workload,
-    candidate: Candidate,
-    plans: StepPlans,
-    segments: Sequence[Sequence[SegmentPrice]],
-    ranks: Sequence[int],
-    links: Sequence[Link],
-) -> Partition:
-    """The candidate's own partition, or the balanced one.
-
-    Args:
-        workload: the job.
-        candidate: how it is laid out.
-        plans: of its schedule.
-        segments: prices of all segments on the device of every pp rank.
-        ranks: of every stage, of several that have it the slowest.
-        links: between neighbouring stages.
-    """
-    schedule = plans.base.schedule
-    num_stages, num_segments = schedule.num_stages, len(segments[0])
-    if candidate.partition is not None:
-        return from_sizes(candidate.partition, num_segments)
-    if num_stages == 1:
-        return Partition(num_segments, ())
-    graph = workload.local_graph(workload.form(candidate))
-    sizes = boundary_bytes(graph, Partition(num_segments, tuple(range(1, num_segments))))
-    names = [segment.name for segment in graph.segments]
-    different = {id(own): recomputing_times(own, names, candidate.recompute) for own in segments}
-    kinds = {
-        key: tuple((one.forward_s, one.backward_s) for one in own) for key, own in different.items()
-    }
-    differs = len(set(kinds.values())) > 1 or (len(set(links)) > 1 and len(set(sizes)) > 1)
-    times = tuple(kinds[id(segments[rank])] for rank in ranks)
-    key = ("balance", times, tuple(links) if differs else (), sizes, candidate.num_microbatches)
-    on_ranks = [different[id(own)] for own in segments]
-    on_stages = [on_ranks[rank] for rank in ranks]
-    count = candidate.num_microbatches
-    if differs:
-        uneven = partial(balance_uneven, on_stages, count, links=links, cut_bytes=sizes)
-        found = workload.once(key, uneven)
-        is_shared = any(len(schedule.stages_of(rank)) > 1 for rank in range(candidate.pp))
-        if plans.takes_costs or not is_shared:
-            return found
-        own = RankBalance(schedule, on_ranks, links, sizes)
-        shared = (candidate.schedule, str(candidate.schedule_options), candidate.pp, *key)
-        return workload.once(shared, lambda: own.best(found))
-    return workload.once(key, lambda: balance(on_stages[0], num_stages, count))
-
-
-def _with_policy(
-    forecast: Forecast, times: Sequence[SegmentPrice], device: DeviceProfile, budget: int | None
-) -> Forecast:
-    """The forecast with the activation policy of its options."""
-    options, layout = forecast.options, forecast.layout
-    spec = parse_recompute(options.recompute)
-    if spec.mode is Mode.SCHEDULE and parse_offload(options.offload_activations) == NOTHING:
-        return forecast
-    policy = choose_policy(forecast, spec, lambda: times, lambda: device, budget)
-    plans = layout.plans.recomputing(recomputing_stages(layout.partition, policy.saved))
-    return replace(forecast, layout=replace(layout, plans=plans, activations=policy))
 
 
 def _step(
@@ -454,7 +368,7 @@ def _costs(
 def _rank_factors(laid: _Laid) -> tuple[tuple[float, ...], ...]:
     """Times of a stage's copies, in times of that on the slowest rank, as `Costs` takes them."""
     slowest, parts = (
-        _slowest_ranks(laid.schedule, laid.devices),
+        slowest_ranks(laid.schedule, laid.devices),
         laid.forecast.layout.partition.stages,
     )
     if laid.schedule.num_copies == 1 or len({id(own) for own in laid.segments}) == 1:
@@ -574,56 +488,9 @@ def _offload_waits(laid: _Laid) -> list[float]:
     ]
 
 
-def _slowest_device(cluster: Cluster, candidate: Candidate, rank: int) -> DeviceProfile:
-    """The slowest device of a pp rank's, over all replicas."""
-    size = candidate.stage_ranks
-    found = cluster.devices_of(range(rank * size, (rank + 1) * size))
-    return min(found, key=_rate)
-
-
-def _slowest_ranks(schedule: Schedule, devices: Sequence[DeviceProfile]) -> list[int]:
-    """The pp rank of every stage, of several that have it the one with the slowest device."""
-    stages = range(schedule.num_stages)
-    return [min(schedule.ranks_of(n), key=lambda rank: _rate(devices[rank])) for n in stages]
-
-
-def _rate(device: DeviceProfile) -> float:
-    return max(device.flops_per_s.values())
-
-
-def _usable(cluster: Cluster, candidate: Candidate) -> tuple[float, ...]:
-    return usable_by_pp_rank(cluster, candidate.mesh(0, torch.device("cpu")))
-
-
 def _host(cluster: Cluster, candidate: Candidate, memory: Sequence[RankMemory]) -> HostUse:
     mesh = candidate.mesh(0, torch.device("cpu"))
     return fullest_host(cluster, mesh, [own.host.total for own in memory])
-
-
-def _chosen(candidate: Candidate, forecast: Forecast) -> Candidate:
-    """The candidate with its partition, and what "auto" recomputes where one word says it."""
-    layout = forecast.layout
-    policy = layout.activations
-    sizes = layout.partition.sizes
-    if candidate.recompute != "auto" or policy.selective or policy.offloaded:
-        return replace(candidate, partition=sizes)
-    every = frozenset(range(layout.partition.num_segments))
-    recomputed = every - policy.saved
-    word = ",".join(map(str, sorted(recomputed))) + "," if recomputed else "off"
-    if recomputed and recomputed == every - forecast.untrained:
-        word = "full"
-    return replace(candidate, partition=sizes, recompute=word)
-
-
-def forecast_as_priced(workload: Workload, cluster: Cluster, candidate: Candidate) -> Forecast:
-    """Forecast of a candidate with the stages, schedule and policy that its price has.
-
-    Args:
-        workload: the job.
-        cluster: the devices.
-        candidate: how it is laid out.
-    """
-    return _arrange(workload, cluster, candidate).forecast
 
 
 def simulated_pipeline(workload: Workload, cluster: Cluster, candidate: Candidate) -> Simulation:

@@ -19,7 +19,7 @@ from merak.core.errors import MerakError, ScheduleError
 from merak.core.units import seconds
 from merak.plan.optimizer.home import HOST
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.price import Price
+from merak.plan.price.price import Misfit, Price
 from merak.plan.search.bounds import Pricing
 from merak.plan.search.explain import degrees
 from merak.plan.search.neighbours import without_idle
@@ -97,7 +97,7 @@ class _Variants:
     pinned: Pinned
     top: int
     refusal: Refusal | None
-    tried: dict[tuple[Any, ...], Price | None] = field(default_factory=dict)
+    tried: dict[tuple[Any, ...], Price | Misfit | None] = field(default_factory=dict)
 
     def enlarge_microbatches(self) -> None:
         """Price twice the microbatch of the fastest plan, as long as that is faster.
@@ -121,9 +121,10 @@ class _Variants:
                 if self.pricing.rough_bytes(variant) > self.pricing.device_bytes:
                     break
             price = self.add(variant, best, "microbatch")
-            if price is None or not price.fits or price.step_s >= best.step_s:
+            faster = _fitting(price)
+            if faster is None or faster.step_s >= best.step_s:
                 break
-            best = price
+            best = faster
 
     def try_schedules(self) -> None:
         """Price all schedules that have no plan yet in the layout of the fastest pipeline."""
@@ -143,7 +144,8 @@ class _Variants:
                 if variant.traits.num_copies > 1:  # ZeRO does not know
                     variant = replace(variant, zero=self.pinned.zero or 0)
             price = self.add(variant, own, "schedule")
-            if price is not None and not price.fits and self.pinned.recompute is None:
+            is_misfit = price is not None and _fitting(price) is None
+            if is_misfit and self.pinned.recompute is None:
                 self.add(replace(variant, recompute="full"), own, "schedule")
         best = self.found.plans[0]
         if self.pinned.microbatch is None and best is not before:
@@ -196,31 +198,32 @@ class _Variants:
     def _filled(self, own: Candidate) -> Candidate:
         return replace(own, recompute="auto", partition=self.pinned.partition)
 
-    def add(self, variant: Candidate, own: Price, choice: str) -> Price | None:
+    def add(self, variant: Candidate, own: Price, choice: str) -> Price | Misfit | None:
         """Add a variant of a plan, which differs in one choice, or why it is none.
 
         Returns:
-            Its price, which may not fit; None where it is refused.
+            Its price, or why it does not fit; None where it is refused.
         """
         if variant.choices() in self.tried:
             return self.tried[variant.choices()]
         price = self.tried[variant.choices()] = self._add(variant, own, choice)
         return price
 
-    def _add(self, variant: Candidate, own: Price, choice: str) -> Price | None:
+    def _add(self, variant: Candidate, own: Price, choice: str) -> Price | Misfit | None:
         found, plans, rejected = self.found, list(self.found.plans), list(self.found.rejected)
         why = None if self.refusal is None else self.refusal(variant)
         try:
-            price = self.pricing.price(variant) if why is None else None
+            price = self.pricing.price_if_fits(variant) if why is None else None
         except MerakError as error:
             why, price = str(error).rstrip("."), None
         if price is not None and price.candidate == own.candidate:
             return price
-        if price is not None and price.fits:
-            plans.append(price)
-            if price.step_s > own.step_s:
+        fitting = _fitting(price)
+        if fitting is not None:
+            plans.append(fitting)
+            if fitting.step_s > own.step_s:
                 before = _named(own.candidate, choice)
-                why = f"a step takes {price.step_s:.3g} s, {own.step_s:.3g} s with {before}"
+                why = f"a step takes {fitting.step_s:.3g} s, {own.step_s:.3g} s with {before}"
         elif price is not None:
             rejection = memory_rejection(price)
             why = None if rejection is None else rejection.why
@@ -236,6 +239,10 @@ class _Variants:
             num_candidates=found.num_candidates + 1,
         )
         return price
+
+
+def _fitting(found: Price | Misfit | None) -> Price | None:
+    return found if isinstance(found, Price) and found.fits else None
 
 
 def _named(own: Candidate, choice: str) -> str:

@@ -165,6 +165,27 @@ def test_a_memory_that_does_not_fit_is_refused_with_what_would() -> None:
     assert forecast(memory_budget=most).saved == frozenset(range(6))
 
 
+def test_a_partition_that_is_said_to_fit_does() -> None:
+    batch = text_batch(size=4)
+    layout = mesh.Mesh(1, 1, 2, 0, torch.device("cpu"), None)
+
+    def planned(**options: object) -> Forecast:
+        chosen = EngineOptions(num_microbatches=4, optimizer=adam, recompute="off")
+        chosen = replace(chosen, **options)  # type: ignore[arg-type]
+        return forecast_of(GraphSource(gpt2(layers=4)), signature(batch).columns, layout, chosen)
+
+    found = planned()
+    first, last = (own.peak.total_bytes for own in found.ranks(found.layout.schedule))
+    assert last < first, "the first rank holds activations of more microbatches"
+    with pytest.raises(
+        PlanError, match=r"partition=\[4, 6\] needs .*, so use one of them or 'auto'"
+    ):
+        planned(memory_budget=int(0.97 * first))
+    planned(memory_budget=int(0.97 * first), partition=[4, 6])
+    with pytest.raises(PlanError, match=r"^(?!.*partition=)"):
+        planned(memory_budget=int(0.9 * first))
+
+
 def test_degrees_that_are_said_to_fit_do() -> None:
     sample = signature(text_batch()).columns
 

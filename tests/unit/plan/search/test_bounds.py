@@ -115,6 +115,28 @@ def test_a_first_rank_without_the_memory_is_found_before_the_price() -> None:
     assert misfit.device_bytes == usable_bytes(whole.peak_memory_bytes[0])
 
 
+def test_a_rank_that_nearly_has_the_memory_gives_segments_away() -> None:
+    """Its stage holds activations of two microbatches, the other one of one."""
+    found = example_workload(LLAMA, global_batch=4, sequence=512, optimizer=adam)
+    own, cluster = Candidate(pp=2, num_microbatches=4), parse_cluster("h100:2x1")
+    whole, node = price(found, cluster, own), cluster.nodes[0]
+    assert whole.is_balanced and whole.candidate.partition == (5, 5)
+
+    def of_size(part: float) -> Cluster:
+        # Of a small memory tensors may fill a half.
+        memory_bytes = int(2 * part * whole.peak_memory_bytes[0])
+        return Cluster((replace(node, device=replace(node.device, memory_bytes=memory_bytes)),))
+
+    nearly = of_size(0.97)
+    moved = price_if_fits(found, nearly, own)
+    assert not isinstance(moved, Misfit) and moved.fits and not moved.is_balanced
+    assert moved == price(found, nearly, replace(own, partition=(4, 6)))
+    assert isinstance(price_if_fits(found, nearly, replace(own, partition=(5, 5))), Misfit)
+    assert isinstance(price_if_fits(found, of_size(0.9), own), Misfit)
+    filled = price_if_fits(found, nearly, replace(own, recompute="auto"))
+    assert not isinstance(filled, Misfit) and filled.is_balanced
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_estimates_know_a_large_head_and_tied_weights(tied: bool) -> None:
     """A head larger than all layers together, which one rank has, and a slow way to its twin."""
