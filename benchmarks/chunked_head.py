@@ -2,8 +2,9 @@
 
     python benchmarks/chunked_head.py [--tokens 4096] [--chunk 32MiB] [--dtype bfloat16]
 
-Both alternate in one process, on one core or on a GPU, with a label for every token and for every
-second one. The peak is of the tensors that operators make, gradients included.
+Chunks run in one pass, whose forward makes the gradients, and in two. All alternate in one process,
+on one core or on a GPU, with a label for every token and for every second one. The peak is of the
+tensors that operators make, gradients included.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def whole(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.
     return functional.cross_entropy(functional.linear(x, weight).float(), target)
 
 
-def in_chunks(rows: int, classes: int) -> Loss:
+def in_chunks(rows: int, classes: int, one_pass: bool) -> Loss:
     """The loss of so many tokens at a time."""
-    head = ChunkedHead((("to", torch.float32),), -100, 0.0, (1, classes, ""), rows)
+    head = ChunkedHead((("to", torch.float32),), -100, 0.0, (1, classes, ""), rows, one_pass)
 
     def loss(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return chunked_cross_entropy(x, weight, None, target, None, 1, head)
@@ -73,7 +74,11 @@ def main() -> None:
     x = torch.randn(args.tokens, args.hidden, **how).requires_grad_()
     weight = torch.randn(args.classes, args.hidden, **how).mul_(0.02).requires_grad_()
     rows = max(args.chunk // 4 // args.classes, 1)
-    losses = {"all logits": whole, f"{rows} tokens at a time": in_chunks(rows, args.classes)}
+    losses = {
+        "all logits": whole,
+        f"{rows} tokens at a time, one pass": in_chunks(rows, args.classes, True),
+        f"{rows} tokens at a time, two passes": in_chunks(rows, args.classes, False),
+    }
     table = []
     for labels, every in (("every token", 1), ("every second token", 2)):
         target = torch.full((args.tokens,), -100, device=args.device)

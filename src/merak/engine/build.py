@@ -24,6 +24,7 @@ from merak.engine.parameters.watched import sharded_tensors, watch_absent
 from merak.engine.program_agreement import check_programs
 from merak.engine.segments.activation_offload import reserve_host_memory
 from merak.engine.step.parameter_writes import refuse_parameter_writes
+from merak.graph.chunked_loss import with_chunked_loss, with_whole_loss
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.joint.segment import joint_obstacle
 from merak.graph.segment.build import GraphSource, build_graph
@@ -275,6 +276,7 @@ def _forecast(
             sequence=options.sequence_parallel,
             capacity=options.expert_capacity,
             loss_chunk_bytes=options.loss_chunk_bytes,
+            one_pass=plans.base.schedule.holds_one_at_end,
         ),
         options,
     )
@@ -283,4 +285,7 @@ def _forecast(
         plans = plans_from_costs(forecast, times)
         refuse_reductions(plans.base.schedule, options, mesh)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
+        chunked = options.loss_chunk_bytes, plans.base.schedule.holds_one_at_end
+        rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), *chunked)
+        forecast = replace(forecast, rewrite=rewrite)
     return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

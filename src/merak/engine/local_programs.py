@@ -346,6 +346,7 @@ def local_rewrite(
     sequence: bool = False,
     capacity: float | None = None,
     loss_chunk_bytes: int | None = None,
+    one_pass: bool = True,
 ) -> RankRewrite | None:
     """The rewrite of segments to those of one rank; every rank checks the whole model.
 
@@ -356,6 +357,7 @@ def local_rewrite(
         sequence: whether tensor parallel ranks share the sequence.
         capacity: the option `expert_capacity`.
         loss_chunk_bytes: the option.
+        one_pass: as of `with_chunked_loss`.
 
     Raises:
         ShardError: the degrees do not fit the model.
@@ -363,7 +365,7 @@ def local_rewrite(
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     context = _context_parallel_rewrite(graph, tensor, mesh.cp)
     experts = with_experts(graph, tensor, context, mesh.ep, capacity)
-    return with_chunked_loss(experts, loss_chunk_bytes)
+    return with_chunked_loss(experts, loss_chunk_bytes, one_pass)
 
 
 def _context_parallel_rewrite(

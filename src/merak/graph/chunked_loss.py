@@ -87,10 +87,13 @@ class ChunkedLoss:
     Args:
         within: what makes segments those of one rank before; None where they are whole.
         chunk_bytes: of float32 logits of a chunk; a head that makes no more is left as it is.
+        one_pass: whether forwards make the head's gradients, of which one microbatch's at a time
+            wait for their backward.
     """
 
     within: LocalRewrite | None
     chunk_bytes: int
+    one_pass: bool
 
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, ChunkedLoss]:
         """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
@@ -116,7 +119,7 @@ class ChunkedLoss:
             The segment that every rank runs, and the layout of its parameters.
         """
         own, shards = (segment, {}) if self.within is None else self.within(segment)
-        graph = in_chunks(own.graph, self.chunk_bytes)
+        graph = in_chunks(own.graph, self.chunk_bytes, self.one_pass)
         return (own if graph is None else replace(own, graph=graph)), shards
 
     def like(self, segment: Segment) -> Hashable:
@@ -134,14 +137,18 @@ RankRewrite = LocalRewrite | ChunkedLoss
 """What makes a model's segments those of one rank."""
 
 
-def with_chunked_loss(rewrite: LocalRewrite | None, chunk_bytes: int | None) -> RankRewrite | None:
+def with_chunked_loss(
+    rewrite: LocalRewrite | None, chunk_bytes: int | None, one_pass: bool
+) -> RankRewrite | None:
     """What makes a model's segments those of one rank, in training.
 
     Args:
         rewrite: the same but for the head.
         chunk_bytes: the option `loss_chunk_bytes`.
+        one_pass: whether the schedule's last stage holds one microbatch at a time; where it holds
+            more, each would hold the gradient of the head's weight.
     """
-    return rewrite if chunk_bytes is None else ChunkedLoss(rewrite, chunk_bytes)
+    return rewrite if chunk_bytes is None else ChunkedLoss(rewrite, chunk_bytes, one_pass)
 
 
 def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:
@@ -169,15 +176,16 @@ def chunked_heads(segments: Iterable[Segment]) -> Iterator[tuple[str, int, int]]
                 continue
             while weight.op != "placeholder":
                 weight = weight.all_input_nodes[0]
-            yield weight.meta["name"], how[-1], shape_of(hidden)[0]
+            yield weight.meta["name"], ChunkedHead(*how).rows, shape_of(hidden)[0]
 
 
-def in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
+def in_chunks(graph: fx.Graph, chunk_bytes: int, one_pass: bool = True) -> fx.Graph | None:
     """Graph of a segment whose large heads are in chunks.
 
     Args:
         graph: as a rank runs it; left as it is.
         chunk_bytes: as of `ChunkedLoss`.
+        one_pass: as of `ChunkedLoss`.
 
     Returns:
         A copy; None where there is no such head.
@@ -189,7 +197,7 @@ def in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
     for node in [node for node in new.nodes if _family(node) in _LOSSES]:
         found = _chunked(node, chunk_bytes)
         if found is not None:
-            _replace(*found)
+            _replace(*found, one_pass)
     eliminate_dead_code(new, new.find_nodes(op="placeholder"))
     new.lint()
     return new
@@ -252,7 +260,7 @@ def _changes_rows(node: fx.Node) -> bool:
     return isinstance(dim, int) and dim % len(before) != len(before) - 1
 
 
-def _replace(loss: _Loss, head: _Head, rows: int) -> None:
+def _replace(loss: _Loss, head: _Head, rows: int, one_pass: bool) -> None:
     """Put one operator in the place of a loss and its head."""
     graph, hidden = loss.node.graph, head.hidden
     size = shape_of(hidden)[-1]
@@ -267,7 +275,8 @@ def _replace(loss: _Loss, head: _Head, rows: int) -> None:
             wanted = (math.prod(shape_of(hidden)[:-1]), size)
             hidden = _call(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
         layout = loss.layout or (1, shape_of(loss.logits)[1], "")
-        how = ChunkedHead(head.steps, loss.ignore_index, loss.label_smoothing, layout, rows)
+        of_loss = (loss.ignore_index, loss.label_smoothing, layout)
+        how = ChunkedHead(head.steps, *of_loss, rows, one_pass)
         args = (hidden, head.weight, head.bias, loss.target, loss.class_weight)
         if loss.token_axis:
             function: Any = chunked_token_cross_entropy

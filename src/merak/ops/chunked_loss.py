@@ -1,8 +1,10 @@
 """Cross entropy of a head whose logits are made a chunk of rows at a time, and never all.
 
-The forward keeps two numbers of each row, its loss and the logarithm of the sum of its
-exponentials; the backward makes the logits of a chunk again, and their gradients of them. Rows that
-are ignored are left out before any product. Classes may be split over the ranks of an axis, as in
+In one pass, the forward makes of a chunk's logits the loss and the gradients of the sum of all
+losses, which the backward scales by the one number that it is given. In two passes, the forward
+keeps two numbers of each row, its loss and the logarithm of the sum of its exponentials, and the
+backward makes the logits of a chunk again, and their gradients of them. Rows that are ignored are
+left out before any product. Classes may be split over the ranks of an axis, as in
 `merak.ops.vocab_parallel`, whose losses and gradients of rows these are.
 
 Source: Liger Kernel (arXiv 2410.10989, section 3.2), whose chunks these are; Cut Your Losses (arXiv
@@ -12,7 +14,7 @@ Source: Liger Kernel (arXiv 2410.10989, section 3.2), whose chunks these are; Cu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +26,10 @@ from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import (
     Layout,
     Smoothed,
+    Targets,
     compute_dtype,
     find_targets,
+    gradients_of_probabilities,
     local_rows,
     padded_with,
     position_gradients,
@@ -51,6 +55,7 @@ class ChunkedHead(NamedTuple):
         label_smoothing: share of the target that goes to all classes alike.
         layout: how the classes are split; its dim is 1.
         rows: of a chunk.
+        one_pass: whether the forward makes the gradients of a loss that is a mean or a sum.
     """
 
     steps: tuple[Step, ...]
@@ -58,15 +63,22 @@ class ChunkedHead(NamedTuple):
     label_smoothing: float
     layout: Layout
     rows: int
+    one_pass: bool = False
+
+    @classmethod
+    def last_of(cls, args: Any) -> ChunkedHead:
+        """The head that the arguments of an operator end with, field by field."""
+        return cls(*args[-len(cls._fields) :])
 
 
 def sent_by_chunks(hidden: Any, _: Any, __: Any, target: Any, *how: Any) -> Sent:
-    """Collectives inside `chunk_losses`, of its arguments."""
-    *_, smoothing, layout, rows = how
-    if not layout[2]:
+    """Collectives inside an operator that makes the losses of chunks, of its arguments."""
+    head = ChunkedHead.last_of(how)
+    axis = head.layout[2]
+    if not axis:
         return ()
-    chunks = math.ceil(hidden.shape[0] / rows)
-    of_all: Sent = sums_of_positions(target, smoothing, layout[2])
+    chunks = math.ceil(hidden.shape[0] / head.rows)
+    of_all: Sent = sums_of_positions(target, head.label_smoothing, axis)
     each = tuple((kind, size // chunks, axis) for kind, size, axis in of_all)
     return each * int(chunks)
 
@@ -103,10 +115,33 @@ def chunked_cross_entropy(
     *_, dtype = (hidden.dtype, *(operand for name, operand in head.steps if name == "to"))
     precise = torch.promote_types(dtype, torch.float32)
     weights = weights_of(target, class_weight, head.ignore_index, precise)
-    losses: torch.Tensor = _ChunkedLosses.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, target, weights, class_weight, head
-    )
+    tensors = (hidden, weight, bias, target, weights, class_weight)
+    if head.one_pass and reduction:
+        total: torch.Tensor = _OnePass.apply(*tensors, head)  # type: ignore[no-untyped-call]
+        return (total / weights.sum() if reduction == 1 else total).to(dtype)
+    losses: torch.Tensor = _ChunkedLosses.apply(*tensors, head)  # type: ignore[no-untyped-call]
     return reduced(losses, weights, reduction).to(dtype)
+
+
+class _OnePass(torch.autograd.Function):
+    """The sum of all losses, whose gradients the forward makes."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        """Sum of the losses; for the backward, its gradients."""
+        *tensors, head = args
+        ctx.wanted, ctx.rows = ctx.needs_input_grad[:3], head.rows
+        if not any(ctx.wanted):
+            return chunk_losses(*tensors, *head)[0].sum()
+        losses, *gradients = chunk_losses_and_gradients(*tensors, ctx.wanted, *head)
+        ctx.save_for_backward(*gradients)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of what the head reads, and of its weight and bias."""
+        made = iter(scale_gradients(gradient, ctx.rows, *ctx.saved_tensors))
+        return (*(next(made) if is_wanted else None for is_wanted in ctx.wanted), *(None,) * 4)
 
 
 class _ChunkedLosses(torch.autograd.Function):
@@ -158,7 +193,7 @@ def chunk_losses(
     for chunk in _chunks(target, head):
         own = _logits(hidden[chunk], weight, bias, head)
         targets = find_targets(target[chunk], weights[chunk], head.ignore_index, head.layout)
-        losses[chunk], normaliser[chunk] = position_losses(own, targets, smoothed, overwrites=True)
+        losses[chunk], normaliser[chunk], _ = position_losses(own, targets, smoothed, True)
         del own
     return losses, normaliser
 
@@ -195,6 +230,81 @@ def chunk_gradients(
     """
     head = ChunkedHead(*how)
     smoothed = Smoothed(head.label_smoothing, class_weight, head.layout)
+
+    def of_logits(own: torch.Tensor, targets: Targets, chunk: Chunk) -> torch.Tensor:
+        given = (gradient[chunk], own, targets, normaliser[chunk], smoothed)
+        return position_gradients(*given, overwrites=True)
+
+    return _gradients(of_logits, hidden, weight, bias, target, weights, wanted, head)
+
+
+@one_operator
+@operator_sends(inside=sent_by_chunks)
+def chunk_losses_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    weights: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    *how: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Loss of each row, and the gradients of their sum: of those that are wanted.
+
+    Args:
+        hidden: as of `chunk_losses`, as the further ones are.
+        weight: of the rank's classes.
+        bias: of these classes.
+        target: class of each row.
+        weights: of each row.
+        class_weight: of each class.
+        wanted: as of `chunk_gradients`, whose results come behind the losses.
+        *how: the fields of `ChunkedHead`.
+    """
+    head = ChunkedHead(*how)
+    smoothed = Smoothed(head.label_smoothing, class_weight, head.layout)
+    losses = torch.zeros_like(weights)
+
+    def of_logits(own: torch.Tensor, targets: Targets, chunk: Chunk) -> torch.Tensor:
+        losses[chunk], _, total = position_losses(own, targets, smoothed, overwrites=True)
+        given = (torch.ones_like(total), own, total, targets, smoothed)
+        return gradients_of_probabilities(*given)
+
+    return losses, *_gradients(of_logits, hidden, weight, bias, target, weights, wanted, head)
+
+
+@one_operator
+def scale_gradients(
+    gradient: torch.Tensor, rows: int, *gradients: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of a sum times the sum's own, in place; products are rounded once.
+
+    Args:
+        gradient: of the sum, a scalar.
+        rows: of a low precision that are made precise at a time.
+        *gradients: those of `chunk_losses_and_gradients`.
+    """
+    for one in gradients:
+        if one.dtype == compute_dtype(one):
+            one.mul_(gradient)
+            continue
+        for part in one.split(rows):
+            part.copy_(part.to(gradient.dtype).mul_(gradient))
+    return gradients
+
+
+def _gradients(
+    of_logits: Callable[[torch.Tensor, Targets, Chunk], torch.Tensor],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    weights: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+    head: ChunkedHead,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of `chunk_gradients`, of a chunk's logits by a function that overwrites them."""
     of_hidden = torch.zeros_like(hidden) if wanted[0] else None
     of_weight = _sum_like(weight) if wanted[1] else None
     of_bias = _sum_like(bias) if bias is not None and wanted[2] else None
@@ -203,8 +313,7 @@ def chunk_gradients(
         states: list[State] = []
         own = _logits(rows, weight, bias, head, states)
         targets = find_targets(target[chunk], weights[chunk], head.ignore_index, head.layout)
-        of_rows = (targets, normaliser[chunk], smoothed)
-        found = position_gradients(gradient[chunk], own, *of_rows, overwrites=True)
+        found = of_logits(own, targets, chunk)
         found = _undone(found, head.steps, states).to(rows.dtype)
         found = padded_with(found, 1, weight.shape[0])
         del own, states
@@ -233,7 +342,11 @@ def _add_product(total: torch.Tensor, of_logits: torch.Tensor, rows: torch.Tenso
         own += part.t() @ rows
 
 
-def _chunks(target: torch.Tensor, head: ChunkedHead) -> Iterator[slice | torch.Tensor]:
+Chunk = slice | torch.Tensor
+"""Rows of a chunk."""
+
+
+def _chunks(target: torch.Tensor, head: ChunkedHead) -> Iterator[Chunk]:
     """Rows of each chunk; those that are ignored are in none, where targets have values."""
     if not isinstance(target, FakeTensor):
         (counted,) = (target != head.ignore_index).nonzero(as_tuple=True)

@@ -200,18 +200,20 @@ def position_losses(
     targets: Targets,
     smoothed: Smoothed,
     overwrites: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses of positions: (1 − s)·w_t·(−log p_t) + s/C·Σ_c w_c·(−log p_c).
 
     Args:
         own: logits of the rank's classes, without padding, as precise as they are summed.
         targets: of the positions.
         smoothed: the smoothing.
-        overwrites: whether the logits are not needed any more.
+        overwrites: whether the logits are not needed any more: they become the exponentials of
+            what they are below the largest one.
 
     Returns:
-        The losses, and the logarithm of the sum of all classes' exponentials, both in the shape of
-        the target: by one all-reduce of a maximum, and one of all sums.
+        In the shape of the target, by one all-reduce of a maximum and one of all sums: the losses,
+        the logarithm of the sum of all classes' exponentials, and the sum of those below the
+        largest logit.
     """
     dim, size, axis = smoothed.layout
     local, foreign, weights, ignored = targets
@@ -228,7 +230,7 @@ def position_losses(
     if smoothed.smoothing:
         spread = smoothed.total_weight() * log_total - rest[0]
         losses = losses + (smoothed.smoothing / size) * spread
-    return losses.masked_fill(ignored, 0.0), top + log_total
+    return losses.masked_fill(ignored, 0.0), top + log_total, total
 
 
 def position_gradients(
@@ -249,19 +251,39 @@ def position_gradients(
         smoothed: the smoothing.
         overwrites: whether the logits are not needed any more.
     """
+    down = normaliser.unsqueeze(smoothed.layout[0])
+    shares = torch.sub(own, down, out=own if overwrites else None).exp_()
+    return gradients_of_probabilities(gradient, shares, 1.0, targets, smoothed)
+
+
+def gradients_of_probabilities(
+    gradient: torch.Tensor,
+    shares: torch.Tensor,
+    total: torch.Tensor | float,
+    targets: Targets,
+    smoothed: Smoothed,
+) -> torch.Tensor:
+    """Gradient of the rank's logits, in place of their probabilities.
+
+    Args:
+        gradient: of each position's loss.
+        shares: probabilities of the rank's classes, or what is as large as they are times `total`.
+        total: of each position.
+        targets: of the positions.
+        smoothed: the smoothing.
+    """
     dim, size, _ = smoothed.layout
     local, foreign, weights, ignored = targets
     gradient = gradient.masked_fill(ignored, 0.0)
     of_target = gradient * weights * (1 - smoothed.smoothing)
     of_all = gradient * (smoothed.smoothing / size)
-    found = torch.sub(own, normaliser.unsqueeze(dim), out=own if overwrites else None).exp_()
-    found *= (of_target + of_all * smoothed.total_weight()).unsqueeze(dim)
-    if own.shape[dim]:
+    shares *= ((of_target + of_all * smoothed.total_weight()) / total).unsqueeze(dim)
+    if shares.shape[dim]:
         taken = of_target.masked_fill(foreign, 0.0).neg().unsqueeze(dim)
-        found.scatter_add_(dim, local.unsqueeze(dim), taken)
+        shares.scatter_add_(dim, local.unsqueeze(dim), taken)
     if smoothed.smoothing:
-        found -= of_all.unsqueeze(dim) * smoothed.own_weight(own)
-    return found
+        shares -= of_all.unsqueeze(dim) * smoothed.own_weight(shares)
+    return shares
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -279,7 +301,7 @@ class _CrossEntropy(torch.autograd.Function):
         """Losses, in the shape of the target."""
         targets = find_targets(target, weights, ignore_index, smoothed.layout)
         own = _classes_of(logits, smoothed.layout)
-        losses, normaliser = position_losses(own, targets, smoothed)
+        losses, normaliser, _ = position_losses(own, targets, smoothed)
         ctx.save_for_backward(logits, normaliser, *targets)
         ctx.smoothed = smoothed
         return losses

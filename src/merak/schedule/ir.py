@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from merak.core.errors import ScheduleError
 
@@ -31,6 +32,8 @@ class Kind(Enum):
 
 GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.INPUT_GRADIENT})
 """Kinds that yield the gradient of a stage's input."""
+
+_ENDS = GRADIENT_KINDS | {Kind.FORWARD}
 
 FINAL_KINDS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 """Kinds that yield the gradient of a stage's weights, and so release its activations."""
@@ -146,6 +149,16 @@ class Schedule:
     def splits_backwards(self) -> bool:
         """Whether weight gradients have actions of their own."""
         return any(a.kind is Kind.WEIGHT_GRADIENT for own in self.actions for a in own)
+
+    @property
+    def holds_one_at_end(self) -> bool:
+        """Whether the last stage runs a microbatch's backward before the next one's forward."""
+        for own in self.actions:
+            kinds = [a.kind for a in own if a.stage == self.num_stages - 1]
+            ends = [kind in GRADIENT_KINDS for kind in kinds if kind in _ENDS]
+            if any(one == other for one, other in pairwise(ends)):
+                return False
+        return True
 
     @property
     def has_backwards(self) -> bool:

@@ -24,6 +24,8 @@ class Traits:
         is_fifo: whether a stage waits for whole forwards, and those before it for whole backwards:
             one stage a rank, and neither recomputation ahead of a gradient nor split backwards.
         joins_ends: whether a rank has the first and the last stage of a microbatch.
+        holds_one_at_end: whether the last stage runs a microbatch's backward before the next one's
+            forward.
         is_synchronous: whether there is one version of the weights.
         num_copies: of the model on the ranks, whose gradients are summed.
     """
@@ -34,6 +36,7 @@ class Traits:
     splits_backwards: bool = False
     is_fifo: bool = False
     joins_ends: bool = False
+    holds_one_at_end: bool = True
     is_synchronous: bool = True
     num_copies: int = 1
 
@@ -71,6 +74,7 @@ def traits_of(schedule: Schedule) -> Traits:
         and len(schedule.pipes) == 1
         and not schedule.has_several_stages_per_rank,
         joins_ends=all(pipe[0] == pipe[-1] for pipe in schedule.pipes),
+        holds_one_at_end=schedule.holds_one_at_end,
         is_synchronous=schedule.is_synchronous,
         num_copies=schedule.num_copies,
     )

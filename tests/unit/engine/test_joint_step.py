@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merak.core import mesh
@@ -63,12 +64,30 @@ def _python_calls(step: Callable[[], Any]) -> int:
     return count
 
 
-def test_a_head_in_chunks_trains_as_one_that_makes_all_logits() -> None:
+def test_a_head_in_chunks_trains_as_one_that_makes_all_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     batch, found = text_batch(), []
-    for chunk_bytes in (None, 2**10):
+    num_rows: list[int] = []  # of which logits are made
+    linear = functional.linear
+
+    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        num_rows.append(0 if isinstance(x, FakeTensor) else len(x))
+        return linear(x, *args)
+
+    monkeypatch.setattr("merak.ops.chunked_loss.functional.linear", counted)
+    for chunk_bytes, passes, count, options in (
+        (None, 0, 1, {}),
+        (2**10, 1, 1, {}),
+        (2**10, 2, 1, {"recompute": "full"}),
+        (2**10, 2, 2, {"schedule": "gpipe"}),  # whose gradients of the head would all wait
+    ):
         torch.manual_seed(0)
-        engine = _engine(gpt2(), loss_chunk_bytes=chunk_bytes)
-        loss = engine.train_step(0, [signature(batch).columns], [batch], 1.0)
+        engine = _engine(gpt2(), loss_chunk_bytes=chunk_bytes, num_microbatches=count, **options)
+        num_rows.clear()
+        columns = [signature(batch).columns] * count
+        loss = engine.train_step(0, columns, [batch] * count, 1 / count).sum()
+        assert sum(num_rows) == passes * count * (batch["labels"].numel() - len(batch["labels"]))
         programs = [p for s in engine._state.base.stages.values() for p in s.segments]
         assert not any(p.joint is None or p.joint.obstacle for p in programs)
         operators = {str(node.target) for p in programs for node in p.segment.graph.nodes}
@@ -76,11 +95,12 @@ def test_a_head_in_chunks_trains_as_one_that_makes_all_logits() -> None:
         gradients = {name: p.grad for name, p in engine.parameters.items()}
         (outputs,) = engine.evaluate([signature(batch).columns], [batch])
         found.append((loss, gradients, outputs["logits"]))
-    (loss, gradients, logits), (other_loss, others, other_logits) = found
-    torch.testing.assert_close(loss, other_loss)
-    assert torch.equal(logits, other_logits)  # evaluations make all of them
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, others[name])
+    (loss, gradients, logits), *rest = found
+    for other_loss, others, other_logits in rest:
+        torch.testing.assert_close(loss, other_loss)
+        assert torch.equal(logits, other_logits)  # evaluations make all of them
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, others[name])
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=str)

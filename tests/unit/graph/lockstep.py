@@ -6,7 +6,7 @@ Segments run twice: by autograd, and by their joint graphs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,11 +113,10 @@ def assert_parity(
     else:
         chosen = given_weights(one.graph, attributes_for(one.graph, features), degree)
     split, shards = cases.shard_model(one.graph, chosen, degree, sequence=sequence)
-    split = _in_chunks(split, chunk_bytes)
     obstacles: dict[str, str] = {}
-    for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
+    for own, runner in _runs(split, chunk_bytes, obstacles):
         shares = [cases.local(one.weights, shards, rank) for rank in range(degree)]
-        one.compare_losses(RanksInTurns(degree), split, shares, runner)
+        one.compare_losses(RanksInTurns(degree), own, shares, runner)
         for rank in range(degree):
             found = {
                 name: join([_gradient(s[name]) for s in shares], shards[name])
@@ -152,11 +151,10 @@ def assert_parity_on_tokens(
     said = gathered_operators(one.graph, parallel)
     fitted, parallel = parallel.fit(one.graph)
     split = replace(fitted, segments=tuple(parallel(s)[0] for s in fitted.segments))
-    split = _in_chunks(split, chunk_bytes)
     obstacles: dict[str, str] = {}
-    for runner in (cases.run_graph, _joint_runner(split.segments, obstacles)):
+    for own, runner in _runs(split, chunk_bytes, obstacles):
         shares = [cases.local(one.weights, {}, rank) for rank in range(degree)]
-        one.compare_losses(RanksInTurns(degree, "cp"), split, shares, runner)
+        one.compare_losses(RanksInTurns(degree, "cp"), own, shares, runner)
         summands = {name: [_gradient(s[name]) for s in shares] for name in one.gradients}
         found = {name: torch.stack(own).sum(0) for name, own in summands.items()}
         cases.assert_gradients_equal(found, one.gradients)
@@ -214,14 +212,25 @@ class _OneProcess:
             torch.testing.assert_close(own, self.loss, rtol=1e-5, atol=0)
 
 
-def _in_chunks(split: ModelGraph, chunk_bytes: int | None) -> ModelGraph:
-    """The model of a rank with its head in chunks, which it must have."""
+def _runs(
+    split: ModelGraph, chunk_bytes: int | None, obstacles: dict[str, str]
+) -> Iterator[tuple[ModelGraph, cases.Runner]]:
+    """The model of a rank, and what runs it: autograd, then joint graphs."""
+    for own in _in_chunks(split, chunk_bytes):
+        yield own, cases.run_graph
+        yield own, _joint_runner(own.segments, obstacles)
+
+
+def _in_chunks(split: ModelGraph, chunk_bytes: int | None) -> Iterator[ModelGraph]:
+    """The model of a rank with its head in chunks, which it must have, in two passes and in one."""
     if chunk_bytes is None:
-        return split
-    made = [in_chunks(segment.graph, chunk_bytes) for segment in split.segments]
-    assert any(made)
-    pairs = zip(split.segments, made, strict=True)
-    return replace(split, segments=tuple(replace(s, graph=g or s.graph) for s, g in pairs))
+        yield split
+        return
+    for one_pass in (False, True):
+        made = [in_chunks(segment.graph, chunk_bytes, one_pass) for segment in split.segments]
+        assert any(made)
+        pairs = zip(split.segments, made, strict=True)
+        yield replace(split, segments=tuple(replace(s, graph=g or s.graph) for s, g in pairs))
 
 
 def _num_calls(split: ModelGraph) -> dict[str, int]:

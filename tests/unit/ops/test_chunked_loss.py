@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from merak.core.storages import Storages
-from merak.ops.chunked_loss import ChunkedHead, chunk_gradients, chunk_losses, chunked_cross_entropy
+from merak.ops.chunked_loss import (
+    ChunkedHead,
+    chunk_gradients,
+    chunk_losses,
+    chunk_losses_and_gradients,
+    chunked_cross_entropy,
+    scale_gradients,
+)
 
 ROWS, HIDDEN, CLASSES = 13, 8, 23
 WHOLE = (1, CLASSES, "")
@@ -19,8 +26,8 @@ CAPPED = (("div", 30.0), ("tanh", None), ("mul", 30.0))
 STEPS = ((), CAPPED, (("tanh", None),), (("mul", 0.5), ("add", 1.0)))
 
 
-def head(steps: Any = (), smoothing: float = 0.0, rows: int = 4) -> ChunkedHead:
-    return ChunkedHead(steps, -100, smoothing, WHOLE, rows)
+def head(steps: Any = (), smoothing: float = 0.0, one_pass: bool = False) -> ChunkedHead:
+    return ChunkedHead(steps, -100, smoothing, WHOLE, 4, one_pass)
 
 
 def tensors(dtype: torch.dtype, is_ignored: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -51,8 +58,8 @@ def test_losses_and_gradients_are_those_of_all_logits(
 ) -> None:
     names = ("none", "mean", "sum")
     weighs = torch.linspace(0.5, 1.5, CLASSES, dtype=torch.float64)
-    for reduction, smoothing, is_weighted, is_ignored in itertools.product(
-        range(3), (0.0, 0.1), (False, True), (False, True)
+    for one_pass, reduction, smoothing, is_weighted, is_ignored in itertools.product(
+        (False, True), range(3), (0.0, 0.1), (False, True), (False, True)
     ):
         read, target = tensors(dtype, is_ignored)
         weight = weighs if is_weighted else None
@@ -60,34 +67,38 @@ def test_losses_and_gradients_are_those_of_all_logits(
         expected = whole(read, target, steps, **how)
         gradient = torch.linspace(0.5, 1.5, expected.numel()).view(expected.shape)
         given = None if weight is None else weight.to(torch.promote_types(dtype, torch.float32))
-        found = chunked_cross_entropy(*read, target, given, reduction, head(steps, smoothing))
+        own = head(steps, smoothing, one_pass)
+        found = chunked_cross_entropy(*read, target, given, reduction, own)
         pairs = zip(
             (found, *torch.autograd.grad(found, read, gradient.to(found.dtype))),
             (expected, *torch.autograd.grad(expected, read, gradient.double())),
             strict=True,
         )
-        for own, other in pairs:
-            assert float((own.double() - other).detach().norm() / other.detach().norm()) < within
+        for one, other in pairs:
+            assert float((one.double() - other).detach().norm() / other.detach().norm()) < within
 
 
+@pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(
     "wanted", [w for w in itertools.product((False, True), repeat=3) if any(w)]
 )
-def test_frozen_tensors_get_no_gradient(wanted: tuple[bool, bool, bool]) -> None:
+def test_frozen_tensors_get_no_gradient(wanted: tuple[bool, bool, bool], one_pass: bool) -> None:
     read, target = tensors(torch.float64, is_ignored=False)
     for tensor, is_wanted in zip(read, wanted, strict=True):
         tensor.requires_grad_(is_wanted)
     trained = [tensor for tensor in read if tensor.requires_grad]
-    found = chunked_cross_entropy(*read, target, None, 1, head())
+    found = chunked_cross_entropy(*read, target, None, 1, head(one_pass=one_pass))
     expected = whole(read, target, ())
     pairs = zip(*(torch.autograd.grad(one, trained) for one in (found, expected)), strict=True)
     for own, other in pairs:
         torch.testing.assert_close(own, other)
 
 
-def test_a_batch_without_a_label_has_a_sum_of_zero() -> None:
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_a_batch_without_a_label_has_a_sum_of_zero(one_pass: bool) -> None:
     read, target = tensors(torch.float32, is_ignored=False)
-    loss = chunked_cross_entropy(*read, torch.full_like(target, -100), None, 2, head())
+    own = head(one_pass=one_pass)
+    loss = chunked_cross_entropy(*read, torch.full_like(target, -100), None, 2, own)
     assert loss == 0
     assert not any(gradient.any() for gradient in torch.autograd.grad(loss, read))
 
@@ -111,18 +122,32 @@ def test_ignored_rows_are_left_out_before_the_product(monkeypatch: pytest.Monkey
     read, target = tensors(torch.float32, is_ignored=True)
     chunked_cross_entropy(*read, target, None, 1, head()).backward()
     assert rows == [4, 4, 4, 4]  # eight rows in two chunks, forward and backward
+    rows.clear()
+    loss = chunked_cross_entropy(*read, target, None, 1, head(one_pass=True))
+    assert rows == [4, 4]
+    loss.backward()
+    assert rows == [4, 4]
 
 
-def test_sums_over_chunks_are_not_rounded() -> None:
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_sums_over_chunks_are_not_rounded(one_pass: bool) -> None:
     """A sum in bfloat16 would stop to grow where a chunk's part is below its last digit."""
     num_rows = 1024
     x = torch.ones(num_rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     target = torch.zeros(num_rows, dtype=torch.int64)
-    how = ChunkedHead((), -100, 0.0, (1, 2, ""), 1)
+    how = ChunkedHead((), -100, 0.0, (1, 2, ""), 1, one_pass)
     chunked_cross_entropy(x, weight, None, target, None, 2, how).backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [[-num_rows / 2], [num_rows / 2]]
+
+
+def test_a_scaled_gradient_is_rounded_once() -> None:
+    """In bfloat16, a third itself would be too small by a sixth of a percent, for all rows."""
+    gradient = torch.full((8, 4), 3.0, dtype=torch.bfloat16)
+    (found,) = scale_gradients(torch.tensor(1 / 3), 3, gradient)
+    assert found is gradient
+    assert (found == 1).all()
 
 
 @pytest.mark.parametrize("steps", [(), CAPPED], ids=["plain", "capped"])
@@ -146,4 +171,9 @@ def test_memory_beyond_gradients_is_that_of_two_chunks(
         with Storages((x, weight, target, rows)) as back:
             results = chunk_gradients(rows, *read, rows, (True, True, False), *how)
         assert back.peak_bytes < sum(one.nbytes for one in results) + 2 * chunk_bytes
+        with Storages((x, weight, target, rows)) as both:
+            results = chunk_losses_and_gradients(*read, (True, True, False), *how)
+            made = sum(one.nbytes for one in results)
+            scale_gradients(torch.ones(()), how.rows, *results[1:])
+        assert both.peak_bytes < made + 2 * chunk_bytes
     assert 2 * chunk_bytes < num_rows * num_classes * 4

@@ -14,7 +14,7 @@ from torch import fx
 from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import draws, family
 from merak.graph.joint.derive import JointError, JointGraph, Layout, number_at
-from merak.ops.chunked_loss import chunk_gradients
+from merak.ops.chunked_loss import chunk_gradients, scale_gradients
 from merak.ops.linear import sent_by
 
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def has_effect(node: fx.Node) -> bool:
 def _leave_unrounded(joint: JointGraph) -> None:
     """Give gradients of weights that are summed over chunks as they are; autograd rounds them."""
     for call in joint.graph.nodes:
-        if family(call.target) != chunk_gradients.__name__:
+        if family(call.target) not in (chunk_gradients.__name__, scale_gradients.__name__):
             continue
         for gradient in call.users:
             for rounded in list(gradient.users):

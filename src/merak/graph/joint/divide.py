@@ -64,6 +64,7 @@ def divide(
         fuses: whether elementwise operators are fused, and run again where that saves bytes.
     """
     calls = [node for node in joint.graph.nodes if node.op == "call_function"]
+    calls = [node for node in calls if not node.meta.get("is_added")]  # by another division
     forward = [node for node in calls if not node.meta["is_backward"]]
     backward = [node for node in calls if node.meta["is_backward"]]
     read = [n for node in backward for n in node.all_input_nodes] + list(joint.gradients.values())

@@ -118,11 +118,12 @@ def parts_of(joint: JointGraph, division: Division) -> Parts[PartNodes]:
     )
     held = (*(joint.arguments[number] for number in weight_reads), *division.held)
     arguments, outputs, again = tuple(joint.arguments), joint.outputs, division.recomputation
+    first = tuple(again.instead.get(node, node) for node in (*outputs, *again.kept))
     weights = PartNodes(held, division.weights, (), _accumulated(joint, later))
     return Parts(
         given=joint.given,
         forward=PartNodes(arguments, division.forward, (*outputs, *division.saved)),
-        plain=PartNodes(arguments, again.first, (*outputs, *again.kept)),
+        plain=PartNodes(arguments, again.first, first),
         recompute=PartNodes((*arguments, *again.kept), again.nodes, division.saved),
         backward=PartNodes(given, division.backward, results, _accumulated(joint, now)),
         weights=weights if later else None,

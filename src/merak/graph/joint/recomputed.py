@@ -8,16 +8,17 @@ were kept.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from merak.core.random import random_state, restore_random_state
 from merak.graph.ir.mutation import mutated_arguments
-from merak.graph.ir.operators import draws
+from merak.graph.ir.operators import draws, family
 from merak.graph.joint.clean import is_view
 from merak.ops import sharded_dropout
+from merak.ops.chunked_loss import chunk_losses, chunk_losses_and_gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class Recomputation:
         first: operators of the first run, in order, with what notes the generator's state.
         nodes: operators of the second, in order, with what restores that state.
         kept: values that the first run gives the second.
+        instead: by node of the forward, the one that the first run has in its place.
     """
 
     first: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
     kept: tuple[fx.Node, ...]
+    instead: Mapping[fx.Node, fx.Node]
 
 
 def find_recomputed(
@@ -61,11 +64,50 @@ def find_recomputed(
             left_out = _draws_before_the_last(forward, found)
             waiting += [draw for draw in left_out if not _is_kept_draw(draw, kept)]
     states = {draw: _state_behind(draw) for draw in _draws_before_the_last(forward, found)}
+    instead, unread = _losses_alone(forward)
     return Recomputation(
-        tuple(n for node in forward for n in (node, *states.get(node, ())[:1])),
+        tuple(
+            n
+            for node in forward
+            if node not in unread
+            for n in (instead.get(node, node), *states.get(node, ())[:1])
+        ),
         tuple(n for node in forward for n in _second(node, found, states)),
         (*(node for node in forward if node in kept), *(note for note, _ in states.values())),
+        instead,
     )
+
+
+def _losses_alone(forward: Sequence[fx.Node]) -> tuple[dict[fx.Node, fx.Node], set[fx.Node]]:
+    """What a first run has of a head that makes its gradients in one pass: the losses alone.
+
+    Args:
+        forward: its operators, in order.
+
+    Returns:
+        By node, the one in its place; and the gradients, which the first run does not make.
+    """
+    instead: dict[fx.Node, fx.Node] = {}
+    unread: set[fx.Node] = set()
+    for node in forward:
+        graph = node.graph
+        with graph.inserting_before(graph.output_node()):
+            if family(node.target) == chunk_losses_and_gradients.__name__:
+                losses, *gradients = node.users
+                unread.update(gradients)
+                args = (*node.args[:6], *node.args[7:])  # but for the gradients that are wanted
+                own = graph.call_function(chunk_losses.__wrapped__, args)  # type: ignore[attr-defined]
+                made = losses.meta["layout"]
+                spared = sum(user.meta["layout"].storage_bytes for user in gradients)
+                taken = {"taken_bytes": node.meta["taken_bytes"] - spared}
+                own.meta = {**node.meta, **taken, "results": {made.storage: made.storage_bytes}}
+            elif node not in unread and not instead.keys().isdisjoint(node.all_input_nodes):
+                own = graph.node_copy(node, lambda read: instead.get(read, read))
+            else:
+                continue
+        own.meta["is_added"] = True
+        instead[node] = own
+    return instead, unread
 
 
 def results_to_keep(forward: Sequence[fx.Node], keeps: Collection[str]) -> list[fx.Node]:
@@ -120,7 +162,7 @@ def _state_behind(draw: fx.Node) -> tuple[fx.Node, fx.Node]:
         note = draw.graph.call_function(random_state, (device,))
         restored = draw.graph.call_function(restore_random_state, (device, note))
     for node in (note, restored):
-        node.meta = {"layout": None, "is_backward": False, "origin": ""}
+        node.meta = {"layout": None, "is_backward": False, "origin": "", "is_added": True}
     return note, restored
 
 

@@ -354,7 +354,8 @@ def _in_chunks(forecast: Forecast) -> Forecast | None:
     if all(in_chunks(graph, chunk_bytes) is None for graph in graphs):
         return None
     options = replace(forecast.options, loss_chunk_bytes=chunk_bytes)
-    rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), chunk_bytes)
+    one_pass = forecast.layout.schedule.holds_one_at_end
+    rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), chunk_bytes, one_pass)
     return replace(forecast, options=options, rewrite=rewrite, local=None)
 
 

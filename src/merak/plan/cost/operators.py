@@ -37,6 +37,7 @@ from merak.graph.ir.operators import (
     room_for_documents,
 )
 from merak.graph.trace.opaque.operator import cost_of
+from merak.ops.chunked_loss import ChunkedHead
 from merak.ops.sharded_dropout import dropout_sharded
 from merak.plan.cost.efficiency import AttentionShape, ProductShape
 
@@ -516,22 +517,43 @@ def _causal_fraction(num_queries: int, num_keys: int) -> float:
 
 def _chunked_loss(node: fx.Node, _: str) -> NodeWork:
     """A head and its loss in chunks, as a function of a segment."""
-    head = node.args[-1] if isinstance(node.args[-1], tuple) else node.args[-2]
-    rows = head[-1]  # type: ignore[index]
-    product, losses, gradients = _chunk_works(node.args[0], node.args[1], rows)
+    how: Any = node.args[-1] if isinstance(node.args[-1], tuple) else node.args[-2]
+    head = ChunkedHead(*how)
+    hidden: Any = node.args[0]
+    weight: Any = node.args[1]
+    product, losses, gradients = _chunk_works(hidden, weight, head.rows)
+    if head.one_pass:
+        gradients = _without_exponentials(gradients)
+        scaled = Work(2 * _num_bytes(*outputs(hidden), *outputs(weight)))
+        return NodeWork((*[product] * 3, losses, gradients), (scaled,))
     return NodeWork((product, losses), (*[product] * 3, gradients))
 
 
 def _chunk_losses(node: fx.Node, _: str) -> NodeWork:
-    return NodeWork(_chunk_works(node.args[0], node.args[1], node.args[-1])[:2])
+    rows = ChunkedHead.last_of(node.args).rows
+    return NodeWork(_chunk_works(node.args[0], node.args[1], rows)[:2])
+
+
+def _chunk_losses_and_gradients(node: fx.Node, _: str) -> NodeWork:
+    """The logits, their losses, and two products with their gradients, of as many as are wanted."""
+    rows = ChunkedHead.last_of(node.args).rows
+    wanted: Any = node.args[6]
+    product, losses, gradients = _chunk_works(node.args[0], node.args[1], rows)
+    works = (losses, _without_exponentials(gradients), Work(2 * _num_bytes(*outputs(node))))
+    return NodeWork((*[product] * (1 + sum(wanted[:2])), *works))
 
 
 def _chunk_gradients(node: fx.Node, _: str) -> NodeWork:
     """The logits once more, and two products with their gradients, of as many as are wanted."""
-    product, _losses, gradients = _chunk_works(node.args[1], node.args[2], node.args[-1])
+    rows = ChunkedHead.last_of(node.args).rows
+    product, _losses, gradients = _chunk_works(node.args[1], node.args[2], rows)
     wanted: Any = node.args[8]
     sums = Work(2 * sum(_num_bytes(*outputs(user)) for user in node.users))
     return NodeWork((*[product] * (1 + sum(wanted[:2])), gradients, sums))
+
+
+def _scaled(node: fx.Node, _: str) -> NodeWork:
+    return NodeWork((Work(2 * _num_bytes(*outputs(node)), kernels=len(node.args) - 2),))
 
 
 def _chunk_works(hidden: Any, weight: Any, rows: Any) -> tuple[Work, Work, Work]:
@@ -548,6 +570,13 @@ def _chunk_works(hidden: Any, weight: Any, rows: Any) -> tuple[Work, Work, Work]
     losses = Work(count * (size + 24.0), functions=count, kernels=5 * chunks)
     gradients = Work(count * (2 * size + 32.0), functions=count, kernels=6 * chunks)
     return product, losses, gradients
+
+
+def _without_exponentials(gradients: Work) -> Work:
+    """The passes that make gradients of logits where their exponentials are there: half of them."""
+    return replace(
+        gradients, num_bytes=gradients.num_bytes / 2, functions=0, kernels=gradients.kernels // 2
+    )
 
 
 def _opaque_call(node: fx.Node, _: str) -> NodeWork:
@@ -656,6 +685,8 @@ _KERNELS = _table(
     (("chunked_cross_entropy", "chunked_token_cross_entropy"), _Kernels(_chunked_loss, False)),
     (("chunk_losses",), _Kernels(_chunk_losses, False)),
     (("chunk_gradients",), _Kernels(_chunk_gradients, False)),
+    (("chunk_losses_and_gradients",), _Kernels(_chunk_losses_and_gradients, False)),
+    (("scale_gradients",), _Kernels(_scaled, False)),
     # Statistics first; the weight's gradient is a second pass.
     (("batch_norm",), _Kernels(passes=(1, 2))),
     (("layer_norm",), _Kernels(passes=(0, 2))),

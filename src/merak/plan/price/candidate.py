@@ -26,6 +26,7 @@ class Form:
         cp: context parallel degree.
         ep: expert parallel degree.
         dp: data parallel degree, where the model meets other replicas; None where that is open.
+        one_pass: whether a head in chunks makes its gradients in the forward.
     """
 
     microbatch: int
@@ -34,6 +35,7 @@ class Form:
     cp: int = 1
     ep: int = 1
     dp: int | None = None
+    one_pass: bool = True
 
     @property
     def spreads_experts(self) -> bool:

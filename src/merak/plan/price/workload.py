@@ -183,10 +183,14 @@ class Workload:
 
         Raises:
             TraceError: the model cannot be traced.
+            ScheduleError: the schedule is not defined for these counts.
         """
         graph = partial(self.graph, candidate.microbatch)
         meets = self.once("meets replicas", lambda: meets_replicas(graph()))
-        return replace(candidate.form, dp=candidate.dp) if meets else candidate.form
+        form = replace(candidate.form, dp=candidate.dp) if meets else candidate.form
+        if self.common.loss_chunk_bytes is None:
+            return form
+        return replace(form, one_pass=candidate.traits.holds_one_at_end)
 
     def mesh(self, form: Form) -> Mesh:
         """The mesh of a rank that runs graphs of a form, which are only planned.
@@ -269,7 +273,7 @@ class Workload:
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
             capacity = self.common.expert_capacity
             experts = with_experts(graph, tensor, context, form.ep, capacity)
-            return with_chunked_loss(experts, self.common.loss_chunk_bytes)
+            return with_chunked_loss(experts, self.common.loss_chunk_bytes, form.one_pass)
 
         return self.once(("rewrite", form), made)
 
@@ -277,12 +281,12 @@ class Workload:
         """Sharding of the model's weights over tensor parallel ranks.
 
         Args:
-            form: as of `local_graph`; cp does not matter.
+            form: as of `local_graph`; cp and one_pass do not matter.
 
         Raises:
             ShardError: the degrees do not fit the model.
         """
-        form = replace(form, cp=1)
+        form = replace(form, cp=1, one_pass=True)
         if form not in self._parallel:
             if form.sequence_parallel:  # of the same weights
                 whole = self.tensor_rewrite(replace(form, sequence_parallel=False))
