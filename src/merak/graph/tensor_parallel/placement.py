@@ -277,10 +277,11 @@ class Operator:
         )
 
 
-def _argument_names(target: Any) -> list[str]:
+@cache
+def _argument_names(target: Any) -> tuple[str, ...]:
     if isinstance(target, torch._ops.OpOverload):
-        return [argument.name for argument in target._schema.arguments]
-    return list(inspect.signature(target).parameters)
+        return tuple(argument.name for argument in target._schema.arguments)
+    return tuple(inspect.signature(target).parameters)
 
 
 def where(node: fx.Node) -> str:
@@ -353,11 +354,11 @@ _OPAQUE = (Role.OPAQUE_CALL, Role.AUTOGRAD_FUNCTION)
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """An operator's argument by its name in the schema, or in a function's signature."""
-    for i, known in enumerate(_argument_names(node.target)):
-        if known != name:
-            continue
-        return node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
-    return default
+    names = _argument_names(node.target)
+    if name not in names:
+        return default
+    place = names.index(name)
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
 
 
 @cache

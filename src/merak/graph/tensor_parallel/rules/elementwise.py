@@ -30,6 +30,8 @@ from merak.ops.sharded_dropout import dropout_sharded
 
 aten = torch.ops.aten
 
+_FILLS = FILLS_NEW | FILLS_SHAPE
+
 
 def is_elementwise(target: Any) -> bool:
     """Whether torch tags an operator as pointwise, and it is no draw and has torch's backward."""
@@ -118,7 +120,7 @@ def as_written(op: Operator) -> Decision | None:
     A tensor that is filled slice by slice, as of keys with a rotary part, holds nothing before: it
     may lie as its slices need it.
     """
-    if family(op.node.target) not in FILLS_NEW | FILLS_SHAPE:
+    if family(op.node.target) not in _FILLS:
         return None
     placed = set(_written(op))
     if len(placed) != 1:

@@ -99,11 +99,8 @@ def _is_precise(node: fx.Node, sums: list[fx.Node]) -> bool:
     for meta in (*(n.meta.get("tensor") for n in sums), *results):
         if not isinstance(meta, TensorMeta) or not meta.dtype.is_floating_point:
             return False
-    return all(
-        torch.promote_types(n.meta["tensor"].dtype, result.dtype) == result.dtype
-        for n in sums
-        for result in results
-    )
+    pairs = {(n.meta["tensor"].dtype, result.dtype) for n in sums for result in results}
+    return all(own == made or torch.promote_types(own, made) == made for own, made in pairs)
 
 
 def _may_write(op: Operator, terms: list[fx.Node]) -> bool:

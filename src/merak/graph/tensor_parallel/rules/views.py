@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -119,10 +120,18 @@ def transpose(op: Operator) -> Decision:
     The operator itself tells where the sharded dim goes.
     """
     (operand, placed), *_ = op.sharded().items()
-    marked = torch.empty([1 + (d == placed.dim) for d in range(len(shape_of(operand)))])
-    target: Any = op.node.target
-    moved = target(marked, *op.node.args[1:], **op.node.kwargs)
-    return Decision(Shard(moved.shape.index(2), placed.parts, placed.origin))
+    node, num_dims = op.node, len(shape_of(operand))
+    kwargs = tuple(node.kwargs.items())
+    moved = _moved(node.target, node.args[1:], kwargs, placed.dim, num_dims)
+    return Decision(Shard(moved, placed.parts, placed.origin))
+
+
+@lru_cache(maxsize=4096)  # a search asks for each of its many assignments
+def _moved(target: Any, args: Any, kwargs: Any, dim: int, num_dims: int) -> int:
+    """Where an operator puts a dim of its operand."""
+    marked = torch.empty([1 + (d == dim) for d in range(num_dims)])
+    shape: torch.Size = target(marked, *args, **dict(kwargs)).shape
+    return shape.index(2)
 
 
 def pairs(op: Operator) -> Decision:

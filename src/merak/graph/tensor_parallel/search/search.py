@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import sympy  # type: ignore[import-untyped]
@@ -58,6 +59,7 @@ from merak.graph.tensor_parallel.search.segment_facts import (
 )
 
 Assignment = Mapping[str, Placement]
+_Layout = tuple[frozenset[tuple[str, Placement]], frozenset[fx.Node]]
 
 SAVED_PER_BLOCK = 4.0
 """Gain of splitting all weights of a block, in collectives of a whole activation."""
@@ -136,7 +138,7 @@ class Search:
         self._above = ancestors(self.graph)
         self._place = {node: i for i, node in enumerate(self.graph.nodes)}
         self._values = gradient_sources(self.graph, self._place)
-        self._by_itself: dict[tuple[str, Placement], Propagation | None] = {}
+        self._layouts: dict[_Layout, Propagation | None] = {}
         self._splits: dict[str, tuple[Shard | PartlySharded, ...]] = {}
 
     def _gemm_shares(self, tokens: int) -> dict[str, float]:
@@ -296,7 +298,7 @@ class Search:
             sizes = enumerate(self.shapes[name])
             like = [replace(need, dim=dim) for dim, n in sizes if n == sum(need.parts)]
             for split in (*self.splits(name), *like):
-                layout = self.by_itself(name, split)
+                layout = self.propagate({name: split})
                 if layout is not None and layout.placements[node] == need:
                     found[name] = replace(split, origin=name)
                     break
@@ -390,20 +392,17 @@ class Search:
             return None
         return replace(split, copies=self.degree // number)
 
-    def by_itself(self, name: str, placed: Placement) -> Propagation | None:
-        """Propagation of one sharded weight."""
-        if (name, placed) not in self._by_itself:
-            self._by_itself[name, placed] = self.propagate({name: placed})
-        return self._by_itself[name, placed]
-
     def propagate(
         self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()
     ) -> Propagation | None:
-        """Propagation of an assignment; None if there is none."""
-        try:
-            return propagate(self.graph, weights, self.degree, decide_or_gather, inside)
-        except ShardError:
-            return None
+        """Propagation of an assignment, followed once; None if there is none."""
+        key = frozenset(weights.items()), inside
+        if key not in self._layouts:
+            layout = None
+            with suppress(ShardError):
+                layout = propagate(self.graph, weights, self.degree, decide_or_gather, inside)
+            self._layouts[key] = layout
+        return self._layouts[key]
 
     def judge(self, weights: Assignment, inside: frozenset[fx.Node] = frozenset()) -> Found | None:
         """Cost of an assignment, in collectives of a full activation."""

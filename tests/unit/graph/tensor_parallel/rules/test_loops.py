@@ -39,6 +39,11 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MOST_PASSES", 9)
 
 
+@pytest.fixture(autouse=True)
+def shared_findings() -> None:
+    """None: how many tokens are looked at is changed."""
+
+
 def look_at_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at fewer tokens than there are, as of long loops."""
     monkeypatch.setattr("merak.graph.tensor_parallel.rules.loops.FEW_KERNELS", 0)

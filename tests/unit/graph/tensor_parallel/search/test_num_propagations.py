@@ -10,8 +10,13 @@ from merak.graph.tensor_parallel import propagate
 from merak.graph.tensor_parallel.apply import auto_tensor_parallel
 from tests.unit.graph import tensor_parallel_cases as cases
 
-MOST = 500
-"""Of one segment. Those of Mamba, longer than most, have about 400."""
+MOST = 250
+"""Of one segment. Those of Mamba, longer than most, have about 215."""
+
+
+@pytest.fixture(autouse=True)
+def shared_findings() -> None:
+    """None: what is found is counted."""
 
 
 def propagations(num_layers: int, patch: pytest.MonkeyPatch) -> list[int]:
@@ -34,6 +39,6 @@ def propagations(num_layers: int, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_equal_blocks_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (propagations(n, monkeypatch) for n in (3, 4))
+    few, many = (propagations(n, monkeypatch) for n in (2, 3))
     assert few == many
     assert max(few) <= MOST

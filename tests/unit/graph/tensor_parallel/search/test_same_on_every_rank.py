@@ -20,6 +20,11 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from tests.zoo.plain.models import BY_NAME, case_of
 
 
+@pytest.fixture(autouse=True)
+def shared_findings() -> None:
+    """None: each rank searches."""
+
+
 def traced(name: str, folder: Path) -> ModelGraph:
     job = Job(case_of(BY_NAME[name]), options=CheckOptions(microbatch=4))
     return build_graph(job.source(torch.device("cpu"), folder), job.sample(), training=True)
