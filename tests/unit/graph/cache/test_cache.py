@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,6 +62,22 @@ def is_known(folder: Path, *, columns: Any = ROWS, training: bool = True, **sour
     return build_timed(GraphSource(**made, cache_dir=folder), columns, training=training).cached
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trace."""
+    folder = tmp_path_factory.mktemp("stored")
+    assert not is_known(folder)
+    return folder
+
+
+@pytest.fixture
+def entry(stored: Path, tmp_path: Path) -> Path:
+    """The file of that trace, in the folder of a test."""
+    shutil.copytree(stored, tmp_path, dirs_exist_ok=True)
+    (found,) = tmp_path.glob("*.graph")
+    return found
+
+
 def test_an_equal_model_is_found(tmp_path: Path) -> None:
     assert not is_known(tmp_path)
     assert is_known(tmp_path)
@@ -108,17 +125,17 @@ def test_other_weights_are_found(tmp_path: Path) -> None:
     ],
     ids=["attribute", "shape", "column", "mode", "loss", "partial", "closure"],
 )
+@pytest.mark.usefixtures("entry")
 def test_a_changed_source_is_not_found(tmp_path: Path, changed: dict[str, Any]) -> None:
-    is_known(tmp_path)
     source = {"loss_fn": loss} | changed
     assert not is_known(tmp_path, **source)
     assert is_known(tmp_path, **source)
 
 
+@pytest.mark.usefixtures("entry")
 def test_a_version_of_torch_is_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_known(tmp_path)
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert not is_known(tmp_path)
 
@@ -149,10 +166,8 @@ HEAD = '{"metas": [], "tensors": [], "values": {"sources": {"dict": []}, "graph"
     ids=["empty", "garbage", "no JSON", "without graph", "number", "half"],
 )  # fmt: skip
 def test_a_damaged_entry_is_made_anew(
-    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
     entry.write_bytes(content)
     assert not is_known(tmp_path)
     assert caplog.text.count(f"{entry} cannot be read") == 1
@@ -198,11 +213,9 @@ def test_a_planted_pickle_runs_nothing(tmp_path: Path, caplog: pytest.LogCapture
     ],
 )
 def test_a_planted_name_is_never_called(
-    tmp_path: Path, written: str, planted: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: Path, written: str, planted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Names of functions and classes are looked up among what holds data and computes tensors."""
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
     text = load(entry.read_bytes())["values"].numpy().tobytes().decode()
     assert f'"{written}"' in text
     entry.write_bytes(file_of(text.replace(f'"{written}"', f'"{planted}"')))
@@ -251,10 +264,8 @@ def test_the_folder_and_its_files_are_the_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_file_that_others_may_write_is_made_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
     entry.chmod(0o620)
     assert not is_known(tmp_path)
     assert "may be written by other users (mode 620)" in caplog.text
@@ -262,10 +273,8 @@ def test_a_file_that_others_may_write_is_made_anew(
 
 
 def test_a_file_of_another_user_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
     os.chown(entry, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(
         private.os, "getuid", lambda: os.stat(entry).st_uid + 1
     )
@@ -273,18 +282,14 @@ def test_a_file_of_another_user_is_made_anew(
     assert "belongs to another user" in caplog.text
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_stop_the_job(tmp_path: Path) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
+def test_a_pipe_in_the_place_of_a_file_does_not_stop_the_job(tmp_path: Path, entry: Path) -> None:
     entry.unlink()
     os.mkfifo(entry)
     assert not is_known(tmp_path)
     assert is_known(tmp_path)
 
 
-def test_a_cut_off_entry_is_made_anew(tmp_path: Path) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
+def test_a_cut_off_entry_is_made_anew(tmp_path: Path, entry: Path) -> None:
     entry.write_bytes(entry.read_bytes()[:-100])
     assert not is_known(tmp_path)
     assert is_known(tmp_path)
@@ -295,10 +300,8 @@ def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_damaged_entry_is_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, entry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    is_known(tmp_path)
-    (entry,) = tmp_path.glob("*.graph")
     entry.write_bytes(b"no graph")
     assert not is_known(tmp_path)  # looked at before it is locked and after
     assert is_known(tmp_path)
@@ -370,8 +373,8 @@ def test_a_folder_of_no_use_is_warned_of_once(
     assert f"{folder} cannot be used for traced models (" in told
 
 
+@pytest.mark.usefixtures("entry")
 def test_a_read_only_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_known(tmp_path)
     _is_read_only(tmp_path / "other", monkeypatch)
     assert is_known(tmp_path)
 
