@@ -19,8 +19,9 @@ DEPTH = {
     "t5": "num_layers",
     "bart": "encoder_layers decoder_layers",
 }
-FAST = ("llama", "mixtral")
+FAST = ("llama",)
 SLOW = (
+    "mixtral",
     "gpt_neox",
     "bloom",
     "opt",

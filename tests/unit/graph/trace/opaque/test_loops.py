@@ -126,7 +126,7 @@ class Recurrent(nn.Module):
 class Model(nn.Module):
     """Blocks, a head and a loss."""
 
-    def __init__(self, block: type[nn.Module], num_blocks: int = 3) -> None:
+    def __init__(self, block: type[nn.Module], num_blocks: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
         self.head = nn.Linear(SIZE, 5)
@@ -197,12 +197,12 @@ def test_a_function_that_loops_is_one_operator_however_long_the_sequence(
 ) -> None:
     model = Model(block)
     graph = built(model, LONG)
-    assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
+    assert num_nodes(graph) == num_nodes(built(model, 2 * LONG))
     calls = opaque_calls(graph)
-    assert len(calls) == 3
+    assert len(calls) == 2
     assert all(is_function(call.ref.path) and not call.states for call in calls)
     # Its weights are no part of it: they are split and gathered as those of any other block.
-    assert len(graph.segments) > 3
+    assert len(graph.segments) > 2
     check(model, graph, LONG)
 
 
@@ -210,7 +210,7 @@ def test_a_short_loop_is_written_out() -> None:
     model = Model(Mixer)
     graph = built(model, MOST)
     assert not opaque_calls(graph)
-    assert num_nodes(graph) > 3 * MOST
+    assert num_nodes(graph) > 2 * MOST
 
 
 def test_short_loops_of_many_layers_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_module_is_opaque_where_no_function_can_be(block: type[nn.Module]) -> 
     model = Model(block)
     graph = built(model, LONG)
     assert {call.class_name for call in opaque_calls(graph)} == {block.__name__}
-    assert num_nodes(graph) == num_nodes(built(model, 3 * LONG))
+    assert num_nodes(graph) == num_nodes(built(model, 2 * LONG))
     check(model, graph, LONG)
 
 
@@ -275,7 +275,7 @@ def test_a_loop_of_the_model_itself_is_written_out_with_a_warning(
 def test_a_longer_one_is_refused_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "MOST_OPERATORS", 40)
     with pytest.raises(TraceError, match="put the loop into the forward of a module of its own"):
-        built(TopLevel(), 3 * LONG)
+        built(TopLevel(), 2 * LONG)
 
 
 def test_a_module_of_most_of_the_model_is_opaque_only_where_the_loop_is_too_long(
@@ -284,9 +284,9 @@ def test_a_module_of_most_of_the_model_is_opaque_only_where_the_loop_is_too_long
     model = Model(Recurrent, 1)
     assert not opaque_calls(built(model, LONG))
     monkeypatch.setattr(loops, "MOST_OPERATORS", 40)
-    graph = built(model, 3 * LONG)
+    graph = built(model, 2 * LONG)
     assert len(opaque_calls(graph)) == 1
-    check(model, graph, 3 * LONG)
+    check(model, graph, 2 * LONG)
 
 
 def test_the_memory_that_it_keeps_is_forecast() -> None:
