@@ -130,6 +130,7 @@ def _package(module: str) -> str:
     return module.partition(".")[0]
 
 
+@cache
 def _own_sources() -> str:
     folder = Path(__file__).parents[1]
     return "".join(file_hash(str(path)) for path in sorted(folder.rglob("*.py")))

@@ -234,7 +234,7 @@ def build_timed(
     start = time.perf_counter()
     seconds = [0.0]
 
-    def make() -> Made:
+    def make() -> tuple[ModelGraph, Trace]:
         traced = trace_source(source, columns, copies_blocks)
         source.leaves |= traced.leaves
         traced_at = time.perf_counter()
@@ -243,10 +243,13 @@ def build_timed(
         if training:
             _check_loss(source.model, graph)
         seconds[0] = time.perf_counter() - traced_at
+        return graph, traced
+
+    def make_stored() -> Made:
+        graph, traced = make()
         # What is warned of is warned of again in the next run, and on rank 0 whoever is first.
-        files = traced.sources | loaded_sources(source.model)
         is_of_one_run = traced.is_warned_of or traced.leaves or traced.is_of_replica
-        return graph, None if is_of_one_run else files
+        return graph, None if is_of_one_run else traced.sources | loaded_sources(source.model)
 
     with as_traced(source, training), phase("tracing the model"), paused_collector():
         has_objects = any(meta.dtype is OBJECTS for meta in columns.values())
@@ -256,7 +259,7 @@ def build_timed(
         if folder is None or not key:
             graph, known = make()[0], False
         else:
-            graph, known = cached(folder, key, make, partial(_adopt, source.model))
+            graph, known = cached(folder, key, make_stored, partial(_adopt, source.model))
     total = time.perf_counter() - start
     return BuiltGraph(graph, known, total - seconds[0], seconds[0])
 

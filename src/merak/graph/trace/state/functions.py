@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -191,14 +191,23 @@ def _called(function: types.FunctionType, value: Any) -> list[types.FunctionType
 
 def _names(code: types.CodeType, *operations: str) -> Iterator[tuple[str, str]]:
     """Names that code reads by some operations, with the line of each."""
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = instruction.starts_line or line
-        if instruction.opname in operations:
-            yield str(instruction.argval), f"{code.co_filename}:{line}"
+    for operation, name, line in _operations(code, code.co_filename):
+        if operation in operations:
+            yield name, line
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant, *operations)
+
+
+@lru_cache(maxsize=4096)  # every trace asks for the same code
+def _operations(code: types.CodeType, file: str) -> tuple[tuple[str, str, str], ...]:
+    """Operations that load, store or delete in the code of a file, each with its name and line."""
+    line, found = code.co_firstlineno, []
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line
+        if instruction.opname.startswith(("LOAD_", "STORE_", "DELETE_")):
+            found.append((instruction.opname, str(instruction.argval), f"{file}:{line}"))
+    return tuple(found)
 
 
 def _global_reads(function: types.FunctionType, name: str, line: str) -> Iterator[StateRead]:
