@@ -90,11 +90,10 @@ def t5(layers: int, **own: Any) -> nn.Module:
         d_kv=8,
         num_layers=layers,
         num_heads=2,
-        dropout_rate=0.0,
         use_cache=False,
         decoder_start_token_id=0,
         pad_token_id=0,
-        **own,
+        **{"dropout_rate": 0.0} | own,
     )
     return transformers.T5ForConditionalGeneration(config)
 

@@ -85,8 +85,6 @@ BERT: Features = {
     "attention.output.dense": Row(size="heads"),
 }
 
-DICTS: Mapping[str, Features] = {"gpt2": GPT2, "llama": LLAMA, "qwen3": LLAMA, "bert": BERT}
-
 FAMILIES: Mapping[str, Callable[..., torch.nn.Module]] = {
     "gpt2": gpt2,
     "llama": llama,

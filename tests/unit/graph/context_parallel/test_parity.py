@@ -20,7 +20,7 @@ from tests.unit.graph.lockstep import assert_parity_on_tokens
 def mixtral(attention: str) -> torch.nn.Module:
     """A mixture of experts, with the loss that balances them."""
     config = transformers.MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=cases.VOCABULARY, num_local_experts=4, use_cache=False,
         output_router_logits=True, router_aux_loss_coef=0.3, attn_implementation=attention,
     )  # fmt: skip
@@ -29,7 +29,7 @@ def mixtral(attention: str) -> torch.nn.Module:
 
 def t5(attention: str) -> torch.nn.Module:
     config = transformers.T5Config(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=cases.VOCABULARY,
+        d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, vocab_size=cases.VOCABULARY,
         dropout_rate=0.0, use_cache=False, decoder_start_token_id=0, attn_implementation=attention,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config)
@@ -38,7 +38,7 @@ def t5(attention: str) -> torch.nn.Module:
 def llama_of_few_heads(attention: str) -> torch.nn.Module:
     """Heads, kv-heads and samples that two ranks cannot share."""
     config = transformers.LlamaConfig(
-        hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=3,
+        hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=3,
         num_key_value_heads=1, vocab_size=cases.VOCABULARY, use_cache=False,
         attn_implementation=attention,
     )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from merak.core.tensor_meta import TensorMeta
@@ -15,7 +14,7 @@ from merak.graph.ir.structure import structural_key
 from merak.graph.segment.build import GraphSource, build_graph
 from merak.graph.segment.dynamic_shapes import GraphsByShape
 from tests.tiers import slow
-from tests.unit.graph.families import VOCABULARY, gpt2, llama, mixtral
+from tests.unit.graph.families import gpt2, llama, mixtral, t5
 
 Columns = dict[str, TensorMeta]
 
@@ -26,14 +25,6 @@ def texts(length: int, batch: int = 2, labels: int | None = None) -> Columns:
         "input_ids": TensorMeta((batch, length), torch.int64),
         "labels": TensorMeta((batch, other), torch.int64),
     }
-
-
-def t5(layers: int) -> nn.Module:
-    config = transformers.T5Config(
-        d_model=16, d_kv=8, d_ff=24, num_layers=layers, num_heads=2, vocab_size=VOCABULARY,
-        dropout_rate=0.1, decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def written(graph: ModelGraph) -> list[object]:
@@ -67,7 +58,7 @@ def test_resized_graphs_are_those_of_own_traces(
 
 
 def test_two_lengths() -> None:
-    source = GraphSource(t5(1))
+    source = GraphSource(t5(1, dropout_rate=0.1))
     graphs = Own(source, training=True)
     graphs(texts(9, labels=9)), graphs(texts(7, labels=5))  # these are traced
     resized = graphs(columns := texts(12, labels=4))

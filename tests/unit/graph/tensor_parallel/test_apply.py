@@ -12,7 +12,7 @@ from merak.graph.tensor_parallel.apply import (
 from merak.graph.tensor_parallel.features import Column, Features, Replicate, Row
 from merak.graph.tensor_parallel.placement import Shard
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder
-from tests.tiers import one_in
+from tests.tiers import one_in, slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity
 from tests.unit.graph.tensor_parallel_cases import GPT2, LLAMA
@@ -92,8 +92,9 @@ def test_fused_layers_are_split_part_by_part() -> None:
     assert f"{prefix}.c_proj.bias" not in shards
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("padded", [True, False])  # heads repeated in the graph, or by the kernel
+@pytest.mark.parametrize(  # heads repeated in the graph, or by the kernel
+    ("padded", "dropout"), [(True, 0.2), (False, 0.0), slow(True, 0.0), slow(False, 0.2)]
+)
 def test_fewer_kv_heads_than_ranks_can_be_replicated(padded: bool, dropout: float) -> None:
     features = {**LLAMA, "k_proj": Replicate(), "v_proj": Replicate()}
     model = cases.build("llama", "sdpa", dropout)
@@ -134,69 +135,55 @@ def test_any_assignment_is_right_if_not_fast() -> None:
     assert_parity(model, cases.batch(), ODD, 2)
 
 
-def refuse(family: str, features: Features | None, degree: int, message: str) -> None:
-    model = cases.build(family, "sdpa")
-    graph = cases.traced(model, cases.batch())
-    with pytest.raises(ShardError, match=message):
-        tensor_parallel(graph, cases.DICTS[family] if features is None else features, degree)
-
-
-def test_heads_that_the_degree_does_not_divide() -> None:
-    refuse(
-        "gpt2", None, 3,
+FEED_FORWARD: Features = {
+    "mlp.gate_proj": Column(size="feed-forward units"), "mlp.up_proj": Column(),
+    "mlp.down_proj": Row(),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, Features, int, str]] = {
+    "heads that the degree does not divide": (
+        "gpt2", GPT2, 3,
         r"tp=3 does not divide the 4 heads of transformer\.h\.0\.attn\.c_attn; the degrees that "
         r"fit this model are 1, 2 and 4\.",
-    )  # fmt: skip
-
-
-def test_heads_that_the_degree_does_not_divide_though_it_divides_the_weight() -> None:
-    refuse("gpt2", None, 8, r"tp=8 does not divide the 4 heads of transformer\.h\.0\.attn\.c_attn")
-
-
-def test_kv_heads_fewer_than_the_degree() -> None:
-    refuse(
-        "llama", None, 8,
+    ),
+    "heads, though it divides the weight": (
+        "gpt2", GPT2, 8,
+        r"tp=8 does not divide the 4 heads of transformer\.h\.0\.attn\.c_attn",
+    ),
+    "kv-heads, fewer than the degree": (
+        "llama", LLAMA, 8,
         r"tp=8 does not divide the 4 kv-heads of model\.layers\.0\.self_attn\.k_proj; .* 1, 2 and",
-    )  # fmt: skip
-
-
-def test_feed_forward_units_that_the_degree_does_not_divide() -> None:
-    features = {"mlp.gate_proj": Column(size="feed-forward units"), "mlp.up_proj": Column(),
-                "mlp.down_proj": Row()}  # fmt: skip
-    refuse(
-        "llama", features, 5,
+    ),
+    "feed-forward units": (
+        "llama", FEED_FORWARD, 5,
         r"tp=5 does not divide the 48 feed-forward units of model\.layers\.0\.mlp\.gate_proj; .* "
         r"1, 2, 3, 4, 6, 8, 12, 16, 24 and 48",
-    )  # fmt: skip
-
-
-def test_a_fused_layer_without_parts() -> None:
-    refuse(
+    ),
+    "a fused layer without parts": (
         "gpt2", {**GPT2, "attn.c_attn": Column()}, 2,
         r"at split \(aten\.split\.Tensor, in transformer\.h\.0\.attn, .*modeling_gpt2\.py:\d+\): "
         r"it takes 0 … 32 of a dim split in parts of 96; if transformer\.h\.0\.attn\.c_attn is a "
         r"fused layer, say Column\(parts=…\)",
-    )  # fmt: skip
-
-
-def test_a_layer_that_no_matrix_product_uses() -> None:
-    refuse(
+    ),
+    "a layer that no product uses": (
         "gpt2", {**GPT2, "wpe": Column()}, 2,
         r"transformer\.wpe\.weight cannot be a Column weight: no matrix product multiplies by it",
-    )  # fmt: skip
-
-
-def test_parts_that_do_not_fit() -> None:
-    refuse(
+    ),
+    "parts that do not fit": (
         "gpt2", {"attn.c_attn": Column(parts=(5, 2))}, 2,
         r"c_attn\.bias has a size of 96, which cannot be in parts of relative sizes \(5, 2\)",
-    )  # fmt: skip
+    ),
+    "a pattern that matches nothing": (
+        "gpt2", {**GPT2, "mlp.gate": Column()}, 2, r"'mlp\.gate' matches no parameter",
+    ),
+}  # fmt: skip
 
 
-def test_a_pattern_that_matches_nothing() -> None:
-    graph = cases.traced(cases.build("gpt2", "sdpa"), cases.batch())
-    with pytest.raises(ShardError, match=r"'mlp\.gate' matches no parameter"):
-        tensor_parallel(graph, {**GPT2, "mlp.gate": Column()}, 2)
+@pytest.mark.parametrize("why", REFUSED)
+def test_features_and_degrees_that_do_not_fit(why: str) -> None:
+    family, features, degree, message = REFUSED[why]
+    graph = cases.traced(cases.build(family, "sdpa"), cases.batch())
+    with pytest.raises(ShardError, match=message):
+        tensor_parallel(graph, features, degree)
 
 
 class Unruly(torch.nn.Module):

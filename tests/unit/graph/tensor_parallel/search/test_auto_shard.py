@@ -22,7 +22,7 @@ from merak.graph.tensor_parallel.placement import PartlySharded, Shard
 from merak.graph.tensor_parallel.report import replication_warning
 from merak.graph.tensor_parallel.search.auto_shard import AutoSharder, SegmentTask, auto_shard
 from merak.graph.tensor_parallel.search.cost import FORWARD, Collective, Transfer
-from tests.tiers import one_in
+from tests.tiers import one_in, slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.architectures import ARCHITECTURES
 from tests.unit.graph.lockstep import assert_parity
@@ -113,8 +113,9 @@ def test_heads_that_do_not_divide_stay_whole_and_the_rest_is_split() -> None:
     assert_parity(model, architecture.batch(), None, 2)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    ("kv_heads", "attention"), [(1, "sdpa"), (2, "eager"), slow(2, "sdpa"), slow(1, "eager")]
+)
 def test_fewer_kv_heads_than_ranks_cost_no_further_collective(
     kv_heads: int, attention: str
 ) -> None:

@@ -17,6 +17,7 @@ from merak.check import CheckOptions, Job
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.segment.build import build_graph
 from merak.graph.tensor_parallel.apply import tensor_parallel
+from merak.graph.tensor_parallel.search.auto_shard import AutoSharder
 from tests.zoo.plain.models import BY_NAME, case_of
 
 
@@ -36,8 +37,9 @@ def hash_of(sign: int) -> Callable[[fx.Node], int]:
     return lambda node: sign * (2 + order.setdefault(id(node), len(order)))
 
 
-def rewritten(graph: ModelGraph, sequence: bool) -> str:
-    graph, parallel = tensor_parallel(graph, None, 2, sequence=sequence).fit(graph)
+def rewritten(graph: ModelGraph, sequence: bool, sharder: AutoSharder) -> str:
+    found = tensor_parallel(graph, None, 2, sequence=sequence, auto_sharder=sharder)
+    graph, parallel = found.fit(graph)
     return "\n".join(str(parallel(segment)[0].graph) for segment in graph.segments)
 
 
@@ -47,5 +49,6 @@ def test_programs_are_equal(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path
     for sign in (1, -1):
         monkeypatch.setattr(fx.Node, "__hash__", hash_of(sign))
         graph = traced(name, tmp_path / str(sign))
-        found.add((rewritten(graph, False), rewritten(graph, True)))
+        sharder = AutoSharder(graph.parameters, 2)
+        found.add(tuple(rewritten(graph, sequence, sharder) for sequence in (False, True)))
     assert len(found) == 1

@@ -27,14 +27,6 @@ Batch = dict[str, torch.Tensor]
 MASK = "attention_mask"
 
 
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        **families.SIZES, num_hidden_layers=2, vocab_size=families.VOCABULARY,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
-
-
 def mistral(window: int) -> nn.Module:
     return families.causal(
         transformers.MistralConfig, transformers.MistralForCausalLM, 2,
@@ -46,7 +38,7 @@ MODELS = {
     "llama": lambda: families.llama(2),
     "gpt2": lambda: families.gpt2(2),
     "mixtral": lambda: families.mixtral(2),
-    "bert": bert,
+    "bert": lambda: families.bert(2),
     "wide window": lambda: mistral(64),
 }
 
