@@ -176,7 +176,7 @@ def workload_of(row: Row, recompute: str) -> Workload:
         sequence=row.seq,
         dtype=torch.bfloat16,
         optimizer=adam,
-        common=ParallelOptions(master_weights=True, tied_gradients="step"),
+        common=ParallelOptions(master_weights=True, tied_gradients="step", loss_chunk_bytes=0),
     )
     workload.features = {"transformer.wte.weight": Vocabulary()}
     workload.kernels = KernelChoice(

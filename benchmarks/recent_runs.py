@@ -154,6 +154,7 @@ def _workload(items: tuple[tuple[str, str], ...]) -> Workload:
         common=ParallelOptions(
             master_weights=True,
             tied_gradients="step",
+            loss_chunk_bytes=0,
             gradient_sums="float32" if own.float32 else "own",
         ),
     )

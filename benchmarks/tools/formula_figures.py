@@ -249,7 +249,7 @@ def _half_precision() -> tuple[Workload, int]:
         dtype=torch.bfloat16, optimizer=adam,
     )  # fmt: skip
     workload.common = ParallelOptions(
-        master_weights=True, tied_gradients="step", gradient_sums="own"
+        master_weights=True, tied_gradients="step", gradient_sums="own", loss_chunk_bytes=0
     )
     workload.kernels = KernelChoice(recomputes_whole=True)  # as of the papers' systems
     return workload, sum(own.numel() for own in workload.model.parameters())

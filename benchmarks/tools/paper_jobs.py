@@ -16,7 +16,6 @@ from merak.core.errors import MerakError
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.parse import parse_cluster
 from merak.plan.cost.kernels.segment_kernels import KernelChoice
-from merak.plan.options import ParallelOptions
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.price import Price
 from merak.plan.price.step import price
@@ -66,7 +65,7 @@ def gpt(layers: int, hidden: int, heads: int) -> Workload:
         attn_implementation="eager",
     )  # fmt: skip
     workload = _workload(ModelSource(GPT2LMHeadModel, config, None), 1024, adam)
-    workload.common = ParallelOptions(tied_gradients="step")
+    workload.common = replace(workload.common, tied_gradients="step")
     return workload
 
 
@@ -99,7 +98,8 @@ def _workload(source: ModelSource, sequence: int, optimizer: Any) -> Workload:
         source, global_batch=1, sequence=sequence, dtype=torch.float32, optimizer=optimizer
     )
     # As the papers' systems do.
-    return replace(workload, kernels=KernelChoice(recomputes_whole=True))
+    whole = replace(workload.common, loss_chunk_bytes=0)
+    return replace(workload, common=whole, kernels=KernelChoice(recomputes_whole=True))
 
 
 def equal_layers(workload: Workload, num_stages: int) -> tuple[int, ...]:

@@ -345,7 +345,7 @@ def local_rewrite(
     *,
     sequence: bool = False,
     capacity: float | None = None,
-    loss_chunk_bytes: int | None = None,
+    loss_chunk_bytes: int = 0,
     one_pass: bool = True,
 ) -> RankRewrite | None:
     """The rewrite of segments to those of one rank; every rank checks the whole model.

@@ -20,7 +20,6 @@ from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import CONVERSIONS, CROSS_ENTROPIES, family
-from merak.graph.ir.structure import structure_of_graph
 from merak.graph.segment.cut import copy_graph
 from merak.graph.tensor_parallel.placement import shape_of
 from merak.ops.chunked_loss import STEPS, ChunkedHead, Step, chunked_cross_entropy
@@ -128,9 +127,7 @@ class ChunkedLoss:
         Args:
             segment: of the graph that `fit` has seen.
         """
-        if self.within is not None:
-            return self.within.like(segment)
-        return structure_of_graph(segment.graph)
+        return segment if self.within is None else self.within.like(segment)
 
 
 RankRewrite = LocalRewrite | ChunkedLoss
@@ -138,17 +135,17 @@ RankRewrite = LocalRewrite | ChunkedLoss
 
 
 def with_chunked_loss(
-    rewrite: LocalRewrite | None, chunk_bytes: int | None, one_pass: bool
+    rewrite: LocalRewrite | None, chunk_bytes: int, one_pass: bool
 ) -> RankRewrite | None:
     """What makes a model's segments those of one rank, in training.
 
     Args:
         rewrite: the same but for the head.
-        chunk_bytes: the option `loss_chunk_bytes`.
+        chunk_bytes: the option `loss_chunk_bytes`, 0 for whole heads.
         one_pass: whether the schedule's last stage holds one microbatch at a time; where it holds
             more, each would hold the gradient of the head's weight.
     """
-    return rewrite if chunk_bytes is None else ChunkedLoss(rewrite, chunk_bytes, one_pass)
+    return ChunkedLoss(rewrite, chunk_bytes, one_pass) if chunk_bytes else rewrite
 
 
 def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:

@@ -28,6 +28,10 @@ BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are reduced together: as in torch's DistributedDataParallel."""
 
 
+LOSS_CHUNK_BYTES = 512 * 2**20
+"""Bytes of float32 logits that a head makes at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """Range of the values that a numeric option may have; NaN is in no range.
@@ -59,6 +63,7 @@ _SECONDS = Range(SMALLEST, math.inf, "use a number of seconds above 0", "is not 
 _SHAPES = Range(1, LARGEST, "use 1 or more", "is no number of shapes to keep")
 _RATE = Range(SMALLEST, LARGEST, "use a number of bytes per second above 0", "is no rate")
 _BYTES = Range(1, LARGEST, "use a number of bytes above 0", "is not a size")
+_CHUNK = Range(0, LARGEST, "use a number of bytes, or 0 for all logits at once", "is not a size")
 _LOCAL_STEPS = Range(0, LARGEST, "use 0 or more", "is no number of steps")
 _CAPACITY = Range(1, LARGEST, "use a factor of 1 or more, such as 1.25", "is no capacity")
 _ZERO_GROUP = Range(0, LARGEST, "use 0 for all replicas, or a number that divides dp × cp")
@@ -318,14 +323,14 @@ class ParallelOptions:
         within=_CAPACITY,
         planned=_PRICED,
     )
-    loss_chunk_bytes: int | None = option(
-        None,
+    loss_chunk_bytes: int = option(
+        LOSS_CHUNK_BYTES,
         "BYTES",
         "Bytes of float32 logits that a rank makes at a time, where a cross entropy alone reads "
-        "those of a linear head, also as '512MiB': a larger head runs in chunks of tokens, forward "
-        "and again in the backward, and leaves out ignored tokens. If unset, all logits are made "
-        "and kept.",
-        within=_BYTES,
+        "those of a linear head, also as '256MiB': a head that makes more runs in chunks of "
+        "tokens, which give loss and gradients together, and leaves out ignored tokens. If 0, all "
+        "logits are made and kept; if unset, 512 MiB.",
+        within=_CHUNK,
         reads=read_bytes,
         planned=_PRICED,
     )

@@ -19,6 +19,7 @@ from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float32_products import float32_products
 from merak.plan.cost.gpu_kernels import attention_sentence
 from merak.plan.expected.times import expected_times
+from merak.plan.options import LOSS_CHUNK_BYTES
 from merak.plan.step_plans import StepPlans
 from merak.schedule.costs import uniform
 from merak.schedule.ir import Schedule
@@ -77,19 +78,22 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
             f"  expert_capacity={factor:g}: each expert computes at most {factor:g} times its even "
             "share of a replica's microbatch; rows beyond it are dropped"
         )
-    if forecast.options.loss_chunk_bytes is not None:
-        lines.append(f"  loss_chunk_bytes: {_heads(forecast)}")
+    lines += [f"  loss_chunk_bytes: {heads}" for heads in _heads(forecast)]
     lines += [f"  {own}" for own in (*_tied_across_hosts(forecast), *forecast.on_autograd)]
     return "\n".join(lines)
 
 
-def _heads(forecast: Forecast) -> str:
-    """Which heads make their logits in chunks."""
+def _heads(forecast: Forecast) -> Iterator[str]:
+    """Which heads make their logits in chunks; that none does, where the user has given a size."""
+    chunk_bytes = forecast.options.loss_chunk_bytes
     found = [
         f"the logits of {name} are made for {rows:,} of {whole:,} rows at a time"
         for name, rows, whole in chunked_heads(forecast.local_model.segments)
     ]
-    return "; ".join(found) or "no cross entropy reads more logits, and alone, of a linear layer"
+    if found:
+        yield "; ".join(found)
+    elif chunk_bytes and chunk_bytes != LOSS_CHUNK_BYTES:
+        yield "no cross entropy reads more logits, and alone, of a linear layer"
 
 
 def _tied_across_hosts(forecast: Forecast) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_a_head_in_chunks_trains_as_one_that_makes_all_logits(
 
     monkeypatch.setattr("merak.ops.chunked_loss.functional.linear", counted)
     for chunk_bytes, passes, count, options in (
-        (None, 0, 1, {}),
+        (0, 0, 1, {}),
         (2**10, 1, 1, {}),
         (2**10, 2, 1, {"recompute": "full"}),
         (2**10, 2, 2, {"schedule": "gpipe"}),  # whose gradients of the head would all wait
@@ -91,7 +91,7 @@ def test_a_head_in_chunks_trains_as_one_that_makes_all_logits(
         programs = [p for s in engine._state.base.stages.values() for p in s.segments]
         assert not any(p.joint is None or p.joint.obstacle for p in programs)
         operators = {str(node.target) for p in programs for node in p.segment.graph.nodes}
-        assert any("chunked" in name for name in operators) is (chunk_bytes is not None)
+        assert any("chunked" in name for name in operators) is bool(chunk_bytes)
         gradients = {name: p.grad for name, p in engine.parameters.items()}
         (outputs,) = engine.evaluate([signature(batch).columns], [batch])
         found.append((loss, gradients, outputs["logits"]))

@@ -17,7 +17,6 @@ from merak.core.health.status import waiting_for_all
 from merak.core.mesh import Mesh
 from merak.core.rank0 import decide_on_rank0
 from merak.core.units import size
-from merak.graph.chunked_loss import in_chunks, with_chunked_loss, with_whole_loss
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.fit import Budget, fit_activations
 from merak.plan.activations.forecast import Forecast
@@ -42,9 +41,6 @@ from merak.plan.recompute_spec import (
 from merak.plan.step_plans import StepPlans
 
 logger = logging.getLogger(__name__)
-
-CHUNK_MIB = 512
-"""Mebibytes of logits at a time that are proposed."""
 
 Profile = Callable[[], DeviceProfile]
 """Function that returns the speeds of the devices, which may have to be measured first."""
@@ -286,14 +282,6 @@ def _refuse_misfit(
     if fixes:
         which = "that" if len(fixes) == 1 else "one of them"
         raise DoesNotFitError(f"{sentence}; {' and '.join(fixes)}, so use {which}{auto}.")
-    chunked = _in_chunks(forecast)
-    for chosen, further in ((policy, ""), (ActivationPolicy(), " and recompute='full'")):
-        needed = None if chunked is None else _largest(chunked.ranks(schedule, chosen)).peak
-        if needed is not None and needed.total_bytes <= budget:
-            use = f"loss_chunk_bytes='{CHUNK_MIB}MiB'{further}"
-            raise DoesNotFitError(
-                f"{sentence}; {use} needs {size(needed.total_bytes, 2)}, so use that."
-            )
     fix = _fix(forecast, budget, times)
     raise DoesNotFitError(f"{sentence}, and {size(least, 2)} if everything recomputes; {fix}.")
 
@@ -345,18 +333,6 @@ def _partition_that_fits(forecast: Forecast, policy: ActivationPolicy, budget: i
         return []
     needed = _largest(ranks(found)).peak.total_bytes
     return [f"partition={list(found.sizes)} needs {size(needed, 2)}"]
-
-
-def _in_chunks(forecast: Forecast) -> Forecast | None:
-    """The job with a head that makes its logits in chunks; None where that changes nothing."""
-    chunk_bytes = CHUNK_MIB * 2**20
-    graphs = (segment.graph for segment in forecast.local_model.segments)
-    if all(in_chunks(graph, chunk_bytes) is None for graph in graphs):
-        return None
-    options = replace(forecast.options, loss_chunk_bytes=chunk_bytes)
-    one_pass = forecast.layout.schedule.holds_one_at_end
-    rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), chunk_bytes, one_pass)
-    return replace(forecast, options=options, rewrite=rewrite, local=None)
 
 
 def _largest(ranks: Sequence[RankMemory]) -> RankMemory:

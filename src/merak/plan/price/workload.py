@@ -188,7 +188,7 @@ class Workload:
         graph = partial(self.graph, candidate.microbatch)
         meets = self.once("meets replicas", lambda: meets_replicas(graph()))
         form = replace(candidate.form, dp=candidate.dp) if meets else candidate.form
-        if self.common.loss_chunk_bytes is None:
+        if not self.common.loss_chunk_bytes:
             return form
         return replace(form, one_pass=candidate.traits.holds_one_at_end)
 

@@ -177,7 +177,7 @@ def test_a_misfit_names_offloading_where_that_fits() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["off", slow("full")])
-def test_a_misfit_names_a_head_in_chunks_where_that_fits(recompute: str) -> None:
+def test_a_large_head_is_in_chunks_unless_all_logits_are_wanted(recompute: str) -> None:
     config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=2**20)
     with torch.device("meta"):
         source = GraphSource(transformers.GPT2LMHeadModel(config))
@@ -189,10 +189,8 @@ def test_a_misfit_names_a_head_in_chunks_where_that_fits(recompute: str) -> None
         place = Mesh(1, 1, 1, 0, torch.device("cpu"), None)
         return forecast_of(source, tuple(columns.items()), place, chosen)
 
-    whole, chunked = max(peaks(found())), max(peaks(found(loss_chunk_bytes="512MiB")))
+    whole, chunked = max(peaks(found(loss_chunk_bytes=0))), max(peaks(found()))
     assert chunked + 2 * 2**30 < whole
-    with pytest.raises(PlanError, match=r"; loss_chunk_bytes='512MiB' needs .*, so use that\.$"):
-        found(memory_budget=chunked)
 
 
 def test_it_needs_to_know_the_memory() -> None:
