@@ -56,6 +56,7 @@ from merak.plan.summary import idle_pipeline
 
 logger = logging.getLogger(__name__)
 
+_EVALUATED = "the evaluation of a microbatch on pp rank {}"
 _EVALUATE_LESS = (
     "use smaller batches to evaluate (per_device_eval_batch_size), or a larger pp or tp"
 )
@@ -557,16 +558,17 @@ class Engine:
         signatures: Sequence[Signature],
         batches: Sequence[Mapping[str, torch.Tensor]],
         of_all: Collection[Signature] | None = None,
+        only_loss: bool = False,
     ) -> Iterator[TensorDict]:
-        """Run the forward of some microbatches, one after another, without gradients.
+        """Run the forward of microbatches in turn, without gradients; all ranks take everything.
 
-        Stages run ahead of what is taken as far as keeps the last one busy, and hold the outputs of
-        one microbatch; under ZeRO 3 of all of them. All ranks take everything.
+        Stages run ahead to keep the last one busy, and hold the outputs of one; with ZeRO 3 of all.
 
         Args:
             signatures: as in `train_step`.
             batches: as in `train_step`.
             of_all: as in `train_step`.
+            only_loss: whether no output but the loss is wanted: a head in chunks makes no logits.
 
         Yields:
             Per microbatch the model's outputs by name that this rank's stages compute.
@@ -576,14 +578,14 @@ class Engine:
         """
         self._refuse_retired()
         state, num_own = self._state, len(signatures)
-        make_programs(state, signatures, False, of_all)
+        make_programs(state, signatures, False, of_all, only_loss)
         self.complete_updates()
-        check_indices(state, "an evaluation", signatures, batches, False)
+        check_indices(state, "an evaluation", signatures, batches, False, only_loss)
         if self.mesh.spreads_experts:
             signatures, batches = pad_microbatches(state, signatures, batches)
         batches = self._with_numbers(batches)
-        apply_parameter_writes(state, self._programs(signatures, False), batches)
-        programs = [state.program_for(signature, False) for signature in signatures]
+        programs = [state.program_for(signature, False, only_loss) for signature in signatures]
+        apply_parameter_writes(state, programs or [state.base], batches)
         most = len(programs) if state.fsdp is None else microbatch_counts(state, len(programs))[0]
         try:
             sync_buffers(state.mesh, state.buffers, programs, state.progress)
@@ -595,7 +597,6 @@ class Engine:
                 made.remote = remote
                 return made
 
-            what = f"the evaluation of a microbatch on pp rank {self.mesh.pp_rank}"
             running = evaluate(state, programs, most, microbatch)
             with state.transfers.route.step(False, state.program_for.num_made):
                 for number in range(len(programs) + 1):  # the last time for what is left to do
@@ -603,7 +604,7 @@ class Engine:
                         self.watch.paused(),
                         own_random_state(self.mesh.device),
                         self.progress.evaluation(),
-                        explain_oom(what, _EVALUATE_LESS),
+                        explain_oom(_EVALUATED.format(self.mesh.pp_rank), _EVALUATE_LESS),
                     ):
                         made = list(islice(running, 1))
                     if number < num_own:

@@ -18,7 +18,13 @@ from merak.engine.comm.buffer_sync import find_synced_buffers, find_writers
 from merak.engine.comm.eval_parameters import find_remote_parameters
 from merak.engine.comm.sparse_gradients import densify, find_densified
 from merak.engine.python_state import PythonState
-from merak.graph.chunked_loss import RankRewrite, with_chunked_loss, with_whole_loss
+from merak.graph.chunked_loss import (
+    ChunkedLoss,
+    RankRewrite,
+    with_chunked_loss,
+    with_loss_alone,
+    with_whole_loss,
+)
 from merak.graph.context_parallel.apply import (
     ContextParallel,
     context_parallel,
@@ -120,8 +126,8 @@ class ProgramCache:
         self._parameters = {options.trains: _parameters(graph)}
         self._max_shapes = options.max_shapes
         self.num_made = 0
-        self.prepared: set[tuple[bool, Signature]] = set()
-        """Whether ranks train, and shapes, which all of them have made programs for."""
+        self.prepared: set[tuple[bool, bool, Signature]] = set()
+        """Whether ranks train, or want the loss alone, and shapes: all have made programs for."""
         self._seconds = 0.0
         if mesh.dp > 1 and _known(self.base_signature):
             self(known_masks(self.base_signature), options.trains)  # while all replicas do
@@ -165,18 +171,20 @@ class ProgramCache:
             )
         return self._graphs[kind](dict(signature))
 
-    def __call__(self, signature: Signature, training: bool) -> Program:
+    def __call__(self, signature: Signature, training: bool, only_loss: bool = False) -> Program:
         """The program of a signature, in training or evaluation.
 
         Its columns are those of the signature, and the numbers of `state`. A column that is ones
         makes another program where the model asks whether it is; so does one that ends samples in
-        training, where nothing reads what is behind their ends.
+        training, where nothing reads what is behind their ends. An evaluation whose loss alone is
+        wanted makes no logits where its head has chunks.
         """
         padded = self.queried if training and self._tries_padded else ()
         signature = known_masks(signature, self.queried, padded)
-        if (signature, training) == self._base_key and not self._is_base_stale:
+        is_base = (signature, training) == self._base_key and not self._is_base_stale
+        if is_base and not only_loss:
             return self.base
-        return self._compiled((*signature, *self.state.signature), training)
+        return self._compiled((*signature, *self.state.signature), training, only_loss)
 
     def refresh(self) -> bool:
         """Trace the model anew where Python state that it reads has changed.
@@ -202,7 +210,7 @@ class ProgramCache:
         self._compiled.cache_clear()
         self(*self._base_key)
 
-    def _make(self, signature: Signature, training: bool) -> Program:
+    def _make(self, signature: Signature, training: bool, only_loss: bool) -> Program:
         started = time.perf_counter()
         graph = self._graph_of(signature, training)
         self.state.add(graph.reads)
@@ -211,12 +219,17 @@ class ProgramCache:
             # Replicas may know different things of their batches, and reduce gradients together.
             self.queried = frozenset()
             if _known(signature):
-                return self(known_masks(signature), training)
+                return self(known_masks(signature), training, only_loss)
         ended = [name for name, meta in signature if meta.ignored]
         if not all(ignores_padding(graph, name) for name in ended):
             self._tries_padded = False
-            return self(signature, training)
-        program = self._compile(graph, training)
+            return self(signature, training, only_loss)
+        if only_loss:
+            alone = with_loss_alone(graph, self._parallel)
+            if alone is None:
+                return self(signature, training)
+            graph = alone
+        program = self._compile(graph, training, only_loss)
         self.num_made += 1
         self._seconds += time.perf_counter() - started
         if self.num_made == 2 * self._max_shapes:
@@ -249,7 +262,7 @@ class ProgramCache:
         self.base = self._compile(self._graph, self._base_key[1])
         self._compiled.cache_clear()
 
-    def _compile(self, graph: ModelGraph, training: bool) -> Program:
+    def _compile(self, graph: ModelGraph, training: bool, only_loss: bool = False) -> Program:
         bounds = stage_bounds(graph, self.owners, self._partition)
         remote_parameters = self._remote_parameters(graph, bounds, training)
         # A graph that was cut otherwise has other segments: their numbers mean nothing there.
@@ -258,7 +271,10 @@ class ProgramCache:
         samples = None
         if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
-        parallel = self._parallel if training else exact(with_whole_loss(self._parallel))
+        whole = exact(with_whole_loss(self._parallel))
+        parallel = self._parallel if training else whole
+        if only_loss and isinstance(self._parallel, ChunkedLoss):
+            parallel = replace(self._parallel, within=whole)
         ranges = find_index_ranges(graph)
         if parallel is not None:
             graph, parallel = parallel.fit(graph)

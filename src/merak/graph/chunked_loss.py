@@ -20,8 +20,9 @@ from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import CONVERSIONS, CROSS_ENTROPIES, family
-from merak.graph.segment.cut import copy_graph
+from merak.graph.segment.cut import copy_graph, slice_outputs
 from merak.graph.tensor_parallel.placement import shape_of
+from merak.graph.trace.calls.host_reads import READ
 from merak.ops.chunked_loss import STEPS, ChunkedHead, Step, chunked_cross_entropy
 from merak.ops.context_parallel import (
     chunked_token_cross_entropy,
@@ -149,12 +150,32 @@ def with_chunked_loss(
 
 
 def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:
-    """A rewriting whose head gives all logits, as evaluations want them.
+    """A rewriting whose head gives all logits, as evaluations that return them want it.
 
     Args:
         rewrite: that of training.
     """
     return rewrite.within if isinstance(rewrite, ChunkedLoss) else rewrite
+
+
+def with_loss_alone(graph: ModelGraph, rewrite: RankRewrite | None) -> ModelGraph | None:
+    """Graph of an evaluation that gives its loss and no logits; None if no head has chunks for it.
+
+    Args:
+        graph: of the evaluation, with all outputs.
+        rewrite: of training.
+    """
+    if not isinstance(rewrite, ChunkedLoss) or graph.loss is None:
+        return None
+    outputs = {n: v for n, v in graph.outputs.items() if v == graph.loss or n.startswith(READ)}
+    segments, wanted = list(graph.segments), set(outputs.values())
+    for place, segment in reversed(list(enumerate(segments))):
+        segments[place] = slice_outputs(segment, wanted)
+        wanted.update(segments[place].inputs)
+    alone = replace(graph, segments=tuple(segments), outputs=outputs)
+    fitted, fit = rewrite.fit(alone)
+    ends = [s for s in fitted.segments if any(_family(n) in _LOSSES for n in s.graph.nodes)]
+    return alone if any(chunked_heads(fit(segment)[0] for segment in ends)) else None
 
 
 def chunked_heads(segments: Iterable[Segment]) -> Iterator[tuple[str, int, int]]:

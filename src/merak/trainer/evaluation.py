@@ -295,7 +295,8 @@ class Evaluation:
         own = exchanged.own(self.mesh)
         signatures = [self._counter.with_tokens(found).columns for _, found in own]
         batches = [self._with_count(prepared[n], exchanged.metadata[n]) for n, _ in own]
-        made = self._engine.evaluate_each(signatures, batches, exchanged.columns)
+        only_loss = self._options.only_loss
+        made = self._engine.evaluate_each(signatures, batches, exchanged.columns, only_loss)
 
         def run(numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
             mine = {n for n, _ in own}

@@ -93,12 +93,18 @@ def test_a_head_in_chunks_trains_as_one_that_makes_all_logits(
         operators = {str(node.target) for p in programs for node in p.segment.graph.nodes}
         assert any("chunked" in name for name in operators) is bool(chunk_bytes)
         gradients = {name: p.grad for name, p in engine.parameters.items()}
-        (outputs,) = engine.evaluate([signature(batch).columns], [batch])
+        (outputs,) = engine.evaluate(columns[:1], [batch])
+        num_rows.clear()
+        (alone,) = engine.evaluate_each(columns[:1], [batch], only_loss=True)
+        if chunk_bytes:
+            assert list(alone) == ["loss"]
+            assert sum(num_rows) == batch["labels"].numel() - len(batch["labels"])
+        torch.testing.assert_close(alone["loss"], outputs["loss"])
         found.append((loss, gradients, outputs["logits"]))
     (loss, gradients, logits), *rest = found
     for other_loss, others, other_logits in rest:
         torch.testing.assert_close(loss, other_loss)
-        assert torch.equal(logits, other_logits)  # evaluations make all of them
+        assert torch.equal(logits, other_logits)  # evaluations that return them make all of them
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, others[name])
 

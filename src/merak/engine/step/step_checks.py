@@ -19,6 +19,7 @@ def make_programs(
     signatures: Sequence[Signature],
     training: bool,
     of_all: Collection[Signature] | None = None,
+    only_loss: bool = False,
 ) -> None:
     """Make the programs of some microbatches; a batch that one replica refuses, all refuse.
 
@@ -27,6 +28,7 @@ def make_programs(
         signatures: of each microbatch of this replica.
         training: whether the model is about to train on them.
         of_all: as of `Engine.train_step`.
+        only_loss: whether an evaluation wants its loss alone.
 
     Raises:
         RefusedBatchError: the model cannot be traced for a shape that a replica has, or with what
@@ -41,7 +43,7 @@ def make_programs(
         is_anew = programs.refresh()
     except TraceError as error:
         refusal = error
-    found = {(training, one) for one in (signatures if of_all is None else of_all)}
+    found = {(training, only_loss, one) for one in (signatures if of_all is None else of_all)}
     is_new = not found <= programs.prepared
     if of_all is None and state.mesh.dp == 1:
         is_new = False
@@ -59,7 +61,7 @@ def make_programs(
         return
     try:
         for signature in signatures if refusal is None else ():
-            programs(signature, training)
+            programs(signature, training, only_loss)
     except TraceError as error:
         refusal = error
     refusals = state.gather(None if refusal is None else str(refusal), "programs of new shapes on")
@@ -74,6 +76,7 @@ def check_indices(
     signatures: Sequence[Signature],
     batches: Sequence[Mapping[str, torch.Tensor]],
     training: bool,
+    only_loss: bool = False,
 ) -> None:
     """Refuse batches with indices beyond the tables that they are looked up in.
 
@@ -83,12 +86,13 @@ def check_indices(
         signatures: of each microbatch.
         batches: its columns, as far as this rank reads them.
         training: whether the model is about to train on them.
+        only_loss: as of `make_programs`.
 
     Raises:
         DataError: an index is out of range.
     """
     for signature, batch in zip(signatures, batches, strict=True):
-        problem = out_of_range(state.program_for(signature, training).ranges, batch)
+        problem = out_of_range(state.program_for(signature, training, only_loss).ranges, batch)
         if problem is not None:
             raise DataError(f"in {what}, {problem}")
 
