@@ -24,7 +24,7 @@ from merak.engine.parameters.watched import sharded_tensors, watch_absent
 from merak.engine.program_agreement import check_programs
 from merak.engine.segments.activation_offload import reserve_host_memory
 from merak.engine.step.parameter_writes import refuse_parameter_writes
-from merak.graph.chunked_loss import with_chunked_loss, with_whole_loss
+from merak.graph.chunked_loss import ChunkedLoss
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.joint.segment import joint_obstacle
 from merak.graph.segment.build import GraphSource, build_graph
@@ -44,6 +44,7 @@ from merak.plan.constraints import (
     refuse_tied_stages,
     sub_pipelining_problem,
 )
+from merak.plan.cost.float8_products import refuse_float8_on
 from merak.plan.engine_options import EngineOptions
 from merak.plan.expected.speed import known_profile
 from merak.plan.layout import (
@@ -242,6 +243,8 @@ def forecast_of(
             model, or the job does not fit its memory.
     """
     _refuse_sub_pipelining(options, mesh.cp)
+    if options.fp8:
+        refuse_float8_on(mesh.device)
     chosen = options.schedule_options or {}
     plans = StepPlans(options.schedule, mesh.pp, options.num_microbatches, chosen=chosen)
     if not plans.takes_costs:
@@ -275,6 +278,7 @@ def _forecast(
             mesh,
             sequence=options.sequence_parallel,
             capacity=options.expert_capacity,
+            fp8=options.fp8,
             loss_chunk_bytes=options.loss_chunk_bytes,
             one_pass=plans.base.schedule.holds_one_at_end,
         ),
@@ -285,7 +289,7 @@ def _forecast(
         plans = plans_from_costs(forecast, times)
         refuse_reductions(plans.base.schedule, options, mesh)
         forecast = replace(forecast, layout=replace(forecast.layout, plans=plans))
-        chunked = options.loss_chunk_bytes, plans.base.schedule.holds_one_at_end
-        rewrite = with_chunked_loss(with_whole_loss(forecast.rewrite), *chunked)
-        forecast = replace(forecast, rewrite=rewrite)
+        if isinstance(forecast.rewrite, ChunkedLoss):
+            one_pass = plans.base.schedule.holds_one_at_end
+            forecast = replace(forecast, rewrite=replace(forecast.rewrite, one_pass=one_pass))
     return resolve_activations(forecast, times, partial(speeds, options, mesh, source.cache_dir))

@@ -32,6 +32,7 @@ from merak.graph.context_parallel.apply import (
 )
 from merak.graph.context_parallel.padded_rows import ignores_padding
 from merak.graph.expert_parallel.apply import exact, with_experts
+from merak.graph.float8 import with_float8
 from merak.graph.ir.ir import ModelGraph, Segment, batch_size
 from merak.graph.ir.replicas import meets_replicas
 from merak.graph.ir.torch_compiler import TorchCompiler
@@ -361,6 +362,7 @@ def local_rewrite(
     *,
     sequence: bool = False,
     capacity: float | None = None,
+    fp8: bool = False,
     loss_chunk_bytes: int = 0,
     one_pass: bool = True,
 ) -> RankRewrite | None:
@@ -372,6 +374,7 @@ def local_rewrite(
         mesh: the degrees.
         sequence: whether tensor parallel ranks share the sequence.
         capacity: the option `expert_capacity`.
+        fp8: the option.
         loss_chunk_bytes: the option.
         one_pass: as of `with_chunked_loss`.
 
@@ -381,7 +384,8 @@ def local_rewrite(
     tensor = _tensor_parallel_rewrite(graph, features, mesh, sequence)
     context = _context_parallel_rewrite(graph, tensor, mesh.cp)
     experts = with_experts(graph, tensor, context, mesh.ep, capacity)
-    return with_chunked_loss(experts, loss_chunk_bytes, one_pass)
+    layers = with_float8(experts, fp8, mesh.tp, mesh.cp)
+    return with_chunked_loss(layers, loss_chunk_bytes, one_pass)
 
 
 def _context_parallel_rewrite(

@@ -17,6 +17,7 @@ from torch import fx
 
 from merak.core.shards import ParameterShard
 from merak.graph.expert_parallel.apply import LocalRewrite
+from merak.graph.float8 import Float8
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import CONVERSIONS, CROSS_ENTROPIES, family
@@ -91,7 +92,7 @@ class ChunkedLoss:
             wait for their backward.
     """
 
-    within: LocalRewrite | None
+    within: LocalRewrite | Float8 | None
     chunk_bytes: int
     one_pass: bool
 
@@ -131,12 +132,12 @@ class ChunkedLoss:
         return segment if self.within is None else self.within.like(segment)
 
 
-RankRewrite = LocalRewrite | ChunkedLoss
+RankRewrite = LocalRewrite | Float8 | ChunkedLoss
 """What makes a model's segments those of one rank."""
 
 
 def with_chunked_loss(
-    rewrite: LocalRewrite | None, chunk_bytes: int, one_pass: bool
+    rewrite: LocalRewrite | Float8 | None, chunk_bytes: int, one_pass: bool
 ) -> RankRewrite | None:
     """What makes a model's segments those of one rank, in training.
 
@@ -150,12 +151,14 @@ def with_chunked_loss(
 
 
 def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:
-    """A rewriting whose head gives all logits, as evaluations that return them want it.
+    """A rewriting of evaluations that return logits: all of them, in the weights' precision.
 
     Args:
         rewrite: that of training.
     """
-    return rewrite.within if isinstance(rewrite, ChunkedLoss) else rewrite
+    while isinstance(rewrite, ChunkedLoss | Float8):
+        rewrite = rewrite.within
+    return rewrite
 
 
 def with_loss_alone(graph: ModelGraph, rewrite: RankRewrite | None) -> ModelGraph | None:

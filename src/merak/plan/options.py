@@ -334,6 +334,15 @@ class ParallelOptions:
         reads=read_bytes,
         planned=_PRICED,
     )
+    fp8: bool = option(
+        False,
+        "",
+        "Products of linear layers and of their gradients in float8, each operand scaled anew by "
+        "its largest magnitude: those of trained weights whose sizes are multiples of 16, but for "
+        "the head's. GPUs from compute capability 8.9 (Ada, Hopper) on have it; CPUs compute the "
+        "same in float32. Evaluations keep the weights' precision.",
+        planned=_PRICED,
+    )
     sequence_parallel: bool = option(
         False,
         "",

@@ -16,6 +16,7 @@ from merak.graph.chunked_loss import chunked_heads
 from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.fit import non_tensor_on
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.float8_products import float8_sentence
 from merak.plan.cost.float32_products import float32_products
 from merak.plan.cost.gpu_kernels import attention_sentence
 from merak.plan.expected.times import expected_times
@@ -79,6 +80,8 @@ def summary(forecast: Forecast, sample: Signature, profile: DeviceProfile | None
             "share of a replica's microbatch; rows beyond it are dropped"
         )
     lines += [f"  loss_chunk_bytes: {heads}" for heads in _heads(forecast)]
+    if forecast.options.fp8:
+        lines.append(f"  fp8: {float8_sentence(forecast.local_model.segments)}")
     lines += [f"  {own}" for own in (*_tied_across_hosts(forecast), *forecast.on_autograd)]
     return "\n".join(lines)
 

@@ -285,6 +285,7 @@ _MODULES = frozenset(
         "expert_capacity",
         "expert_dispatch",
         "expert_rows",
+        "float8",
         "sharded_dropout",
         "sharded_statistics",
         "vocab_parallel",

@@ -7,6 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ from merak.core.errors import PlanError
 from merak.core.files.private_files import read_cached, write_own_file
 from merak.core.random import own_random_state
 from merak.graph.cache.cache import warn_unusable
+from merak.ops.float8 import OF_VALUES, Scale, has_float8, multiply_scaled
 from merak.plan.cost.device import DeviceProfile, from_json, to_json
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,11 @@ def _measure(device: torch.device) -> DeviceProfile:
     for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         rates[str(dtype).removeprefix("torch.")] = 2.0 * size**3 / seconds_of(device, a.mm, b)
+    if on_gpu and has_float8(device):
+        unscaled = Scale(*torch.ones(2, device=device).unbind())
+        a, b = (torch.randn(size, size, device=device).to(OF_VALUES) for _ in range(2))
+        product = partial(multiply_scaled, a, b, unscaled, unscaled, torch.bfloat16)
+        rates[str(OF_VALUES).removeprefix("torch.")] = 2.0 * size**3 / seconds_of(device, product)
     large = torch.randn((16 if on_gpu else 1) * 2**24, device=device)
     copy = torch.empty_like(large)
     small = torch.randn(2**22 if on_gpu else 2**14, device=device)

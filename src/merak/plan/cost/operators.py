@@ -38,6 +38,7 @@ from merak.graph.ir.operators import (
 )
 from merak.graph.trace.opaque.operator import cost_of
 from merak.ops.chunked_loss import ChunkedHead
+from merak.ops.float8 import OF_VALUES
 from merak.ops.sharded_dropout import dropout_sharded
 from merak.plan.cost.efficiency import AttentionShape, ProductShape
 
@@ -306,6 +307,45 @@ def _product(node: fx.Node, _: str) -> NodeWork:
     backward = _product_gradients(product, shape, first.requires_grad, second.requires_grad)
     backward += [Work(_num_bytes(out, added)) for added in _gradients((bias,))]
     return NodeWork((product,), tuple(backward))
+
+
+def _float8_linears(node: fx.Node, device_type: str) -> NodeWork:
+    """Linear layers of float8 that read the same, as a function of a segment."""
+    x = _tensor(node.args[0])
+    assert x is not None
+    weights = [meta for meta in map(_tensor, node.args[1]) if meta is not None]  # type: ignore[arg-type]
+    forward, backward = [_cast_to_float8(x)], [Work(2.0 * _size(x))]
+    for weight, out in zip(weights, outputs(node), strict=True):
+        flops = 2.0 * _size(out) * x.shape[-1]
+        shape = _product_shape(weight, out, flops)
+        num_bytes = _size(x) + _size(weight) + out.num_bytes
+        product = Work(num_bytes, flops, _float8_dtype(device_type), shape=shape)
+        forward += [product, _cast_to_float8(weight)]
+        backward += _product_gradients(product, shape, x.requires_grad, weight.requires_grad)
+        # Cast, and transposed.
+        backward += [_cast_to_float8(out), _cast_to_float8(weight)]
+        backward += [Work(2.0 * _size(weight)), Work(2.0 * _size(out))]
+    return NodeWork(tuple(forward), tuple(backward))
+
+
+def _cast_to_float8(meta: TensorMeta) -> Work:
+    """The largest magnitude of an operand; then it is scaled, and cast."""
+    return Work(4 * meta.num_bytes + _size(meta), kernels=3)
+
+
+def _scaled_product(node: fx.Node, device_type: str) -> NodeWork:
+    """A product of operands of float8, in a joint graph."""
+    first, second, out = _tensor(node.args[0]), _tensor(node.args[1]), outputs(node)[0]
+    assert first is not None and second is not None
+    flops = 2.0 * _size(out) * first.shape[-1]
+    shape = _product_shape(second, out, flops)
+    num_bytes = _num_bytes(first, second, out)
+    return NodeWork((Work(num_bytes, flops, _float8_dtype(device_type), shape=shape),))
+
+
+def _float8_dtype(device_type: str) -> torch.dtype:
+    """Type in which operands of float8 are multiplied: CPUs have no such products."""
+    return torch.float32 if device_type == "cpu" else OF_VALUES
 
 
 def _separate_products(node: fx.Node, _: str) -> NodeWork:
@@ -663,6 +703,8 @@ def _table(*rows: tuple[Iterable[str], _Kernels]) -> Mapping[str, _Kernels]:
 _KERNELS = _table(
     (GEMM_OPERANDS, _Kernels(_product, False)),
     (SEPARATE_GEMMS, _Kernels(_separate_products, False)),
+    (("float8_linears",), _Kernels(_float8_linears, False)),
+    (("_scaled_mm",), _Kernels(_scaled_product, False)),
     (RNNS, _Kernels(_recurrent, False)),
     (ATTENTIONS, _Kernels(_attention, False)),
     (("einsum",), _Kernels(_einsum, False)),

@@ -19,6 +19,7 @@ from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.hierarchy import on_nodes
 from merak.plan.constraints import refuse_optional_layers, refuse_reductions
 from merak.plan.cost.device import DeviceProfile
+from merak.plan.cost.float8_products import refuse_float8
 from merak.plan.layout import check_stages
 from merak.plan.partition import Partition, from_sizes
 from merak.plan.price.candidate import Candidate
@@ -56,6 +57,8 @@ def arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> Arran
     plans = workload.plans(candidate)  # refused before anything is traced
     budget = min(usable(cluster, candidate))
     devices = tuple(_slowest_device(cluster, candidate, rank) for rank in range(candidate.pp))
+    if workload.common.fp8:
+        refuse_float8(devices)
     priced = {
         id(device): price_segments(workload, candidate, device, cluster) for device in devices
     }

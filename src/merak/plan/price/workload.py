@@ -18,6 +18,7 @@ from merak.core.tensor_meta import Signature
 from merak.graph.chunked_loss import RankRewrite, with_chunked_loss
 from merak.graph.context_parallel.apply import context_parallel
 from merak.graph.expert_parallel.apply import with_experts
+from merak.graph.float8 import with_float8
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.replicas import meets_replicas
 from merak.graph.ir.structure import Structure, structure_of_graph
@@ -273,7 +274,8 @@ class Workload:
             context = context_parallel(graph, tensor, form.cp) if form.cp > 1 else None
             capacity = self.common.expert_capacity
             experts = with_experts(graph, tensor, context, form.ep, capacity)
-            return with_chunked_loss(experts, self.common.loss_chunk_bytes, form.one_pass)
+            layers = with_float8(experts, self.common.fp8, form.tp, form.cp)
+            return with_chunked_loss(layers, self.common.loss_chunk_bytes, form.one_pass)
 
         return self.once(("rewrite", form), made)
 
