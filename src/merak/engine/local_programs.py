@@ -21,9 +21,9 @@ from merak.engine.python_state import PythonState
 from merak.graph.chunked_loss import (
     ChunkedLoss,
     RankRewrite,
+    for_evaluation,
     with_chunked_loss,
     with_loss_alone,
-    with_whole_loss,
 )
 from merak.graph.context_parallel.apply import (
     ContextParallel,
@@ -146,7 +146,7 @@ class ProgramCache:
     @property
     def has_places(self) -> bool:
         """Whether experts have, in training, a fixed number of places for rows of each replica."""
-        parallel = with_whole_loss(self._parallel)
+        parallel = for_evaluation(self._parallel)
         return exact(parallel) is not parallel
 
     @property
@@ -272,7 +272,7 @@ class ProgramCache:
         samples = None
         if self._is_sub_pipelined and graph.loss is not None:
             samples = find_sample_dims(graph.segments, batch_size(graph))
-        whole = exact(with_whole_loss(self._parallel))
+        whole = exact(for_evaluation(self._parallel))
         parallel = self._parallel if training else whole
         if only_loss and isinstance(self._parallel, ChunkedLoss):
             parallel = replace(self._parallel, within=whole)

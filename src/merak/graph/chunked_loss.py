@@ -8,16 +8,16 @@ what tensor and context parallelism have made of the segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from merak.core.shards import ParameterShard
 from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.float8 import Float8
+from merak.graph.further_rewrite import FurtherRewrite
 from merak.graph.ir.ir import ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import CONVERSIONS, CROSS_ENTROPIES, family
@@ -82,54 +82,21 @@ class _Head:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkedLoss:
+class ChunkedLoss(FurtherRewrite):
     """Rewriting of a model's segments into those of a rank, with a head in chunks.
 
     Args:
-        within: what makes segments those of one rank before; None where they are whole.
         chunk_bytes: of float32 logits of a chunk; a head that makes no more is left as it is.
         one_pass: whether forwards make the head's gradients, of which one microbatch's at a time
             wait for their backward.
     """
 
-    within: LocalRewrite | Float8 | None
     chunk_bytes: int
     one_pass: bool
 
-    def fit(self, model: ModelGraph) -> tuple[ModelGraph, ChunkedLoss]:
-        """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
-
-        Args:
-            model: traced at any shapes; its segments are those that are rewritten afterwards.
-
-        Returns:
-            The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
-        """
-        if self.within is None:
-            return model, self
-        graph, within = self.within.fit(model)
-        return graph, replace(self, within=within)
-
-    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
-        """Rewrite one segment of the graph that `fit` has seen.
-
-        Args:
-            segment: of the model; left as it is.
-
-        Returns:
-            The segment that every rank runs, and the layout of its parameters.
-        """
-        own, shards = (segment, {}) if self.within is None else self.within(segment)
-        graph = in_chunks(own.graph, self.chunk_bytes, self.one_pass)
-        return (own if graph is None else replace(own, graph=graph)), shards
-
-    def like(self, segment: Segment) -> Hashable:
-        """Key of a segment's rewriting: segments with equal keys differ in names alone.
-
-        Args:
-            segment: of the graph that `fit` has seen.
-        """
-        return segment if self.within is None else self.within.like(segment)
+    def changed(self, segment: Segment) -> fx.Graph | None:
+        """Graph with such a head."""
+        return in_chunks(segment.graph, self.chunk_bytes, self.one_pass)
 
 
 RankRewrite = LocalRewrite | Float8 | ChunkedLoss
@@ -150,15 +117,17 @@ def with_chunked_loss(
     return ChunkedLoss(rewrite, chunk_bytes, one_pass) if chunk_bytes else rewrite
 
 
-def with_whole_loss(rewrite: RankRewrite | None) -> LocalRewrite | None:
+def for_evaluation(rewrite: RankRewrite | None) -> LocalRewrite | None:
     """A rewriting of evaluations that return logits: all of them, in the weights' precision.
 
     Args:
         rewrite: that of training.
     """
-    while isinstance(rewrite, ChunkedLoss | Float8):
-        rewrite = rewrite.within
-    return rewrite
+    found: Any = rewrite
+    while isinstance(found, FurtherRewrite):
+        found = found.within
+    whole: LocalRewrite | None = found
+    return whole
 
 
 def with_loss_alone(graph: ModelGraph, rewrite: RankRewrite | None) -> ModelGraph | None:

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.core.shards import ParameterShard
 from merak.graph.expert_parallel.apply import LocalRewrite
+from merak.graph.further_rewrite import FurtherRewrite
 from merak.graph.ir.ir import Kind, ModelGraph, Segment
 from merak.graph.ir.mutation import eliminate_dead_code
 from merak.graph.ir.operators import CONVERSIONS, GEMM_OPERANDS, MATMULS, family
-from merak.graph.ir.structure import structure_of_graph
 from merak.graph.segment.cut import copy_graph
 from merak.graph.tensor_parallel.placement import shape_of
 from merak.ops.float8 import MULTIPLE, float8_linears
@@ -29,56 +28,29 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Float8:
+class Float8(FurtherRewrite):
     """Rewriting of a model's segments into those of a rank, with products of float8.
 
     Args:
-        within: what makes segments those of one rank before; None where they are whole.
         axes: of the mesh, along which ranks have other shards or rows of a product's operands.
         last: number of the last segment, which is left as it is.
     """
 
-    within: LocalRewrite | None
     axes: tuple[str, ...]
     last: int = -1
 
+    def changed(self, segment: Segment) -> fx.Graph | None:
+        """Graph with such products."""
+        return None if segment.index == self.last else in_float8(segment.graph, self.axes)
+
     def fit(self, model: ModelGraph) -> tuple[ModelGraph, Float8]:
-        """Plan of the rewriting for a graph of the model, which is traced anew for every shape.
-
-        Args:
-            model: traced at any shapes; its segments are those that are rewritten afterwards.
-
-        Returns:
-            The graph, whose `values` are what a rank holds of them, and what rewrites its segments.
-        """
-        last = model.segments[-1].index
-        if self.within is None:
-            return model, replace(self, last=last)
-        graph, within = self.within.fit(model)
-        return graph, replace(self, within=within, last=last)
-
-    def __call__(self, segment: Segment) -> tuple[Segment, dict[str, ParameterShard]]:
-        """Rewrite one segment of the graph that `fit` has seen.
-
-        Args:
-            segment: of the model; left as it is.
-
-        Returns:
-            The segment that every rank runs, and the layout of its parameters.
-        """
-        own, shards = (segment, {}) if self.within is None else self.within(segment)
-        graph = None if segment.index == self.last else in_float8(own.graph, self.axes)
-        return (own if graph is None else replace(own, graph=graph)), shards
+        """Plan as of `SegmentRewrite`."""
+        graph, fitted = FurtherRewrite.fit(self, model)
+        return graph, replace(fitted, last=model.segments[-1].index)
 
     def like(self, segment: Segment) -> Hashable:
-        """Key of a segment's rewriting: segments with equal keys differ in names alone.
-
-        Args:
-            segment: of the graph that `fit` has seen.
-        """
-        within = self.within
-        own = structure_of_graph(segment.graph) if within is None else within.like(segment)
-        return segment.index == self.last, own
+        """Key as of `SegmentRewrite`."""
+        return segment.index == self.last, FurtherRewrite.like(self, segment)
 
 
 def with_float8(

@@ -106,7 +106,7 @@ def test_memory_with_repeated_blocks_traced_once() -> None:
     workload = example_workload(deep, global_batch=32, sequence=16, optimizer=adam)
     candidate = Candidate(tp=2, pp=2, microbatch=1, num_microbatches=4)
     partition = from_sizes((8, 8), len(workload.graph(1).segments))
-    assert workload._traced is not None and workload._traced.repeats
+    assert workload._traced[1].repeats
     options = EngineOptions(
         num_microbatches=4, partition=(8, 8), sub_pipelining="off", optimizer=adam
     )
