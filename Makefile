@@ -23,7 +23,7 @@ TESTS := $(wildcard tests/processes tests/unit tests/golden tests/multirank test
 LINTED := $(wildcard src tests examples benchmarks docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-nccl-rules test-all lint format docs examples package compat bench quick-bench gpu-first gpu zoo check clean
+.PHONY: help setup demo test test-slow test-nccl-rules test-all lint format docs examples package compat bench quick-bench gpu-first gpu gpu-compiled zoo check clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -137,6 +137,9 @@ gpu-first: ## on a machine with a GPU: what has never met one, in 200 seconds
 
 gpu: ## on a machine with a GPU: every figure of one device, in 400 seconds
 	@$(call WITH_GPU,benchmarks/gpu.py)
+
+gpu-compiled: ## on a machine with a GPU: compiled graphs and float8 alone, in 400 seconds
+	@$(call WITH_GPU,benchmarks/gpu.py --parts compiled float8)
 
 ZOO_SHARDS ?= 2
 zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and write docs/zoo.md

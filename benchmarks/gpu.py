@@ -43,6 +43,7 @@ DOCUMENTS = partial(
     gpu_pairs.throughput, name="Llama 8B", trainings=gpu_pairs.TRAININGS[:2], documents=8
 )
 COMPILED = partial(gpu_pairs.throughput, name="Llama 1B", trainings=gpu_pairs.COMPILED)
+FLOAT8 = partial(gpu_pairs.throughput, name="Llama 8B", trainings=gpu_pairs.FLOAT8)
 
 PARTS: dict[str, Part] = {
     "llama": throughput("Llama 1B", 45.0, 100.0),
@@ -50,6 +51,7 @@ PARTS: dict[str, Part] = {
     "attention": part("Attention in bf16, calls in a step", gpu_parts.attention, 30.0, 80.0),
     "profile": part("Speeds", gpu_parts.profile, 5.0, 20.0),
     "compiled": part("Throughput in bf16, compiled", COMPILED, 50.0, 120.0),
+    "float8": part("Throughput in bf16 and in float8", FLOAT8, 60.0, 130.0),
     "llama8b": throughput("Llama 8B", 35.0, 70.0),
     "documents": part("Throughput in bf16: rows of eight documents", DOCUMENTS, 25.0, 60.0),
     "launches": part("Kernels of a step in bf16", gpu_pairs.launches, 30.0, 50.0),

@@ -81,6 +81,14 @@ COMPILED = (
     Training("transformers, compiled", False, MappingProxyType({"torch_compile": True})),
     Training("merak, compiled", True, MappingProxyType({"torch_compile": True})),
 )
+FLOAT8 = (
+    TRAININGS[1],
+    Training("merak, float8", True, MappingProxyType({"fp8": True})),
+    COMPILED[1],
+    Training(
+        "merak, float8, compiled", True, MappingProxyType({"fp8": True, "torch_compile": True})
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
