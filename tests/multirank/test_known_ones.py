@@ -111,10 +111,10 @@ def train(
 
     ask = ProgramCache.__call__
 
-    def called(programs: ProgramCache, signature: Any, training: bool) -> Any:
+    def called(programs: ProgramCache, signature: Any, *how: bool) -> Any:
         mask = dict(signature)[MASK]
         known.append((mask.ones, "labels" in mask.ignored))
-        return ask(programs, signature, training)
+        return ask(programs, signature, *how)
 
     trainer.add_callback(_Begins(lambda: known.clear()))
     with (
