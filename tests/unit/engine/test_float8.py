@@ -56,7 +56,7 @@ def test_a_step_is_that_of_modules_in_float8() -> None:
     loss, gradients = step(engine)
     total = sum(model(**batch).loss / len(BATCHES) for batch in BATCHES)
     total.backward()
-    torch.testing.assert_close(loss, total.detach(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(loss, total.detach(), rtol=1e-4, atol=0.0)
     for name, parameter in model.named_parameters():
         found, expected = gradients[name], parameter.grad
         assert found is not None and expected is not None

@@ -13,10 +13,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from merak.plan.activations.forecast import Forecast
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import HostUse, fullest_host
-from merak.plan.cost.device import DeviceProfile
 from merak.plan.memory.model import RankMemory
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.partition import MOST_OVER, Partition, move_to_fit
@@ -31,7 +29,7 @@ from merak.plan.price.replicas import (
     tied_seconds,
     zero_sharding,
 )
-from merak.plan.price.segments import SegmentPrice, model_flops
+from merak.plan.price.segments import model_flops
 from merak.plan.price.stages import (
     Stage,
     boundary_bytes,
@@ -50,20 +48,14 @@ from merak.schedule.simulator.simulate import Simulation, durations, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
+class _Laid(Arranged):
     """A candidate that is laid out.
 
     Args:
-        forecast: its layout with its policy and schedule.
-        devices: of every pp rank.
-        segments: for every pp rank, the prices of all segments.
         stages: prices of its stages.
         memory: of every pp rank.
     """
 
-    forecast: Forecast
-    devices: tuple[DeviceProfile, ...]
-    segments: tuple[tuple[SegmentPrice, ...], ...]
     stages: tuple[Stage, ...]
     memory: tuple[RankMemory, ...]
 
