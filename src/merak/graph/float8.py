@@ -96,6 +96,8 @@ class _Layer:
         """Why the product is not of float8; empty where it is."""
         if not self.weight.meta["tensor"].requires_grad:
             return "frozen"
+        if _chooses(self.node):
+            return "a router, whose results choose experts"
         *rows, inputs = shape_of(self.x)
         sizes = (torch.Size(rows).numel(), inputs, shape_of(self.node)[-1])
         if any(size % MULTIPLE for size in sizes):
@@ -162,6 +164,20 @@ def _unconverted(operand: fx.Node) -> fx.Node:
     while family(operand.target) in CONVERSIONS and len(operand.all_input_nodes) == 1:
         operand = operand.all_input_nodes[0]
     return operand
+
+
+def _chooses(product: fx.Node) -> bool:
+    """Whether the largest results of a product are chosen, before another product reads them."""
+    waiting, seen = list(product.users), set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.op != "call_function" or family(node.target) in GEMM_OPERANDS:
+            continue
+        if family(node.target) == "topk":
+            return True
+        seen.add(node)
+        waiting.extend(node.users)
+    return False
 
 
 def _parameter_of(weight: Any) -> fx.Node:

@@ -331,7 +331,7 @@ class ParallelOptions:
         "tokens, which give loss and gradients together, and leaves out ignored tokens. If 0, all "
         "logits are made and kept; if unset, 512 MiB.",
         within=_CHUNK,
-        reads=read_bytes,
+        reads=lambda given: 0 if given is None else read_bytes(given),  # which meant all, once
         planned=_PRICED,
     )
     fp8: bool = option(

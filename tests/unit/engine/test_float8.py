@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from merak.core import mesh
@@ -15,11 +16,12 @@ from merak.core.errors import PlanError
 from merak.data import signature
 from merak.engine.build import build_engine
 from merak.engine.engine import Engine
+from merak.graph.float8 import float8_layers
 from merak.graph.segment.build import GraphSource
 from merak.ops.float8 import float8_linears
 from merak.plan.cost.float8_products import float8_sentence, refuse_float8_on
 from merak.plan.engine_options import EngineOptions
-from tests.unit.engine.models import gpt2, text_batch
+from tests.unit.engine.models import VOCABULARY, gpt2, text_batch
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -98,6 +100,18 @@ def test_layers_that_stay_are_named() -> None:
     said = float8_sentence(segments)
     assert said.startswith("7 of 9 linear layers; not transformer.h.0.mlp.c_fc.weight (frozen)")
     assert "not transformer.wte.weight (16 × 16 × 40 are not all multiples of 16)" in said
+
+
+def test_routers_keep_their_precision() -> None:
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_local_experts=16, vocab_size=VOCABULARY,
+        use_cache=False, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    programs = engine_of(MixtralForCausalLM(config))._state.base.stages[0].segments
+    layers = dict(float8_layers(program.segment for program in programs))
+    assert layers["model.layers.0.mlp.gate.weight"].startswith("a router")
+    assert layers["model.layers.0.self_attn.q_proj.weight"] == ""
 
 
 def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
