@@ -135,11 +135,11 @@ WITH_GPU = for python in "$(GPU_PYTHON)" "$(BIN)/python"; do \
 gpu-first: ## on a machine with a GPU: what has never met one, in 200 seconds
 	@$(call WITH_GPU,benchmarks/gpu_first.py)
 
-gpu: ## on a machine with a GPU: every figure of one device, in 400 seconds
+gpu: ## on a machine with a GPU: the other figures of one device, in 400 seconds
 	@$(call WITH_GPU,benchmarks/gpu.py)
 
-gpu-compiled: ## on a machine with a GPU: compiled graphs and float8 alone, in 400 seconds
-	@$(call WITH_GPU,benchmarks/gpu.py --parts compiled float8)
+gpu-compiled: ## on a machine with a GPU: compiled graphs, heads in chunks and float8, in 400 seconds
+	@$(call WITH_GPU,benchmarks/gpu.py --parts compiled chunked float8)
 
 ZOO_SHARDS ?= 2
 zoo: $(STAMP) ## check every architecture of transformers' lists (hours), and write docs/zoo.md

@@ -3,8 +3,8 @@
 One process imports everything once and forks each part before CUDA is touched. Parts stand in the
 order of what is known least, and never two on the device at once. Each is left out, by name, when
 less time is left than it needs. The figures go to a file of the device's name in docs/gpu, and with
-those of all other devices to docs/benchmarks.md. Ends with 1 if something failed. `make gpu` runs
-it, after `make gpu-first`.
+those of all other devices to docs/benchmarks.md. Ends with 1 if something failed. `make gpu` and
+`make gpu-compiled` run it, after `make gpu-first`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ DOCUMENTS = partial(
 )
 COMPILED = partial(gpu_pairs.throughput, name="Llama 1B", trainings=gpu_pairs.COMPILED)
 FLOAT8 = partial(gpu_pairs.throughput, name="Llama 8B", trainings=gpu_pairs.FLOAT8)
+CHUNKED = partial(gpu_pairs.throughput, name="Llama 8B", trainings=gpu_pairs.CHUNKED)
 
 PARTS: dict[str, Part] = {
     "llama": throughput("Llama 1B", 45.0, 100.0),
@@ -51,6 +52,7 @@ PARTS: dict[str, Part] = {
     "attention": part("Attention in bf16, calls in a step", gpu_parts.attention, 30.0, 80.0),
     "profile": part("Speeds", gpu_parts.profile, 5.0, 20.0),
     "compiled": part("Throughput in bf16, compiled", COMPILED, 50.0, 120.0),
+    "chunked": part("Throughput in bf16, the head in chunks", CHUNKED, 40.0, 90.0),
     "float8": part("Throughput in bf16 and in float8", FLOAT8, 60.0, 130.0),
     "llama8b": throughput("Llama 8B", 35.0, 70.0),
     "documents": part("Throughput in bf16: rows of eight documents", DOCUMENTS, 25.0, 60.0),
@@ -60,13 +62,16 @@ PARTS: dict[str, Part] = {
     "rehearsal": part("One rank of an 8B on h100:8", gpu_jobs.rehearsed, 50.0, 110.0),
     "gpt2": throughput("GPT-2 1.5B", 50.0, 90.0),
 }
+COMPILED_PARTS = ("compiled", "chunked", "float8")
+"""Those of `make gpu-compiled`; `make gpu` runs the others."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds, with imports")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parts = [name for name in PARTS if name not in COMPILED_PARTS]
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=parts)
     parser.add_argument("--folder", type=Path, help=f"for the figures; {FOLDER} for a GPU's")
     parser.add_argument("--page", type=Path, help=f"that shows them; {PAGE} for a GPU's")
     parser.add_argument(

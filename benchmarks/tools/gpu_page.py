@@ -34,6 +34,8 @@ ORDER = (
         "llama8b",
         "documents",
         "compiled",
+        "chunked",
+        "float8",
     ),
     *("offload", "optimizer", "rehearsal"),
 )

@@ -81,6 +81,10 @@ COMPILED = (
     Training("transformers, compiled", False, MappingProxyType({"torch_compile": True})),
     Training("merak, compiled", True, MappingProxyType({"torch_compile": True})),
 )
+CHUNKED = (
+    Training("merak, all logits at once", True, MappingProxyType({"loss_chunk_bytes": 0})),
+    Training("merak, the head in chunks", True, MappingProxyType({"loss_chunk_bytes": 2**27})),
+)
 FLOAT8 = (
     TRAININGS[1],
     Training("merak, float8", True, MappingProxyType({"fp8": True})),
