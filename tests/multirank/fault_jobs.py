@@ -2,7 +2,8 @@
 
 The script resumes by `resume_from_checkpoint="auto"`; nothing else in it is for restarts. A fault
 is put into one of Merak's own functions from outside. The folder's `faults.json` lists them; each
-attempt meets the first that none has met yet.
+attempt meets the first that none has met yet. With FAULT_OPTIMIZER, the optimizer's states are in
+files of the folder of that name.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "evaluation": (Evaluation, "result"),
     "save": (CheckpointWriter, "write_data"),
     "step": (engine.Engine, "train_step"),
+    "states": (os, "pwritev"),  # of an optimizer in files
 }
 """Moments, and the function that a rank calls then."""
 
@@ -152,6 +154,7 @@ def inject(folder: Path) -> None:
 def main(folder: Path, num_steps: int) -> None:
     torch.set_num_threads(1)
     num_ranks = int(os.environ["WORLD_SIZE"])
+    states = os.environ.get("FAULT_OPTIMIZER")
     degrees = {os.environ.get("FAULT_AXIS", "dp"): num_ranks}
     merak.init(**degrees, device="cpu", timeout_s=60.0)
     (folder / "port").write_text(os.environ["MASTER_PORT"])
@@ -169,6 +172,7 @@ def main(folder: Path, num_steps: int) -> None:
         disable_tqdm=True,
         hang_limit_s=HANG_LIMIT_S,
         resume_from_checkpoint="auto",
+        offload_optimizer=str(folder / states) if states else "off",
     )
     torch.manual_seed(0)
     trainer = merak.MerakTrainer(

@@ -148,6 +148,18 @@ def test_a_job_survives_every_kind_of_fault(tmp_path: Path) -> None:
     check(tmp_path, planned(seed=18, num_faults=len(DEADLY)), 1800.0)
 
 
+@pytest.mark.slow
+def test_states_in_files_survive_kills_and_full_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT_OPTIMIZER", "states")
+    faults = [("kill", "states", 20, 1), ("disk", "states", 30, 0), ("disk", "save", 0, 0)]
+    check(tmp_path, faults, 900.0)
+    said = (tmp_path / "faulty" / "said").read_text()
+    assert "is full: it has" in said and "resume from the last checkpoint" in said
+    assert list((tmp_path / "faulty" / "states").iterdir()) == []
+
+
 @pytest.mark.soak
 def test_a_job_survives_200_faults(tmp_path: Path) -> None:
     check(tmp_path, planned(seed=int(time.time()), num_faults=200), 4 * 3600.0)
