@@ -1,4 +1,4 @@
-"""Small optimizers of the literature, whose updates depend on more than single elements."""
+"""Small optimizers of the literature; the updates of most depend on more than single elements."""
 
 from __future__ import annotations
 
@@ -31,6 +31,15 @@ def adam(g: torch.Tensor, state: Any) -> torch.Tensor:
         state[key] = state[key].lerp(value, 1 - beta) if key in state else (1 - beta) * value
     direction: torch.Tensor = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
     return direction
+
+
+class Lion(Each):
+    """arXiv:2302.06675: the sign of a momentum, the only state."""
+
+    def update(self, p: Any, g: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+        before = state.get("exp_avg", torch.zeros_like(p))
+        state["exp_avg"] = before.lerp(g, 0.01)
+        return before.lerp(g, 0.1).sign()
 
 
 class Lamb(Each):

@@ -44,6 +44,7 @@ def found_for(cls: Any, tensors: Sequence[JobTensor] = TP, **options: Any) -> Fi
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
         (torch.optim.Adagrad, {}),
         (torch.optim.Adam, {"lr": torch.tensor(1e-3), "amsgrad": True}),
+        (optimizers.Lion, {}),
     ],
 )
 def test_elementwise_updates_are_the_same_on_shards(
