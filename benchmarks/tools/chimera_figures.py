@@ -105,6 +105,38 @@ def chimera_figure(figure: str) -> Iterator[dict[str, Any]]:
         yield line(row["schedule"], float(row["chimera_over"]), [(base, printed(row))])
 
 
+def figure_14_parts() -> Iterator[dict[str, Any]]:
+    """What PipeDream and 2BW lose in figure 14 by updates, the size of microbatches and the fill.
+
+    PipeDream updates and reduces after every microbatch, whose size its versions of the weights
+    bound. The fill is that of a run of the fewest updates that fill the pipeline.
+    """
+    rows = [row for row in read("chimera.csv") if row["figure"] == "14"]
+    jobs = {row["schedule"]: printed(row) for row in rows}
+    chimera, _ = throughput(jobs["chimera"], *SUPPOSED[""])
+    workload, devices = chimera_model("Bert-48"), cluster(SUPPOSED[""][0])
+    workload.kernels = replace(workload.kernels, hides_reductions=True)
+    for schedule, microbatches in (("pipedream", (12, 16, 8, 4)), ("pipedream_2bw", (16, 8, 4))):
+        job = jobs[schedule]
+        (pp,) = job.depths
+        dp = job.nodes // pp
+        for microbatch in microbatches:
+            batch = dp * microbatch if schedule == "pipedream" else job.batch
+            sizes = (pp, dp, microbatch, batch // dp // microbatch)
+            updates, few, many = _updates(workload, devices, job, sizes)
+            later_s = many.step_s - few.step_s
+            sent_s = many.exposed_communication_s - few.exposed_communication_s
+            stepped_s = many.optimizer_s - few.optimizer_s
+            yield {
+                "schedule": schedule,
+                "layout": f"W={dp}, D={pp}, B={microbatch}",
+                "Chimera ÷ it": round(chimera * later_s / updates / batch, 2),
+                "reductions": f"{sent_s / later_s:.0%}",
+                "updates": f"{stepped_s / later_s:.0%}",
+                "Chimera ÷ it, with its fill": round(chimera * few.step_s / updates / batch, 2),
+            }
+
+
 def figure_10() -> Iterator[dict[str, Any]]:
     """Bert-48 on 32 nodes, 512 samples: the best layouts of the baselines, by the paper and us.
 
@@ -271,27 +303,38 @@ def _rate(
     workload: Workload, devices: Cluster, job: Job, sizes: tuple[int, int, int, int]
 ) -> float:
     """Samples per second; of an asynchronous schedule those of later updates, without the fill."""
-    pp, dp, microbatch, count = sizes
-    name = SCHEDULES.get(job.schedule, job.schedule)
-
-    def seconds(updates: int) -> Price:
-        own = {"microbatches_per_update": count} if name == "pipedream_2bw" else {}
-        candidate = Candidate(
-            dp=dp, pp=pp, microbatch=microbatch, num_microbatches=count * updates, schedule=name,
-            schedule_options={**own, **dict(job.options)},
-            recompute="full" if job.recompute else "off", partition=equal_layers(workload, pp),
-        )  # fmt: skip
-        return price(workload, devices, candidate)
-
     try:
-        if name not in ASYNCHRONOUS:
-            own = seconds(1)
+        if job.schedule not in ASYNCHRONOUS:
+            own = _priced(workload, devices, job, sizes, 1)
             return job.batch / own.step_s if own.fits else 0.0
-        least = max(4, 4 * pp // count)
-        few, many = seconds(least), seconds(2 * least)
+        updates, few, many = _updates(workload, devices, job, sizes)
     except MerakError:
         return 0.0
-    return job.batch * least / (many.step_s - few.step_s) if many.fits else 0.0
+    return job.batch * updates / (many.step_s - few.step_s) if many.fits else 0.0
+
+
+def _updates(
+    workload: Workload, devices: Cluster, job: Job, sizes: tuple[int, int, int, int]
+) -> tuple[int, Price, Price]:
+    """A number of updates that fills the pipeline, their price, and that of twice as many."""
+    pp, _, _, count = sizes
+    least = max(4, 4 * pp // count)
+    few, many = (_priced(workload, devices, job, sizes, num * least) for num in (1, 2))
+    return least, few, many
+
+
+def _priced(
+    workload: Workload, devices: Cluster, job: Job, sizes: tuple[int, int, int, int], updates: int
+) -> Price:
+    pp, dp, microbatch, count = sizes
+    own = {"microbatches_per_update": count} if job.schedule == "pipedream_2bw" else {}
+    candidate = Candidate(
+        dp=dp, pp=pp, microbatch=microbatch, num_microbatches=count * updates,
+        schedule=SCHEDULES.get(job.schedule, job.schedule),
+        schedule_options={**own, **dict(job.options)},
+        recompute="full" if job.recompute else "off", partition=equal_layers(workload, pp),
+    )  # fmt: skip
+    return price(workload, devices, candidate)
 
 
 FIGURES: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
@@ -299,6 +342,7 @@ FIGURES: dict[str, tuple[str, Callable[[], Iterable[dict[str, Any]]]]] = {
     "12": ("Chimera, figure 12: middle stages reduced eagerly", figure_12),
     "13": ("Chimera, figure 13: 8 stages ÷ 32 of GPT-2 on 512 nodes", figure_13),
     "14": ("Chimera, figure 14: Bert-48 on 64 nodes", lambda: chimera_figure("14")),
+    "14-parts": ("Chimera, figure 14: PipeDream and 2BW, by what they lose", figure_14_parts),
     "15": ("Chimera, figure 15: GPT-2 on 2,048 nodes", lambda: chimera_figure("15")),
     "16": ("Chimera, figure 16: Bert-48 on 32 V100s", figure_16),
     "17": ("Chimera, figure 17: large batches of Bert-48 on 32 nodes", figure_17),
