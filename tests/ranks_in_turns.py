@@ -1,8 +1,9 @@
 """Ranks of one process that take turns: each runs up to its next collective, then the next one.
 
 All that a rank runs is real but for the transfer itself, so that collectives, their adjoints and
-joint graphs are tried without processes. One rank runs at a time, with a mesh and a random state of
-its own; nothing depends on how threads are scheduled.
+joint graphs are tried without processes. Reductions add one rank after another, rounded each time
+to the tensors' type, as rings of gloo and NCCL do. One rank runs at a time, with a mesh and a
+random state of its own; nothing depends on how threads are scheduled.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -152,8 +154,7 @@ def _all_reduce(
     async_op: bool = False,
 ) -> _Done | None:
     def combine(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        together = torch.stack(given)
-        total = together.amax(0) if op == dist.ReduceOp.MAX else together.sum(0)
+        total = reduce(torch.maximum if op == dist.ReduceOp.MAX else torch.add, given)
         return [total] * len(given)
 
     assert op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX) and tensor.is_contiguous()
@@ -174,7 +175,7 @@ def _all_gather(output: torch.Tensor, own: torch.Tensor, *, group: _DeviceMesh) 
 
 def _reduce_scatter(output: torch.Tensor, own: torch.Tensor, *, group: _DeviceMesh) -> None:
     def combine(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return torch.stack(given).sum(0).chunk(len(given))
+        return reduce(torch.add, given).chunk(len(given))
 
     with torch.no_grad():
         scattered = group.exchange(f"reduce_scatter {tuple(own.shape)}", own.detach(), combine)

@@ -22,6 +22,12 @@ def _norm_weight_not_reduced(right: Function) -> Function:
     return wrong
 
 
+def _rounded_at_each_rank(right: Function) -> Function:
+    from merak.ops.collectives import _all_reduce
+
+    return _all_reduce
+
+
 def _reader_counted_twice(right: Function) -> Function:
     def wrong(chain: Any, own: Any, before: Any) -> Any:
         total = right(chain, own, before)
@@ -110,6 +116,14 @@ _ALL = (
         _norm_weight_not_reduced,
         (f"{MULTIRANK}/test_check_of_parts.py::test_it_trains_as_in_one_process[norms-of-heads]",),
         "norms-of-heads",
+    ),
+    Mutation(
+        "norm_gradient_rounded",
+        "gradients of norms and biases in bfloat16 are rounded at each rank of their sum",
+        "merak.ops.collectives:_sum_of_copies",
+        _rounded_at_each_rank,
+        (f"{UNIT}/benchmarks/test_low_precision.py::test_ranks_are_as_exact_as_one[gpt2-weights]",),
+        else_found_by="`python -m benchmarks.low_precision`",
     ),
     Mutation(
         "tied_weight_counted_twice",

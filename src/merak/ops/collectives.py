@@ -36,9 +36,10 @@ def copy_to(tensor: torch.Tensor, axis: str) -> torch.Tensor:
         axis: name of the mesh axis.
 
     Returns:
-        The tensor; its gradient, of which each rank has a part, is all-reduced over the axis.
+        The tensor; its gradient, of which each rank has a part, is all-reduced over the axis, that
+        of a vector, as of a norm or a bias, in float32 at least.
     """
-    return with_gradient(tensor, partial(_all_reduce, axis=axis))
+    return with_gradient(tensor, partial(_sum_of_copies, axis=axis))
 
 
 @sends(back="all_reduce")
@@ -370,11 +371,19 @@ def axis_rank(axis: str) -> int:
     return rank
 
 
+def _sum_of_copies(gradient: torch.Tensor, axis: str) -> torch.Tensor:
+    """Sum of the ranks' gradients; of vectors, whose bytes are few, without a rounding a rank."""
+    if gradient.dim() > 1:
+        return _all_reduce(gradient, axis)
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return _all_reduce(wide, axis).to(gradient.dtype)
+
+
 def _sum_parts(
     gradient: torch.Tensor, dim: int, sizes: tuple[int, ...], whole: tuple[int, ...], axis: str
 ) -> torch.Tensor:
     pieces = list(gradient.split(sizes, dim))
-    together = _all_reduce(torch.cat([pieces[i] for i in whole], dim), axis)
+    together = _sum_of_copies(torch.cat([pieces[i] for i in whole], dim), axis)
     reduced = together.split([sizes[i] for i in whole], dim)
     for i, piece in zip(whole, reduced, strict=True):
         pieces[i] = piece

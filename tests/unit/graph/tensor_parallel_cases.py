@@ -133,7 +133,17 @@ def run_model(
     runner: Runner = run_graph,
 ) -> Any:
     """The loss: segment after segment, the random state set before each."""
-    values: dict[str, Any] = {}
+    return run_segments(model, parameters, others, runner)[model.loss]
+
+
+def run_segments(
+    model: ModelGraph,
+    parameters: Mapping[str, Any],
+    others: Mapping[str, Any],
+    runner: Runner = run_graph,
+) -> dict[str | None, Any]:
+    """What segments hand on, by name, the loss among it; see `run_model`."""
+    values: dict[str | None, Any] = {}
     everything = {**others, **parameters}
     for segment in (model.prologue, *model.segments):
         torch.manual_seed(100 + segment.index)
@@ -141,8 +151,7 @@ def run_model(
         crossing = (*segment.inputs, *segment.batch_only)
         inputs = [everything[n] for n in names] + [values[n] for n in crossing]
         values |= dict(zip(segment.outputs, runner(segment.graph, inputs), strict=True))
-    assert model.loss is not None
-    return values[model.loss]
+    return values
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
