@@ -70,8 +70,9 @@ def _cell(value: Any) -> str:
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
-_LAST_DIGIT = 0.02
-"""What numbers of a page, most of two decimals, may differ by from those that come out."""
+_MOST = 0.02
+"""What numbers of a page, most of two decimals, may differ by from those that come out; those of
+more decimals by less."""
 
 
 def check(tables: Mapping[str, Sequence[Mapping[str, Any]]], page: Path) -> None:
@@ -97,9 +98,15 @@ def _agree(own: Sequence[str], other: Sequence[str]) -> bool:
     if len(own) != len(other):
         return False
     for one, two in zip(own, other, strict=True):
-        ours, theirs = (list(map(float, _NUMBER.findall(text))) for text in (one, two))
         if _NUMBER.sub("#", one) != _NUMBER.sub("#", two):
             return False
-        if any(abs(a - b) > _LAST_DIGIT for a, b in zip(ours, theirs, strict=True)):
-            return False
+        for ours, theirs in zip(_NUMBER.findall(one), _NUMBER.findall(two), strict=True):
+            if abs(float(ours) - float(theirs)) > min(_MOST, _last_but_one(theirs)) + 1e-9:
+                return False
     return True
+
+
+def _last_but_one(number: str) -> float:
+    """What the last digit but one counts, of a number with decimals."""
+    decimals = len(number.partition(".")[2])
+    return 10.0 ** (1 - decimals) if decimals else _MOST

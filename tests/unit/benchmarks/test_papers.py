@@ -57,8 +57,13 @@ def test_a_line_names_the_assumption_that_moves_it_most(papers):
 def test_a_page_must_have_the_rows_that_come_out(papers, tmp_path):
     report = importlib.import_module("tools.report")
     page = tmp_path / "page.md"
-    page.write_text("| schedule | ÷ paper |\n|---|---|\n| gems | slow: 2.15 (0.89) |\n")
+    page.write_text(
+        "| schedule | ÷ paper |\n|---|---|\n| gems | slow: 2.15 (0.89) |\n| 1f1b | 1.235 |\n"
+    )
     report.check({"t": [{"schedule": "gems", "÷ paper": "slow: 2.14 (0.90)"}]}, page)
+    report.check({"t": [{"schedule": "1f1b", "÷ paper": "1.228"}]}, page)
+    with pytest.raises(SystemExit, match="no row of t"):
+        report.check({"t": [{"schedule": "1f1b", "÷ paper": "1.223"}]}, page)
     for wrong in ("slow: 2.25 (0.89)", "fast: 2.15 (0.89)", "2.15"):
         with pytest.raises(SystemExit, match="no row of t"):
             report.check({"t": [{"schedule": "gems", "÷ paper": wrong}]}, page)

@@ -72,6 +72,8 @@ def choose_plan(mesh: Mesh, job: Job, pinned: Pinned) -> Candidate:
             ranking.num_candidates,
             ranking.num_priced,
         )
+        if others := ranking.of_other_kinds():
+            announce("plan: the best of other kinds take longer: %s", others)
         return ranking.plans[0]
 
     common = job.workload.common

@@ -99,3 +99,13 @@ class Ranking:
             kind = own.candidate.schedule if own.candidate.pp > 1 else NO_PIPELINE
             found.setdefault(kind, own)
         return found
+
+    def of_other_kinds(self, most: int = 3) -> str:
+        """How much longer the fastest plans of other kinds take, such as "gpipe +4%"; "" of none.
+
+        Args:
+            most: kinds that are named.
+        """
+        best = self.priced[0]
+        others = [(kind, own) for kind, own in self.kinds.items() if own is not best]
+        return ", ".join(f"{k} +{own.step_s / best.step_s - 1:.0%}" for k, own in others[:most])

@@ -318,3 +318,19 @@ def test_an_optimizer_leaves_the_device_where_nothing_fits_else() -> None:
         limited = search(workload, Cluster((nodes,)), pinned)
         assert bool(limited.plans) is (why is None)
         assert why is None or any(why in own.why for own in limited.rejected)
+
+
+def test_the_fastest_of_other_kinds_are_named_with_what_they_take_more():
+    base = Double().price(Candidate(pp=2, microbatch=1, num_microbatches=8))
+
+    def plan(step_s: float, **choices: Any) -> Price:
+        return replace(base, candidate=replace(base.candidate, **choices), step_s=step_s)
+
+    found = Ranking(
+        plans=(plan(1.0, schedule="zero_bubble_h1"),),
+        rejected=(),
+        behind=(plan(1.5), plan(1.04, pp=1, dp=2), plan(1.2), plan(1.1, schedule="zero_bubble_h1")),
+    )
+    assert found.of_other_kinds() == "no pipeline +4%, 1f1b +20%"
+    assert found.of_other_kinds(most=1) == "no pipeline +4%"
+    assert replace(found, behind=()).of_other_kinds() == ""
