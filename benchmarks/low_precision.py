@@ -177,7 +177,9 @@ class Trainer:
     """
 
     def __init__(self, job: Job, precision: Precision) -> None:
-        model, self._columns = job.model().to(precision.weights), job.columns()
+        model, self._columns = job.model(), job.columns()
+        for parameter in model.parameters():  # not rotary tables, as `from_pretrained` has it
+            parameter.data = parameter.data.to(precision.weights)
         metas = {name: TensorMeta(tuple(t.shape), t.dtype) for name, t in self._columns.items()}
         source = GraphSource(model, autocast=precision.autocast)
         self._graph = build_graph(source, metas, training=True)
