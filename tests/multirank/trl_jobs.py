@@ -156,7 +156,10 @@ def train(layout: Sequence[int], cases: Sequence[Case], cache: str) -> list[Outc
     outcomes = []
     for case in cases:
         args = getattr(trl, f"{case.kind}Config")(
-            gradient_accumulation_steps=4 // dp, trace_cache=cache, **arguments_of(case)
+            gradient_accumulation_steps=4 // dp,
+            trace_cache=cache,
+            loss_chunk_bytes=16 * 4 * 32,  # of 16 tokens, fewer than any batch has
+            **arguments_of(case),
         )
         trainer = getattr(trl, f"{case.kind}Trainer")(args=args, **given_to(case))
         trainer.remove_callback(transformers.PrinterCallback)

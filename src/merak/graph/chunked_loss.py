@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from merak.graph.chunked_rows import changes_rows, of_rows, rows_in_chunks, with_shape
 from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.float8 import Float8
 from merak.graph.further_rewrite import FurtherRewrite
@@ -25,6 +26,7 @@ from merak.graph.segment.cut import copy_graph, slice_outputs
 from merak.graph.tensor_parallel.placement import shape_of
 from merak.graph.trace.calls.host_reads import READ
 from merak.ops.chunked_loss import STEPS, ChunkedHead, Step, chunked_cross_entropy
+from merak.ops.chunked_rows import RowFunction, chunked_rows
 from merak.ops.context_parallel import (
     chunked_token_cross_entropy,
     token_cross_entropy,
@@ -147,6 +149,7 @@ def with_loss_alone(graph: ModelGraph, rewrite: RankRewrite | None) -> ModelGrap
     alone = replace(graph, segments=tuple(segments), outputs=outputs)
     fitted, fit = rewrite.fit(alone)
     ends = [s for s in fitted.segments if any(_family(n) in _LOSSES for n in s.graph.nodes)]
+    ends = ends or list(fitted.segments[-1:])
     return alone if any(chunked_heads(fit(segment)[0] for segment in ends)) else None
 
 
@@ -162,11 +165,18 @@ def chunked_heads(segments: Iterable[Segment]) -> Iterator[tuple[str, int, int]]
                 hidden, weight, *_, how = node.args
             elif node.target is chunked_token_cross_entropy:
                 hidden, weight, *_, how, _ = node.args
+            elif node.target is chunked_rows:
+                how = RowFunction.first_of(node.args)
+                hidden, weight = node.args[len(how) : len(how) + 2]
             else:
                 continue
             while weight.op != "placeholder":
                 weight = weight.all_input_nodes[0]
-            yield weight.meta["name"], ChunkedHead(*how).rows, shape_of(hidden)[0]
+            whole = math.prod(shape_of(hidden)[:-1])
+            if isinstance(how, RowFunction):
+                yield weight.meta["name"], whole // shape_of(hidden)[how.dim] * how.rows, whole
+            else:
+                yield weight.meta["name"], ChunkedHead(*how).rows, whole
 
 
 def in_chunks(graph: fx.Graph, chunk_bytes: int, one_pass: bool = True) -> fx.Graph | None:
@@ -182,7 +192,7 @@ def in_chunks(graph: fx.Graph, chunk_bytes: int, one_pass: bool = True) -> fx.Gr
     """
     losses = [node for node in graph.nodes if _family(node) in _LOSSES]
     if not any(_chunked(node, chunk_bytes) for node in losses):
-        return None
+        return rows_in_chunks(graph, chunk_bytes)
     new, _ = copy_graph(graph)
     for node in [node for node in new.nodes if _family(node) in _LOSSES]:
         found = _chunked(node, chunk_bytes)
@@ -190,7 +200,7 @@ def in_chunks(graph: fx.Graph, chunk_bytes: int, one_pass: bool = True) -> fx.Gr
             _replace(*found, one_pass)
     eliminate_dead_code(new, new.find_nodes(op="placeholder"))
     new.lint()
-    return new
+    return rows_in_chunks(new, chunk_bytes) or new
 
 
 def _chunked(node: fx.Node, chunk_bytes: int) -> tuple[_Loss, _Head, int] | None:
@@ -217,7 +227,7 @@ def _head_of(loss: _Loss) -> _Head | None:
         step = _step(node)
         if step is not None:
             steps.append(step)
-        elif _changes_rows(node):
+        elif changes_rows(node):
             shapes.append(node)
         else:
             return None
@@ -239,31 +249,16 @@ def _step(node: fx.Node) -> Step | None:
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _changes_rows(node: fx.Node) -> bool:
-    """Whether an operator gives the same logits to other rows, each with all of its classes."""
-    name, before, after = _family(node), shape_of(node.args[0]), shape_of(node)
-    if name in ("view", "reshape", "_unsafe_view", "contiguous", "clone"):
-        return bool(before and after) and before[-1] == after[-1]
-    if name not in ("slice", "select", "narrow"):
-        return False
-    dim = node.args[1] if len(node.args) > 1 else 0
-    return isinstance(dim, int) and dim % len(before) != len(before) - 1
-
-
 def _replace(loss: _Loss, head: _Head, rows: int, one_pass: bool) -> None:
     """Put one operator in the place of a loss and its head."""
     graph, hidden = loss.node.graph, head.hidden
     size = shape_of(hidden)[-1]
     with graph.inserting_before(loss.node):
         for shape in head.shapes:
-            name, wanted = _family(shape), (*shape_of(shape)[:-1], size)
-            if name in ("slice", "select", "narrow"):
-                hidden = _call(shape.target, (hidden, *shape.args[1:]), hidden, wanted)
-            elif wanted != shape_of(hidden):
-                hidden = _call(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
+            hidden = of_rows(shape, hidden)
         if len(shape_of(hidden)) != 2:
             wanted = (math.prod(shape_of(hidden)[:-1]), size)
-            hidden = _call(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
+            hidden = with_shape(aten.reshape.default, (hidden, list(wanted)), hidden, wanted)
         layout = loss.layout or (1, shape_of(loss.logits)[1], "")
         of_loss = (loss.ignore_index, loss.label_smoothing, layout)
         how = ChunkedHead(head.steps, *of_loss, rows, one_pass)
@@ -277,12 +272,6 @@ def _replace(loss: _Loss, head: _Head, rows: int, one_pass: bool) -> None:
     new.meta = dict(loss.node.meta)
     loss.node.replace_all_uses_with(new)
     graph.erase_node(loss.node)
-
-
-def _call(target: Any, args: tuple[Any, ...], like: fx.Node, shape: tuple[int, ...]) -> fx.Node:
-    new = like.graph.call_function(target, args)
-    new.meta = {**like.meta, "tensor": replace(like.meta["tensor"], shape=shape)}
-    return new
 
 
 def _family(node: fx.Node) -> str:

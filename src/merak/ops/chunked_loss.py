@@ -306,8 +306,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of `chunk_gradients`, of a chunk's logits by a function that overwrites them."""
     of_hidden = torch.zeros_like(hidden) if wanted[0] else None
-    of_weight = _sum_like(weight) if wanted[1] else None
-    of_bias = _sum_like(bias) if bias is not None and wanted[2] else None
+    of_weight = sum_like(weight) if wanted[1] else None
+    of_bias = sum_like(bias) if bias is not None and wanted[2] else None
     for chunk in _chunks(target, head):
         rows = hidden[chunk]
         states: list[State] = []
@@ -320,18 +320,19 @@ def _gradients(
         if of_hidden is not None:
             of_hidden[chunk] = found @ weight
         if of_weight is not None:
-            _add_product(of_weight, found, rows)
+            add_product(of_weight, found, rows)
         if of_bias is not None:
             of_bias += found.sum(0, dtype=of_bias.dtype)
         del found
     return tuple(one for one in (of_hidden, of_weight, of_bias) if one is not None)
 
 
-def _sum_like(tensor: torch.Tensor) -> torch.Tensor:
+def sum_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros for a sum over chunks of gradients of a tensor, of float32 or more."""
     return torch.zeros_like(tensor, dtype=compute_dtype(tensor))
 
 
-def _add_product(total: torch.Tensor, of_logits: torch.Tensor, rows: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, of_logits: torch.Tensor, rows: torch.Tensor) -> None:
     """Add the gradient of a weight, which takes no more memory than the logits do."""
     if total.dtype == rows.dtype:
         total.addmm_(of_logits.t(), rows)

@@ -144,6 +144,31 @@ def vocab_parallel_logsumexp(logits: torch.Tensor, keepdim: bool, layout: Layout
     return result.unsqueeze(layout[0]) if keepdim else result
 
 
+@sends(inside=_maxima_and_sums)
+def vocab_parallel_argmax(values: torch.Tensor, keepdim: bool, layout: Layout) -> torch.Tensor:
+    """Class with the largest value; the first of several.
+
+    Args:
+        values: the rank's classes along one dim, padding included.
+        keepdim: whether that dim stays, with size 1.
+        layout: how the classes are split.
+
+    Returns:
+        The same on every rank.
+    """
+    dim, size, axis = layout
+    start, stop = local_rows(size, axis)
+    own = values.detach().narrow(dim, 0, stop - start)
+    top = vocab_parallel_max(own, dim, axis)
+    first = torch.full_like(top, size, dtype=torch.int64)
+    if stop > start:
+        largest, place = own.max(dim)
+        first = (start + place).where(largest == top, first)
+    # The smallest by the largest of the negated, shaped as one class of each position.
+    found = -vocab_parallel_max(-first.unsqueeze(dim), dim, axis)
+    return found.unsqueeze(dim) if keepdim else found
+
+
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _heads(forecast: Forecast) -> Iterator[str]:
     if found:
         yield "; ".join(found)
     elif chunk_bytes and chunk_bytes != LOSS_CHUNK_BYTES:
-        yield "no cross entropy reads more logits, and alone, of a linear layer"
+        yield "no loss reads more logits of a linear layer, each token by itself"
 
 
 def _tied_across_hosts(forecast: Forecast) -> Iterator[str]:

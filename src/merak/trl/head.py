@@ -2,8 +2,8 @@
 
 TRL asks a model for log-probabilities of its labels, and for what its metrics read, through one
 function that never holds the logits of all tokens (`ChunkedLogProbFunction`). It writes into
-buffers, chunk by chunk. Traced, the same values are a product and a log-softmax, which tensor
-parallelism runs on shards of the vocabulary.
+buffers, chunk by chunk. Traced, the same values are plain operators, which tensor parallelism runs
+on shards of the vocabulary, and `merak.graph.chunked_rows` chunk by chunk.
 """
 
 from __future__ import annotations

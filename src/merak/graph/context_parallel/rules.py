@@ -43,6 +43,14 @@ from merak.ops.sharded_dropout import attend_sharded
 COLLECTIVES = [f.__name__ for f in SENDS if f.__module__ == collectives.__name__]
 """Names of the functions that change what a tensor is on the ranks of another axis."""
 
+_OF_CLASSES = (
+    "vocab_parallel_argmax",
+    "vocab_parallel_gather",
+    "vocab_parallel_log_softmax",
+    "vocab_parallel_logsumexp",
+)
+"""Functions of a rank's classes that compute each token by itself."""
+
 Found = Decision | None
 """None where the rules of tensor parallelism are to decide."""
 
@@ -268,6 +276,18 @@ def topk(op: Operator) -> Found:
     return _of_each_token(op, op.arg("dim", -1))
 
 
+def of_classes(op: Operator) -> Found:
+    """Numbers of each token, of classes that other ranks share."""
+    operand, over = op.node.args[0], op.arg("layout")[0]
+    placed = op.placement(operand)
+    if not isinstance(placed, Shard) or over == placed.dim:
+        return None
+    is_left_out = len(shape_of(op.node)) < len(shape_of(operand))
+    dim = placed.dim - (is_left_out and over < placed.dim)
+    others = {n for n in op.node.all_input_nodes if n is not operand}
+    return Decision(Shard(dim, placed.parts), dict.fromkeys(others, placed))
+
+
 def one_hot(op: Operator) -> Found:
     """one_hot: a new last dim."""
     placed = op.placement(op.node.args[0])
@@ -299,6 +319,7 @@ RULES: Mapping[str, Callable[[Operator], Found]] = {
     **dict.fromkeys(CLASS_LOSSES | {"vocab_parallel_cross_entropy"}, loss),
     **dict.fromkeys(("topk", "sort", "argsort"), topk),
     "one_hot": one_hot,
+    **dict.fromkeys(_OF_CLASSES, of_classes),
     "index": index,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), scatter),
     **dict.fromkeys(COLLECTIVES, collective),

@@ -15,6 +15,7 @@ from merak.graph.ir.mutation import has_mutable_schema
 from merak.graph.ir.operators import draws, family
 from merak.graph.joint.derive import JointError, JointGraph, Layout, number_at
 from merak.ops.chunked_loss import chunk_gradients, scale_gradients
+from merak.ops.chunked_rows import chunk_results_gradients
 from merak.ops.linear import sent_by
 
 aten = torch.ops.aten
@@ -101,12 +102,16 @@ def has_effect(node: fx.Node) -> bool:
 def _leave_unrounded(joint: JointGraph) -> None:
     """Give gradients of weights that are summed over chunks as they are; autograd rounds them."""
     for call in joint.graph.nodes:
-        if family(call.target) not in (chunk_gradients.__name__, scale_gradients.__name__):
+        if family(call.target) not in _UNROUNDED:
             continue
         for gradient in call.users:
             for rounded in list(gradient.users):
                 if rounded.target is aten._to_copy.default:
                     rounded.replace_all_uses_with(gradient, lambda user: user.op == "output")
+
+
+_UNROUNDED = [f.__name__ for f in (chunk_gradients, scale_gradients, chunk_results_gradients)]
+"""Functions that give such gradients."""
 
 
 def _fill_by_sizes(graph: fx.Graph) -> None:

@@ -280,6 +280,7 @@ _MODULES = frozenset(
     f"merak.ops.{name}"
     for name in (
         "chunked_loss",
+        "chunked_rows",
         "collectives",
         "context_parallel",
         "expert_capacity",

@@ -38,6 +38,7 @@ from merak.graph.ir.operators import (
 )
 from merak.graph.trace.opaque.operator import cost_of
 from merak.ops.chunked_loss import ChunkedHead
+from merak.ops.chunked_rows import RowFunction
 from merak.ops.float8 import OF_VALUES
 from merak.ops.sharded_dropout import dropout_sharded
 from merak.plan.cost.efficiency import AttentionShape, ProductShape
@@ -592,6 +593,39 @@ def _chunk_gradients(node: fx.Node, _: str) -> NodeWork:
     return NodeWork((*[product] * (1 + sum(wanted[:2])), gradients, sums))
 
 
+def _chunked_rows(node: fx.Node, _: str) -> NodeWork:
+    """A head and numbers of its rows in chunks, as a function of a segment."""
+    product, forward, backward = _row_works(node)
+    return NodeWork((product, forward), (*[product] * 3, backward))
+
+
+def _chunk_results(node: fx.Node, _: str) -> NodeWork:
+    return NodeWork(_row_works(node)[:2])
+
+
+def _chunk_results_gradients(node: fx.Node, _: str) -> NodeWork:
+    """The logits once more, and two products with their gradients, of as many as are wanted."""
+    wanted: Any = node.args[-2]
+    product, _forward, backward = _row_works(node)
+    sums = Work(2 * sum(_num_bytes(*outputs(user)) for user in node.users))
+    return NodeWork((*[product] * (1 + sum(wanted[:2])), backward, sums))
+
+
+def _row_works(node: fx.Node) -> tuple[Work, Work, Work]:
+    """The product that makes all logits, what reads them, and that once more with its backward."""
+    function = RowFunction.first_of(node.args)
+    hidden, weight = (n for n in node.args[len(function) :][:2] if isinstance(n, fx.Node))
+    x = outputs(hidden)[0]
+    rows = math.prod(x.shape[:-1]) // x.shape[function.dim] * function.rows
+    product, _losses, _gradients = _chunk_works(hidden, weight, rows)
+    count = math.prod(x.shape[:-1]) * outputs(weight)[0].shape[0]
+    chunks, num_passes = product.kernels, function.num_passes
+    forward = Work(4 * count * num_passes, functions=count, kernels=chunks * len(function.calls))
+    twice = 3 * num_passes  # what autograd runs reads and writes as much again, twice
+    backward = Work(4 * count * twice, functions=2 * count, kernels=3 * forward.kernels)
+    return product, forward, backward
+
+
 def _scaled(node: fx.Node, _: str) -> NodeWork:
     return NodeWork((Work(2 * _num_bytes(*outputs(node)), kernels=len(node.args) - 2),))
 
@@ -599,12 +633,12 @@ def _scaled(node: fx.Node, _: str) -> NodeWork:
 def _chunk_works(hidden: Any, weight: Any, rows: Any) -> tuple[Work, Work, Work]:
     """The product that makes all logits, the passes that make losses, and those of gradients."""
     x, own = outputs(hidden)[0], outputs(weight)[0]
-    num_rows, num_classes = x.shape[0], own.shape[0]
+    num_rows, num_classes = math.prod(x.shape[:-1]), own.shape[0]
     count, size = num_rows * num_classes, own.dtype.itemsize
     chunks = math.ceil(num_rows / rows)
-    shape = ProductShape(rows, num_classes, x.shape[1])
+    shape = ProductShape(rows, num_classes, x.shape[-1])
     num_bytes = _num_bytes(x) + chunks * _num_bytes(own) + count * size
-    product = Work(num_bytes, 2.0 * count * x.shape[1], own.dtype, kernels=chunks, shape=shape)
+    product = Work(num_bytes, 2.0 * count * x.shape[-1], own.dtype, kernels=chunks, shape=shape)
     # In float32: converted, their maximum read, shifted, exponentials made, and these summed; then
     # converted, shifted, exponentials made, scaled, and converted back.
     losses = Work(count * (size + 24.0), functions=count, kernels=5 * chunks)
@@ -729,6 +763,9 @@ _KERNELS = _table(
     (("chunk_gradients",), _Kernels(_chunk_gradients, False)),
     (("chunk_losses_and_gradients",), _Kernels(_chunk_losses_and_gradients, False)),
     (("scale_gradients",), _Kernels(_scaled, False)),
+    (("chunked_rows",), _Kernels(_chunked_rows, False)),
+    (("chunk_results",), _Kernels(_chunk_results, False)),
+    (("chunk_results_gradients",), _Kernels(_chunk_results_gradients, False)),
     # Statistics first; the weight's gradient is a second pass.
     (("batch_norm",), _Kernels(passes=(1, 2))),
     (("layer_norm",), _Kernels(passes=(0, 2))),

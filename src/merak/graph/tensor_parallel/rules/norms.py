@@ -87,6 +87,8 @@ def _reduce_split(op: Operator, operand: fx.Node, dims: list[int]) -> Decision:
     name = family(op.node.target)
     if name == "logsumexp":
         return vocabulary.logsumexp(op)
+    if name == "argmax":
+        return vocabulary.argmax(op)
     if name in ("sum", "mean") and vocabulary.reads_padding(op):
         return vocabulary.reduce_sum(op)
     if name == "sum":

@@ -193,7 +193,7 @@ _FAMILIES: dict[Rule, Collection[str]] = {
     norms.group_norm: ("group_norm",),
     norms.each_channel: POOLS | RESIZES | MIRRORS,
     norms.weight_norm: ("_weight_norm",),
-    norms.reduce: REDUCTIONS,
+    norms.reduce: REDUCTIONS | {"argmax", "argmin"},
     # Of the dropouts, those whose pattern is known for a slice of the operand.
     elementwise.dropout: ("dropout", "dropout_sharded"),
     indexing.split: SPLITS,

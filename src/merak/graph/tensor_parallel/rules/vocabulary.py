@@ -41,6 +41,7 @@ from merak.graph.tensor_parallel.placement import (
 )
 from merak.ops.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from merak.ops.vocab_parallel_reductions import (
+    vocab_parallel_argmax,
     vocab_parallel_gather,
     vocab_parallel_log_softmax,
     vocab_parallel_logsumexp,
@@ -79,7 +80,9 @@ def decide_padded(op: Operator, rule: Rule | None) -> Decision:
     return decision
 
 
-_ALONG_CLASSES = CLASS_LOSSES | frozenset("embedding log_softmax logsumexp gather sum mean".split())
+_ALONG_CLASSES = CLASS_LOSSES | frozenset(
+    "argmax embedding log_softmax logsumexp gather sum mean".split()
+)
 """Operators whose rules know of padding where they run along a vocabulary."""
 
 _EACH_BY_ITSELF = (
@@ -160,6 +163,16 @@ def logsumexp(op: Operator) -> Decision:
     layout = _layout(op, operand, positive(dims[0], len(shape_of(operand))))
     args = (operand, op.arg("keepdim", False), layout)
     return Decision(REPLICATE, {}, vocab_parallel_logsumexp, args, {})
+
+
+def argmax(op: Operator) -> Decision:
+    """argmax along the sharded dim: two all-reduces of a number a position."""
+    operand, dim = op.arg("self"), op.arg("dim")
+    if dim is None:
+        raise op.error("looks for the largest of all values, which are split")
+    layout = _layout(op, operand, positive(dim, len(shape_of(operand))))
+    args = (operand, op.arg("keepdim", False), layout)
+    return Decision(REPLICATE, {}, vocab_parallel_argmax, args, {})
 
 
 def gather(op: Operator) -> Decision:
