@@ -8,7 +8,7 @@ is data: calls of torch's operators and of Merak's functions on shards of the cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -118,9 +118,8 @@ def chunk_results(*args: Any) -> tuple[torch.Tensor, ...]:
     function, (hidden, weight, bias, *further) = RowFunction.first_of(args), args[_FIELDS:]
     made: list[tuple[torch.Tensor, ...]] = []
     for start, own in _chunks(function, hidden):
-        logits = functional.linear(own, weight, bias)
-        made.append(_results(function, logits, _cut(function, further, start)))
-        del logits
+        parts = _cut(function, further, start)
+        made.append(_results(function, functional.linear(own, weight, bias), parts))
     dims = [dim for _, dim in function.results]
     return tuple(torch.cat(parts, dim) for parts, dim in zip(zip(*made), dims, strict=True))
 
@@ -188,23 +187,24 @@ def _results(
     function: RowFunction, logits: torch.Tensor, further: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Results of one chunk's logits; values are dropped behind their last use."""
-    values: dict[int, Any] = dict(enumerate((logits, *further)))
+    values = dict(enumerate((logits, *further)))
     del logits
-
-    def read(argument: Any) -> Any:
-        if isinstance(argument, tuple | list):
-            if len(argument) == 2 and argument[0] == VALUE:
-                return values[argument[1]]
-            return [read(one) for one in argument]
-        return argument
-
     for number, (name, args, kwargs, ends) in enumerate(function.calls, 1 + len(further)):
-        given = {key: read(one) for key, one in kwargs}
-        values[number] = _function(name)(*(read(one) for one in args), **given)
+        given = {key: _read(one, values) for key, one in kwargs}
+        values[number] = _function(name)(*_read(args, values), **given)
         del given
         for ended in ends:
             del values[ended]
     return tuple(values[number] for number, _ in function.results)
+
+
+def _read(argument: Any, values: Mapping[int, torch.Tensor]) -> Any:
+    """An argument of a call, with the values that it names."""
+    if not isinstance(argument, tuple | list):
+        return argument
+    if len(argument) == 2 and argument[0] == VALUE:
+        return values[argument[1]]
+    return [_read(one, values) for one in argument]
 
 
 def _of_logits(

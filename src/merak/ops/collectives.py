@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
 from merak.core.shards import ParameterShard, join_all, take, take_all
-from merak.ops.flat_collectives import all_gather, reduce_scatter
 from merak.ops.linear import linear, operator_sends, sends, with_gradient
 from merak.ops.recording import one_operator
 
@@ -509,3 +508,18 @@ _scattered = linear(_reduce_scatter, _all_gather)
 _gathered_for_all = linear(_all_gather, _reduce_scatter)
 _summed_for_all = linear(_all_reduce, _all_reduce)
 _gathered_for_split = linear(_gather_for_split, _reduce_scatter)
+
+
+# Of flat tensors, by the names that this torch has for them
+
+
+def all_gather(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Gather the tensors of all ranks, one after the other."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return collective(output_tensor, input_tensor, **kwargs)
+
+
+def reduce_scatter(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **kwargs: Any) -> Any:
+    """Reduce the tensors of all ranks, and receive this one's shard."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return collective(output_tensor, input_tensor, **kwargs)

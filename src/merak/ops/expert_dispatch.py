@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import current_mesh
-from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.flat_collectives import all_gather
+from merak.ops.collectives import all_gather, axis_degree, axis_rank
 from merak.ops.linear import linear, operator_sends, sends
 from merak.ops.recording import counted, one_operator
 

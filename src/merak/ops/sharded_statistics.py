@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from merak.core.mesh import current_mesh
-from merak.ops.collectives import axis_degree
-from merak.ops.flat_collectives import all_gather
+from merak.ops.collectives import all_gather, axis_degree
 from merak.ops.linear import Sent, operator_sends, sends
 from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import all_reduce_sum

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from merak.core.mesh import Mesh, group_of_lines
-from merak.ops.flat_collectives import all_gather, reduce_scatter
+from merak.ops.collectives import all_gather, reduce_scatter
 from merak.plan.cluster.hierarchy import Hierarchy, hierarchy_of, shard_lines
 
 

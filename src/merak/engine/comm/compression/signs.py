@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from merak.ops.flat_collectives import all_gather
+from merak.ops.collectives import all_gather
 from merak.plan.gradient_compression import SCALE_BYTES, num_scales
 
 Rows = tuple[int, int]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from merak.ops.flat_collectives import all_gather
+from merak.ops.collectives import all_gather
 from merak.plan.gradient_compression import num_largest
 
 
