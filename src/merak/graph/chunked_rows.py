@@ -80,26 +80,10 @@ class RowHead:
         return len(self._large) + sum(n in made for c in self.calls for n in c.all_input_nodes)
 
 
-def row_heads(graph: fx.Graph, chunk_bytes: int) -> list[tuple[RowHead, int]]:
-    """Heads whose logits can be made in chunks, and the indices of a chunk.
-
-    Args:
-        graph: of a segment, as a rank runs it.
-        chunk_bytes: of float32 logits; what a chunk makes takes twice as much.
-    """
-    found = []
-    for node in graph.nodes:
-        if node.target is not aten.linear.default or len(shape_of(node)) < 2:
-            continue
-        if 4 * math.prod(shape_of(node)) <= chunk_bytes:
-            continue
-        head = _head_of(node)
-        if head is None:
-            continue
-        rows = max(2 * chunk_bytes // head.bytes_of_index, 1)
-        if rows < shape_of(node)[head.dim]:
-            found.append((head, rows))
-    return found
+def _large_layers(graph: fx.Graph, chunk_bytes: int) -> list[fx.Node]:
+    """Linear layers with more logits than those of a chunk."""
+    layers = [node for node in graph.nodes if node.target is aten.linear.default]
+    return [n for n in layers if len(shape_of(n)) > 1 and 4 * math.prod(shape_of(n)) > chunk_bytes]
 
 
 def rows_in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
@@ -107,27 +91,33 @@ def rows_in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
 
     Args:
         graph: as a rank runs it; left as it is.
-        chunk_bytes: as of `row_heads`.
+        chunk_bytes: of float32 logits; a head that makes no more is left as it is, and what a chunk
+            makes takes twice as much.
 
     Returns:
         A copy; None where there is no such head.
     """
-    large = [
-        node
-        for node in graph.nodes
-        if node.target is aten.linear.default and 4 * math.prod(shape_of(node)) > chunk_bytes
-    ]
-    if not large:
+    if not _large_layers(graph, chunk_bytes):
         return None
     new, _ = copy_graph(graph)
-    for node in list(new.nodes):
-        if node.target is aten.linear.default:
-            _take_rows_first(node)
-    heads = row_heads(new, chunk_bytes)
-    for head, rows in heads:
-        _replace(new, head, rows)
+    for node in _large_layers(new, chunk_bytes):
+        _take_rows_first(node)
+    is_changed = False
+    while found := _first_head(new, chunk_bytes):
+        _replace(new, *found)
+        is_changed = True
     new.lint()
-    return new if heads else None
+    return new if is_changed else None
+
+
+def _first_head(graph: fx.Graph, chunk_bytes: int) -> tuple[RowHead, int] | None:
+    """The first head whose logits can be made in chunks, and the indices of one."""
+    for node in _large_layers(graph, chunk_bytes):
+        head = _head_of(node)
+        rows = 0 if head is None else max(2 * chunk_bytes // head.bytes_of_index, 1)
+        if head is not None and rows < shape_of(node)[head.dim]:
+            return head, rows
+    return None
 
 
 def _take_rows_first(node: fx.Node) -> None:
@@ -278,7 +268,7 @@ def _cut(
         decision = (rule(op) if rule is not None else None) or decide(op)
     except ShardError:
         return None
-    if decision.target is not None or decision.args is not None or decision.then:
+    if (decision.target, decision.args, decision.kwargs, decision.then) != (None, None, None, ()):
         return None
     if not isinstance(decision.output, Shard) or decision.output.parts != (size,):
         return None

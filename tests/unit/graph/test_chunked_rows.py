@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from merak.graph.ir.operators import family
 from merak.graph.joint.derive import derive
 from merak.graph.program.codegen import as_run
 from merak.graph.tensor_parallel.features import Vocabulary
+from merak.ops.chunked_rows import chunked_rows
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity, assert_parity_on_tokens
@@ -98,3 +101,31 @@ class Whole(nn.Module):
 def test_what_is_read_whole_stays() -> None:
     graph = cases.traced(Whole(), batch(False)).segments[-1].graph
     assert rows_in_chunks(graph, 1) is None
+
+
+class Distance(nn.Module):
+    """The divergence of two models that do not train, times a number that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = tiny("Llama").requires_grad_(False), tiny("Llama")
+        self.other.requires_grad_(False).lm_head.weight.mul_(2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        one = self.one(input_ids).logits.log_softmax(-1)
+        other = self.other(input_ids).logits.log_softmax(-1)
+        return (one.exp() * (one - other)).sum(-1).mean() * self.scale
+
+
+def test_a_head_that_reads_another_one_is_in_chunks() -> None:
+    model, columns = Distance(), batch(False)
+    graph = cases.traced(model, columns)
+    last = graph.segments[-1]
+    changed = rows_in_chunks(last.graph, 16 * ROWS * cases.VOCABULARY)
+    assert changed is not None
+    assert sum(node.target is chunked_rows for node in changed.nodes) == 1
+    given = {**dict(model.named_parameters()), **cases.buffers(model, graph), **columns}
+    rewritten = replace(graph, segments=(*graph.segments[:-1], replace(last, graph=changed)))
+    found, expected = (cases.run_model(g, given, dict(given)) for g in (rewritten, graph))
+    torch.testing.assert_close(found, expected)
