@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import os
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +38,8 @@ from merak.plan.optimizer import findings
 from merak.plan.optimizer.small_tensors import SmallTensor
 from merak.plan.optimizer.trial import Findings
 
-FOLDER = Path(os.environ["MERAK_CACHE"])
-"""The run's own folder; `tests/conftest.py` makes it."""
+FOLDER = Path(os.environ.get("MERAK_CACHE") or tempfile.mkdtemp(prefix="merak-traces-"))
+"""The run's own folder; `tests/conftest.py` makes it, and a benchmark has one of its process."""
 
 _AS_IT_IS = GraphSource.__post_init__
 _SPLIT, _MAKE_GRAPHS = AutoSharder.__call__, MeasuredGraphs.__init__
