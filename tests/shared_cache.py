@@ -38,8 +38,9 @@ from merak.plan.optimizer import findings
 from merak.plan.optimizer.small_tensors import SmallTensor
 from merak.plan.optimizer.trial import Findings
 
-FOLDER = Path(os.environ.get("MERAK_CACHE") or tempfile.mkdtemp(prefix="merak-traces-"))
-"""The run's own folder; `tests/conftest.py` makes it, and a benchmark has one of its process."""
+_OWN = None if "MERAK_CACHE" in os.environ else tempfile.TemporaryDirectory(prefix="merak-traces-")
+FOLDER = Path(os.environ["MERAK_CACHE"] if _OWN is None else _OWN.name)
+"""The run's own folder, which `tests/conftest.py` makes; of a benchmark, gone when that ends."""
 
 _AS_IT_IS = GraphSource.__post_init__
 _SPLIT, _MAKE_GRAPHS = AutoSharder.__call__, MeasuredGraphs.__init__

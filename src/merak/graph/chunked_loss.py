@@ -163,20 +163,19 @@ def chunked_heads(segments: Iterable[Segment]) -> Iterator[tuple[str, int, int]]
         for node in segment.graph.nodes:
             if node.target is chunked_cross_entropy:
                 hidden, weight, *_, how = node.args
+                rows = ChunkedHead(*how).rows
             elif node.target is chunked_token_cross_entropy:
                 hidden, weight, *_, how, _ = node.args
+                rows = ChunkedHead(*how).rows
             elif node.target is chunked_rows:
-                how = RowFunction.first_of(node.args)
-                hidden, weight = node.args[len(how) : len(how) + 2]
+                function = RowFunction.first_of(node.args)
+                hidden, weight, *_ = node.args[len(function) :]
+                rows = function.rows_of(shape_of(hidden))
             else:
                 continue
             while weight.op != "placeholder":
                 weight = weight.all_input_nodes[0]
-            whole = math.prod(shape_of(hidden)[:-1])
-            if isinstance(how, RowFunction):
-                yield weight.meta["name"], whole // shape_of(hidden)[how.dim] * how.rows, whole
-            else:
-                yield weight.meta["name"], ChunkedHead(*how).rows, whole
+            yield weight.meta["name"], rows, math.prod(shape_of(hidden)[:-1])
 
 
 def in_chunks(graph: fx.Graph, chunk_bytes: int, one_pass: bool = True) -> fx.Graph | None:

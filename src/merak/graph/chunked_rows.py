@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -350,7 +351,8 @@ def _sent(head: RowHead, rows: int) -> Sent:
         facts = sent_by(call.target)
         own = sent_inside(call.target, call.args)
         if facts.there is not None:
-            size = math.prod(shape_of(call)) * call.meta["tensor"].dtype.itemsize
-            own = (*own, (facts.there, size, facts.axis or call.args[-1]))  # type: ignore[arg-type]
+            function: Any = call.target
+            given = signature(function).bind(*call.args, **call.kwargs).arguments
+            own = (*own, (facts.there, call.meta["tensor"].num_bytes, given["axis"]))
         sent += [(kind, size // chunks, axis) for kind, size, axis in own] * chunks
     return tuple(sent)

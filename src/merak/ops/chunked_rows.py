@@ -8,6 +8,7 @@ is data: calls of torch's operators and of Merak's functions on shards of the cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -60,6 +61,14 @@ class RowFunction(NamedTuple):
     def first_of(cls, args: Any) -> RowFunction:
         """The function that the arguments of an operator begin with, field by field."""
         return cls(*args[: len(cls._fields)])
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Rows of a chunk.
+
+        Args:
+            shape: of what the head reads.
+        """
+        return math.prod(shape[:-1]) // shape[self.dim] * self.rows
 
 
 def _sent(*args: Any) -> Sent:

@@ -616,13 +616,12 @@ def _row_works(node: fx.Node) -> tuple[Work, Work, Work]:
     function = RowFunction.first_of(node.args)
     hidden, weight = (n for n in node.args[len(function) :][:2] if isinstance(n, fx.Node))
     x = outputs(hidden)[0]
-    rows = math.prod(x.shape[:-1]) // x.shape[function.dim] * function.rows
-    product, _losses, _gradients = _chunk_works(hidden, weight, rows)
+    product, _losses, _gradients = _chunk_works(hidden, weight, function.rows_of(x.shape))
     count = math.prod(x.shape[:-1]) * outputs(weight)[0].shape[0]
-    chunks, num_passes = product.kernels, function.num_passes
-    forward = Work(4 * count * num_passes, functions=count, kernels=chunks * len(function.calls))
-    twice = 3 * num_passes  # what autograd runs reads and writes as much again, twice
-    backward = Work(4 * count * twice, functions=2 * count, kernels=3 * forward.kernels)
+    num_bytes, kernels = 4 * count * function.num_passes, product.kernels * len(function.calls)
+    forward = Work(num_bytes, functions=count, kernels=kernels)
+    # The forward's, and twice as much that autograd reads and writes.
+    backward = Work(3 * num_bytes, functions=2 * count, kernels=3 * kernels)
     return product, forward, backward
 
 
