@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from merak.graph.chunked_rows import changes_rows, of_rows, rows_in_chunks, with_shape
+from merak.graph.chunked_rows import (
+    changes_rows,
+    is_less_in_chunks,
+    of_rows,
+    rows_in_chunks,
+    with_shape,
+)
 from merak.graph.expert_parallel.apply import LocalRewrite
 from merak.graph.float8 import Float8
 from merak.graph.further_rewrite import FurtherRewrite
@@ -210,7 +216,14 @@ def _chunked(node: fx.Node, chunk_bytes: int) -> tuple[_Loss, _Head, int] | None
     num_rows, num_classes = shape_of(loss.logits)
     rows = max(chunk_bytes // (4 * num_classes), 1)
     head = _head_of(loss) if rows < num_rows else None
-    return None if head is None else (loss, head, rows)
+    if head is None:
+        return None
+    gradients = num_rows * num_classes * head.weight.meta["tensor"].dtype.itemsize
+    whole = 2 * loss.logits.meta["tensor"].num_bytes  # and their gradients
+    if head.steps and not loss.layout:
+        whole += gradients  # beside what they are converted, scaled or capped from
+    pays = is_less_in_chunks(head.weight, whole, gradients, chunk_bytes)
+    return (loss, head, rows) if pays else None
 
 
 def _head_of(loss: _Loss) -> _Head | None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from merak.core.errors import ShardError
+from merak.core.tensor_meta import TensorMeta
 from merak.graph.context_parallel.rules import RULES
 from merak.graph.ir.ir import returned_nodes
 from merak.graph.ir.mutation import is_mutating
@@ -87,6 +88,26 @@ def _large_layers(graph: fx.Graph, chunk_bytes: int) -> list[fx.Node]:
     return [n for n in layers if len(shape_of(n)) > 1 and 4 * math.prod(shape_of(n)) > chunk_bytes]
 
 
+def is_less_in_chunks(weight: fx.Node, whole: int, gradients: int, chunk_bytes: int) -> bool:
+    """Whether a head's logits in chunks take less memory than all of them.
+
+    A chunk takes twice its logits. The gradient of a trained weight, which is made of all rows at
+    once where no row is in a chunk, is summed over chunks in float32, so that chunks take more
+    where tokens are few and the hidden size is large.
+
+    Args:
+        weight: of the head.
+        whole: bytes of all that is made of all logits, gradients included.
+        gradients: bytes of the gradients of all logits, of which that of the weight is made.
+        chunk_bytes: of a chunk's float32 logits.
+    """
+    of_weight: TensorMeta = weight.meta["tensor"]
+    if not of_weight.requires_grad:
+        return whole > 2 * chunk_bytes
+    summed = max(of_weight.num_bytes, 4 * math.prod(of_weight.shape))
+    return max(whole, gradients + of_weight.num_bytes) > 2 * chunk_bytes + summed
+
+
 def rows_in_chunks(graph: fx.Graph, chunk_bytes: int) -> fx.Graph | None:
     """Graph of a segment with such heads in chunks.
 
@@ -115,9 +136,12 @@ def _first_head(graph: fx.Graph, chunk_bytes: int) -> tuple[RowHead, int] | None
     """The first head whose logits can be made in chunks, and the indices of one."""
     for node in _large_layers(graph, chunk_bytes):
         head = _head_of(node)
-        rows = 0 if head is None else max(2 * chunk_bytes // head.bytes_of_index, 1)
-        if head is not None and rows < shape_of(node)[head.dim]:
-            return head, rows
+        if head is None:
+            continue
+        weight: Any = node.args[1]
+        each, size = head.bytes_of_index, shape_of(node)[head.dim]
+        if is_less_in_chunks(weight, each * size, node.meta["tensor"].num_bytes, chunk_bytes):
+            return head, max(2 * chunk_bytes // each, 1)
     return None
 
 

@@ -328,8 +328,9 @@ class ParallelOptions:
         "BYTES",
         "Bytes of float32 logits that a rank makes at a time, where a cross entropy alone reads "
         "those of a linear head, or a loss that reads a few numbers of each token, also as "
-        "'256MiB': a head that makes more runs in chunks of tokens, and a cross entropy leaves out "
-        "ignored ones. If 0, all logits are made and kept; if unset, 512 MiB.",
+        "'256MiB': a head that makes more runs in chunks of tokens where that takes less memory, "
+        "and a cross entropy leaves out ignored ones. If 0, all logits are made and kept; if "
+        "unset, 512 MiB.",
         within=_CHUNK,
         reads=lambda given: 0 if given is None else read_bytes(given),  # which meant all, once
         planned=_PRICED,

@@ -96,7 +96,7 @@ def _heads(forecast: Forecast) -> Iterator[str]:
     if found:
         yield "; ".join(found)
     elif chunk_bytes and chunk_bytes != LOSS_CHUNK_BYTES:
-        yield "no loss reads more logits of a linear layer, each token by itself"
+        yield "no logits take less memory in chunks of this size"
 
 
 def _tied_across_hosts(forecast: Forecast) -> Iterator[str]:

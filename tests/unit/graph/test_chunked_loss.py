@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+from merak.graph.chunked_loss import in_chunks
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.lockstep import assert_parity, assert_parity_on_tokens
@@ -86,3 +87,17 @@ def test_training_is_that_of_whole_logits(kind: str, degree: int, sequence: bool
 @pytest.mark.parametrize("kind", ["llama", "capped"])
 def test_ranks_that_share_tokens_have_chunks_of_their_own(kind: str) -> None:
     assert_parity_on_tokens(MODELS[kind](), batch(True), 2, 4 * ROWS * cases.VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("samples", "trains", "has_chunks"), [(2, True, True), (1, True, False), (1, False, True)]
+)
+def test_chunks_that_would_hold_more_are_not_made(
+    samples: int, trains: bool, has_chunks: bool
+) -> None:
+    """In bfloat16, 8 tokens take less than the float32 gradient of a head of width 32."""
+    model = tiny("Llama").to(torch.bfloat16)
+    model.lm_head.requires_grad_(trains)
+    columns = {name: column[:samples] for name, column in batch(False).items()}
+    graph = cases.traced(model, columns).segments[-1].graph
+    assert (in_chunks(graph, 4 * cases.VOCABULARY) is not None) is has_chunks

@@ -106,7 +106,7 @@ def test_a_capacity_of_experts_is_said(factor: float | None, said: bool) -> None
     [
         (0, None),
         (2**29, None),
-        (2**30, "no loss reads more logits of a linear layer, each token by itself"),
+        (2**30, "no logits take less memory in chunks of this size"),
         (2**10, "the logits of lm_head.weight are made for "),
     ],
 )
