@@ -189,7 +189,8 @@ def _all_to_all(
     sent: Sequence[int] | None = None,
     *,
     group: _DeviceMesh,
-) -> None:
+    async_op: bool = False,
+) -> _Done | None:
     def combine(given: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
         return [torch.cat(pieces) for pieces in zip(*given, strict=True)]
 
@@ -198,6 +199,7 @@ def _all_to_all(
         arrived = group.exchange("all_to_all", pieces, combine)
         assert received is None or sum(received) == len(arrived)
         output.copy_(arrived)
+    return _Done() if async_op else None
 
 
 _COLLECTIVES: dict[str, Callable[..., Any]] = {

@@ -12,19 +12,15 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from merak.core.mesh import current_mesh
-from merak.core.shards import ParameterShard, join_all, take, take_all
+from merak.core.shards import ParameterShard, join_all, take_all
 from merak.ops.chunked_loss import ChunkedHead, chunked_cross_entropy, sent_by_chunks
-from merak.ops.collectives import axis_degree, axis_rank
+from merak.ops.collectives import axis_degree
 from merak.ops.linear import Sent, linear, operator_sends, sends
-from merak.ops.packed_attention import attend_packed
 from merak.ops.recording import one_operator
 from merak.ops.vocab_parallel import Layout, sums_of_positions, vocab_parallel_cross_entropy
 
 Side = tuple[int, tuple[int, ...]]
 """(dim, parts): what is split, as of `merak.ops.collectives.gather_from`."""
-
-Rows = tuple[tuple[int, ...], str]
-"""(parts, axis) of the queries that a rank has."""
 
 
 def _held_by_all(own: int, shard: Any, held: Side, *_: Any) -> int:
@@ -212,35 +208,6 @@ def _weight_of(
     if group is not None:
         dist.all_reduce(count, group=group)
     return count
-
-
-def attend_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float | None,
-    enable_gqa: bool,
-    rows: Rows,
-) -> torch.Tensor:
-    """Causal attention of the rank's queries over all keys.
-
-    Args:
-        query: of the rank's tokens, (…, heads, tokens of the rank, head size).
-        key: of all tokens.
-        value: of all tokens.
-        scale: factor of the scores; 1/√(head size) if None.
-        enable_gqa: whether several query heads share a kv-head.
-        rows: which queries the rank has.
-
-    Returns:
-        The attention's result, shaped like `query`.
-    """
-    parts, axis = rows
-    places = torch.arange(sum(parts), device=query.device)
-    own = take(places, ParameterShard(0, parts, axis_degree(axis)), axis_rank(axis))
-    mask = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
-    return attend_packed(query, key, value, mask, room=0, scale=scale, enable_gqa=enable_gqa)
 
 
 def inverse_permutation(permutation: torch.Tensor) -> torch.Tensor:

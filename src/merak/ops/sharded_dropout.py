@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from merak.core.random import seed_for
 from merak.core.shards import ParameterShard, take
+from merak.ops.attention.packed import attend_packed, repeat_heads
 from merak.ops.collectives import axis_degree, axis_rank
-from merak.ops.packed_attention import attend_packed, repeat_heads
 from merak.ops.recording import one_operator
 
 Layout = tuple[int, tuple[int, ...], str, int]

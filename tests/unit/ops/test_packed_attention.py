@@ -17,7 +17,7 @@ from merak.data.signature import signature
 from merak.graph.ir.ir import ModelGraph
 from merak.graph.ir.operators import room_for_documents
 from merak.graph.segment.build import GraphSource, build_graph
-from merak.ops.packed_attention import (
+from merak.ops.attention.packed import (
     attend_packed,
     document_bounds,
     has_packed_kernel,
@@ -108,8 +108,8 @@ def test_attention_inside_documents_equals_masked_attention(
         return by_document(query, key, value, *rest, **named)
 
     if takes is not None:
-        monkeypatch.setattr("merak.ops.packed_attention._ARGUMENTS", takes)
-        monkeypatch.setattr("merak.ops.packed_attention.has_packed_kernel", lambda *_: True)
+        monkeypatch.setattr("merak.ops.attention.packed._ARGUMENTS", takes)
+        monkeypatch.setattr("merak.ops.attention.packed.has_packed_kernel", lambda *_: True)
         monkeypatch.setattr(varlen, "varlen_attn", attend)
     found = attend_packed(*operands, mask, room=16, scale=scale, **shares)
     is_shared = heads < 4 and takes == SHARED

@@ -20,6 +20,7 @@ from merak.graph.context_parallel.propagate import (
     propagate_tokens,
     rewrite_tokens,
 )
+from merak.graph.context_parallel.shared_heads import repeat_shared_heads
 from merak.graph.context_parallel.shifted_losses import read_all_tokens
 from merak.graph.ir.ir import Kind, ModelGraph, Segment, returned_nodes
 from merak.graph.ir.operators import family
@@ -61,7 +62,7 @@ class ContextParallel:
         counting = frozenset(name for name, node in prologue if counts_up(node))
         for segment in graph.segments:
             own, shards = (segment, {}) if tensor is None else tensor(segment)
-            nodes = read_all_tokens(own.graph, lengths)
+            nodes = repeat_shared_heads(read_all_tokens(own.graph, lengths), self.degree)
             entering = {
                 node: values[node.meta["name"]]
                 for node in nodes.find_nodes(op="placeholder")

@@ -31,8 +31,8 @@ from merak.graph.tensor_parallel.placement import (
     shape_of,
 )
 from merak.ops import collectives
+from merak.ops.attention.ring import Ring, attend_ring
 from merak.ops.context_parallel import (
-    attend_rows,
     token_cross_entropy,
     token_nll,
     token_vocab_parallel_cross_entropy,
@@ -92,23 +92,38 @@ def _over_heads(op: Operator, dim: int, tokens: Shard) -> Decision:
 
 
 def _over_rows(op: Operator, tokens: Shard) -> Decision:
-    """Attention of a rank's queries over all keys."""
+    """Attention of a rank's queries over all keys, which pass around a ring or are gathered."""
     query, key, value = op.arg("query"), op.arg("key"), op.arg("value")
     mask, dropout_p = op.arg("attn_mask"), op.arg("dropout_p", 0.0)
     if dropout_p:
         raise op.error("drops attention weights of heads that cannot be shared out")
-    needs: dict[fx.Node, Placement] = dict.fromkeys((key, value), REPLICATE_PARTIAL_GRAD)
+    passes = _fits_a_ring(op, tokens)
+    needs: dict[fx.Node, Placement] = {
+        n: op.placement(n) if passes else REPLICATE_PARTIAL_GRAD for n in (key, value)
+    }
     needs[query] = tokens
     if mask is not None:
         needs[mask] = _along(mask, tokens.dim, len(shape_of(query)), tokens.parts)
-    if not _is_causal(op):
-        return Decision(tokens, needs)
-    kwargs = {
-        "scale": op.arg("scale"),
-        "enable_gqa": bool(op.arg("enable_gqa", False)),
-        "rows": (tokens.parts, op.axis),
-    }
-    return Decision(tokens, needs, attend_rows, (query, key, value), kwargs)
+    if passes:
+        how = Ring(op.arg("scale"), _is_causal(op), int(op.degree), op.axis)
+        return Decision(tokens, needs, attend_ring, (query, key, value, mask, *how), {})
+    if _is_causal(op):
+        raise op.error("has a causal mask over tokens that ranks do not share evenly")
+    return Decision(tokens, needs)
+
+
+def _fits_a_ring(op: Operator, tokens: Shard) -> bool:
+    """Whether each rank has as many queries, and as many keys, of tokens in their order."""
+    query, key, value = (op.arg(name) for name in ("query", "key", "value"))
+    heads = [shape_of(n)[tokens.dim - 1] for n in (query, key, value)]
+    if tokens.dim not in (1, 2) or heads[0] % heads[1] or heads[1] != heads[2]:
+        return False
+    placed = [op.placement(n) for n in (query, key, value)]
+    sizes = [(shape_of(n)[tokens.dim],) for n in (query, key, value)]
+    if any(p != Shard(tokens.dim, s) or s[0] % op.degree for p, s in zip(placed, sizes)):
+        return False
+    mask = op.arg("attn_mask")
+    return mask is None or not mask.meta["tensor"].requires_grad
 
 
 def _is_causal(op: Operator) -> bool:

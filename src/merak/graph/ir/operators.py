@@ -218,7 +218,7 @@ NLL_LOSSES = _names("nll_loss nll_loss_nd nll_loss2d")
 CLASS_LOSSES = CROSS_ENTROPIES | NLL_LOSSES
 """Losses of scores of classes, with a target for each position."""
 
-ATTENTIONS = _names("scaled_dot_product_attention attend_sharded attend_rows")
+ATTENTIONS = _names("scaled_dot_product_attention attend_sharded")
 
 ASSERTIONS = _names(
     "_assert_tensor_metadata _assert_scalar _assert_async sym_constrain_range "

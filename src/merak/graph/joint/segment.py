@@ -279,6 +279,7 @@ _HAS_JOINT: WeakKeyDictionary[fx.Graph, bool] = WeakKeyDictionary()
 _MODULES = frozenset(
     f"merak.ops.{name}"
     for name in (
+        "attention.ring",
         "chunked_loss",
         "chunked_rows",
         "collectives",

@@ -35,8 +35,8 @@ from merak.graph.trace.normalize import is_random
 from merak.graph.trace.opaque.dynamic_region import dynamic_region_function
 from merak.graph.trace.opaque.operator import is_dynamic_region, is_opaque
 from merak.graph.trace.opaque.run import opaque_function
+from merak.ops.attention.packed import attend_packed
 from merak.ops.grouped_product import grouped_product
-from merak.ops.packed_attention import attend_packed
 from merak.ops.recording import one_operator
 
 Function = Callable[..., tuple[torch.Tensor, ...]]

@@ -26,8 +26,8 @@ from merak.core.tensor_meta import TensorMeta
 from merak.core.units import counted
 from merak.graph.ir.operators import chooses_kernel, multiplies_groups, room_for_documents
 from merak.graph.segment.cut import copy_graph
+from merak.ops.attention.packed import attend_packed, packed_obstacle
 from merak.ops.grouped_product import grouped_product
-from merak.ops.packed_attention import attend_packed, packed_obstacle
 from merak.ops.sharded_dropout import (
     attend_by_kernel,
     attend_sharded,

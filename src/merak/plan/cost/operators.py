@@ -37,6 +37,7 @@ from merak.graph.ir.operators import (
     room_for_documents,
 )
 from merak.graph.trace.opaque.operator import cost_of
+from merak.ops.attention.ring import Ring
 from merak.ops.chunked_loss import ChunkedHead
 from merak.ops.chunked_rows import RowFunction
 from merak.ops.float8 import OF_VALUES
@@ -527,6 +528,36 @@ def _fused_attention(
     return forward, backward
 
 
+def _ring(node: fx.Node, _: str) -> NodeWork:
+    """Attention over a ring of ranks, as a function of a segment."""
+    forward, backward = _ring_works(node.args[:3], Ring.last_of(node.args))
+    return NodeWork(forward, backward)
+
+
+def _ring_there(node: fx.Node, _: str) -> NodeWork:
+    return NodeWork(_ring_works(node.args[:3], Ring.last_of(node.args))[0])
+
+
+def _ring_back(node: fx.Node, _: str) -> NodeWork:
+    return NodeWork(_ring_works(node.args[1:4], Ring.last_of(node.args))[1])
+
+
+def _ring_works(operands: Any, ring: Ring) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """A kernel for each rank's keys, each way, and the sums of what they find, in float32."""
+    query, key, value = (outputs(operand)[0] for operand in operands)
+    out = replace(query, shape=(*query.shape[:-1], value.shape[-1]))
+    num_bytes = _num_bytes(query, key, value, out)
+    own = _fused_attention((query, key, value), ring.is_causal, num_bytes)
+    other = _fused_attention((query, key, value), False, num_bytes)
+    if ring.is_causal:  # half of a block is there for each other rank
+        other = tuple(replace(w, flops=w.flops / 2, functions=w.functions / 2) for w in other)  # type: ignore[assignment]
+    sums = 8.0 * _size(out), 8.0 * (_size(query) + _size(key) + _size(value))
+    made = []
+    for one, block, size in zip(own, other, sums, strict=True):
+        made.append((one, *[block, Work(size, kernels=3)] * (ring.degree - 1)))
+    return made[0], made[1]
+
+
 def _attention_kernel(node: fx.Node, _: str) -> NodeWork:
     """One of torch's kernels of attention, or of its backward."""
     found = {name: value for name, value in _named(node).items() if isinstance(value, fx.Node)}
@@ -740,6 +771,9 @@ _KERNELS = _table(
     (("_scaled_mm",), _Kernels(_scaled_product, False)),
     (RNNS, _Kernels(_recurrent, False)),
     (ATTENTIONS, _Kernels(_attention, False)),
+    (("attend_ring",), _Kernels(_ring, False)),
+    (("ring_attention",), _Kernels(_ring_there, False)),
+    (("ring_attention_gradients",), _Kernels(_ring_back, False)),
     (("einsum",), _Kernels(_einsum, False)),
     (("bilinear",), _Kernels(_bilinear, False)),
     (("opaque_call",), _Kernels(_opaque_call, False)),

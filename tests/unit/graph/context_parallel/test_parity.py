@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
+from merak.ops.attention import ring
 from tests.tiers import slow
 from tests.unit.graph import tensor_parallel_cases as cases
 from tests.unit.graph.context_parallel.test_shifted_losses import LOSSES, Shifted
@@ -35,10 +37,10 @@ def t5(attention: str) -> torch.nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def llama_of_few_heads(attention: str) -> torch.nn.Module:
-    """Heads, kv-heads and samples that two ranks cannot share."""
+def llama_of_few_heads(attention: str, heads: int = 3) -> torch.nn.Module:
+    """Heads, kv-heads and samples that two ranks cannot share; of 4 heads, they share those."""
     config = transformers.LlamaConfig(
-        hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=3,
+        hidden_size=24, intermediate_size=48, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=1, vocab_size=cases.VOCABULARY, use_cache=False,
         attn_implementation=attention,
     )  # fmt: skip
@@ -150,7 +152,6 @@ def test_ranks_equal_one_process(
     [
         ("mixtral", "sdpa", True),
         ("packed", "sdpa", False),
-        slow("few heads", "sdpa", False),
         ("reordered", "sdpa", False),
         ("written scores", "sdpa", False),
         ("flat", "sdpa", False),
@@ -161,6 +162,21 @@ def test_ranks_equal_one_process(
 )
 def test_other_models_equal_one_process(family: str, attention: str, padded: bool) -> None:
     assert_parity_on_tokens(*case(family, attention, 0.0, padded), 2)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_keys_of_heads_that_no_ranks_share_pass_around_a_ring(padded: bool) -> None:
+    model, columns = case("few heads", "sdpa", 0.0, padded)
+    with mock.patch.object(ring, "attend_block", wraps=ring.attend_block) as blocks:
+        assert_parity_on_tokens(model, columns, 2)
+    assert blocks.called
+
+
+def test_keys_that_queries_of_several_ranks_share_are_sent_to_each() -> None:
+    columns = {name: column[:1] for name, column in cases.batch(False).items()}
+    with mock.patch.object(ring, "attend_block", wraps=ring.attend_block) as blocks:
+        _, said = assert_parity_on_tokens(llama_of_few_heads("sdpa", 4), columns, 4)
+    assert said is None and not blocks.called
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

@@ -30,7 +30,6 @@ FAMILIES = {
     name: value for name, value in vars(operators).items() if name.isupper() and name[0] != "_"
 }
 OURS = {
-    "attend_rows",
     "attend_sharded",
     "grouped_linear",
     "grouped_linear_rows",

@@ -1,0 +1,60 @@
+"""Attention over a ring of ranks: results and gradients are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from merak.ops.attention.ring import attend_ring
+from tests.ranks_in_turns import RanksInTurns
+
+
+def documents(tokens: int) -> torch.Tensor:
+    """Which keys queries read that end with a document in the midst: none of the first ranks'."""
+    places = torch.arange(tokens)
+    begins = places >= tokens // 2 + 1
+    return (places[:, None] >= places) & (begins[:, None] == begins)
+
+
+def distances(tokens: int) -> torch.Tensor:
+    """What is added to scores, for each of three heads."""
+    places = torch.arange(tokens)
+    return -torch.rand(3, 1, 1) * (places[:, None] - places).abs()
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("tokens", "is_causal", "mask", "kv_heads", "width"),
+    [
+        (4, True, None, 3, 8),  # an early and a late half of each rank
+        (3, True, None, 1, 8),  # which an odd number has not
+        (4, False, None, 3, 6),
+        (4, False, documents, 1, 8),
+        (3, False, distances, 3, 8),
+    ],
+)
+def test_a_ring_is_one_process(
+    degree: int, tokens: int, is_causal: bool, mask: object, kv_heads: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    total = degree * tokens
+    sizes = ((3, 8), (kv_heads, 8), (kv_heads, width))
+    whole = [torch.randn(2, heads, total, size, requires_grad=True) for heads, size in sizes]
+    given = torch.randn(2, 3, total, width)
+    bias = mask(total) if callable(mask) else None
+    shares = {"enable_gqa": kv_heads != 3}
+    one = functional.scaled_dot_product_attention(*whole, bias, is_causal=is_causal, **shares)
+    one.backward(given)
+
+    def run(rank: int) -> list[torch.Tensor]:
+        rows = slice(rank * tokens, (rank + 1) * tokens)
+        own = [x.detach()[:, :, rows].requires_grad_() for x in whole]
+        rows_of_mask = None if bias is None else bias[..., rows, :]
+        found = attend_ring(*own, rows_of_mask, None, is_causal, degree, "cp")
+        found.backward(given[:, :, rows])
+        return [found.detach(), *(x.grad for x in own)]  # type: ignore[list-item]
+
+    ranks = RanksInTurns(degree, "cp").run(run)
+    for found, expected in zip(zip(*ranks), (one.detach(), *(x.grad for x in whole)), strict=True):
+        torch.testing.assert_close(torch.cat(found, 2), expected)
