@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import merak
+from merak.ops.attention.ring import Ring, attend_ring
 from tests.multirank.compare import assert_close
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import Layout, Setup, train_merak, train_reference
@@ -77,6 +79,28 @@ def final_parameters(cp: int, dp: int, zeros: tuple[int, ...]) -> list[Gradients
 def rows(batch: dict[str, torch.Tensor], rank: int, number: int) -> dict[str, torch.Tensor]:
     """A replica's samples of a batch."""
     return {name: column.chunk(number)[rank] for name, column in batch.items()}
+
+
+def around_a_ring() -> list[torch.Tensor]:
+    """A rank's part of attention over a ring, and of its gradients."""
+    rank = merak.init(cp=2, device="cpu").cp_rank
+    operands = [x[:, :, 4 * rank :][:, :, :4].requires_grad_() for x in operands_of_a_ring()]
+    found = attend_ring(*operands, None, *Ring(None, True, 2, "cp"))
+    return [found.detach(), *torch.autograd.grad(found.square().sum(), operands)]
+
+
+def operands_of_a_ring() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 8, 8, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.nccl_rules
+def test_a_ring_of_ranks_is_one_process(pool: RankPool) -> None:
+    whole = [x.requires_grad_() for x in operands_of_a_ring()]
+    found = functional.scaled_dot_product_attention(*whole, is_causal=True)
+    expected = [found.detach(), *torch.autograd.grad(found.square().sum(), whole)]
+    for parts, right in zip(zip(*pool.run(around_a_ring, 2)), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts, 2), right)
 
 
 @pytest.mark.nccl_rules

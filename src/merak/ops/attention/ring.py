@@ -175,7 +175,7 @@ def ring_attention(
     place = _Place.of(ring)
     is_balanced = ring.is_balanced(tokens)
     if is_balanced:
-        query, key, value = place.exchange((query, key, value), _contiguous, _in_halves)
+        query, key, value = place.exchange((query, key, value), _contiguous, _zigzag)
     made: _Merged | None = None
     for source, (own_key, own_value) in place.around((key, value)):
         meet = ring.reads(place.rank, source, tokens)
@@ -192,7 +192,7 @@ def ring_attention(
     assert made is not None
     out = made.out.to(query.dtype)
     if is_balanced:
-        (out,) = place.exchange((out,), _in_halves, _contiguous)
+        (out,) = place.exchange((out,), _zigzag, _contiguous)
     return out, made.normaliser
 
 
@@ -225,7 +225,7 @@ def ring_attention_gradients(
     is_balanced = ring.is_balanced(tokens)
     if is_balanced:
         own = (gradient, query, key, value, out)
-        gradient, query, key, value, out = place.exchange(own, _contiguous, _in_halves)
+        gradient, query, key, value, out = place.exchange(own, _contiguous, _zigzag)
     dtype = normaliser.dtype
     of_query = torch.zeros_like(query, dtype=dtype)
     sums = _Flat.zeros((key, value), dtype)
@@ -251,7 +251,7 @@ def ring_attention_gradients(
     sums = _Flat(arrives(), sums.shapes)
     made = tuple(each.to(query.dtype) for each in (of_query, *sums.tensors()))
     if is_balanced:
-        made = place.exchange(made, _in_halves, _contiguous)
+        made = place.exchange(made, _zigzag, _contiguous)
     return made[0], made[1], made[2]
 
 
@@ -322,7 +322,7 @@ def _contiguous(half: int, degree: int) -> int:
     return half // 2
 
 
-def _in_halves(half: int, degree: int) -> int:
+def _zigzag(half: int, degree: int) -> int:
     return min(half, 2 * degree - 1 - half)
 
 
@@ -391,10 +391,10 @@ class _Place:
             held: who has which half.
             wanted: who is to have which.
         """
-        halves = range(2 * self.degree)
+        chunks = range(2 * self.degree)
 
         def of(owner: Owner) -> list[int]:
-            return [half for half in halves if owner(half, self.degree) == self.rank]
+            return [half for half in chunks if owner(half, self.degree) == self.rank]
 
         own = dict(zip(of(held), zip(*(tensor.chunk(2, -2) for tensor in tensors), strict=True)))
         sent = sorted(own, key=lambda half: (wanted(half, self.degree), half))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.flop_counter import (
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.trace.trace import trace
+from merak.ops.attention.ring import Ring, attend_ring
 from merak.plan.cost.operators import NodeWork, node_work
 
 
@@ -164,6 +166,20 @@ def test_causal_attention_multiplies_the_scores_that_it_keeps(num_queries, num_k
     forward, backward = flops_of(Call(causal, keys), shape)
     assert forward == 2 * kept * (4 + 4)
     assert backward == 2 * kept * (3 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize("tokens", [8, 7])
+def test_ranks_of_a_ring_share_the_products_of_causal_attention(tokens):
+    """Of an even number, evenly; of an odd one, the price is that of the mean rank."""
+    degree, graph = 4, torch.fx.Graph()
+    operands = [graph.placeholder(name) for name in ("query", "key", "value")]
+    node = graph.call_function(attend_ring, (*operands, None, *Ring(None, True, degree, "cp")))
+    for each in (*operands, node):
+        each.meta["tensor"] = TensorMeta((1, 2, tokens, 4), torch.float32, requires_grad=True)
+    work, whole = node_work(node, "cuda"), (1, 2, tokens * degree, 4)
+    expected = flops_of(Call(partial(attention, is_causal=True)), whole)
+    found = [sum(own.flops for own in way) for way in (work.forward, work.backward)]
+    assert [degree * flops for flops in found] == pytest.approx(expected)
 
 
 def test_dropout_makes_attention_on_the_cpu_write_its_scores():
