@@ -351,8 +351,7 @@ def fastest(layouts: Sequence[Candidate], workload: Workload, devices: Cluster) 
     if not priced:
         return None
     if layouts[0].schedule == "shifted_critical_path":
-        # With sub-pipelining, "auto" takes minutes for each of the large models.
-        some = [own.candidate for own in priced[:3] if own.candidate.sub_pipelining == "off"]
+        some = [own.candidate for own in priced[:3]]
         changed = [replace(candidate, recompute="auto", partition=None) for candidate in some]
         priced += fitting(workload, devices, changed)
     return min(priced, key=lambda own: own.step_s)
