@@ -11,8 +11,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from merak.graph.joint.generate import Part, Piece
 from merak.graph.joint.segment import Functions, JointSegment
+from merak.ops import collectives
 
 
 class Seconds(NamedTuple):
@@ -35,8 +38,33 @@ Slow = Callable[[Part, float], Part]
 """Makes a part take so many seconds."""
 
 
+class _Timed:
+    """torch.distributed, with a count of the seconds in collectives that this process waits for."""
+
+    seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(dist, name)
+        if name not in _COLLECTIVES:
+            return found
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            made = found(*args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            return made
+
+        return run
+
+
+_COLLECTIVES = frozenset(("all_reduce", "all_gather_single", "reduce_scatter_single"))
+"""Those of torch that tensor parallelism runs inside of segments."""
+
+_timed = _Timed()
+
+
 def filled(part: Part, seconds: float) -> Part:
-    """A part that takes a known time, asleep, what it computes and exchanges included.
+    """A part that takes a known time, asleep, what it computes included, beside its collectives.
 
     Args:
         part: the functions.
@@ -45,8 +73,9 @@ def filled(part: Part, seconds: float) -> Part:
     *others, last = part
 
     def slowed(given: list[Any]) -> Any:
-        end = time.perf_counter() + seconds
+        end, exchanged = time.perf_counter() + seconds, _timed.seconds
         made = last(given)
+        end += _timed.seconds - exchanged
         time.sleep(max(0.0, end - time.perf_counter()))
         return made
 
@@ -74,6 +103,7 @@ def make_last(seconds_of: Callable[[JointSegment], Seconds]) -> None:
         seconds_of: says how long one takes.
     """
     slowed = lru_cache(maxsize=None)(all_lasting)
+    vars(collectives)["dist"] = _timed
 
     def lasting_parts(self: JointSegment, *args: Any) -> Functions | None:
         found = _PARTS(self, *args)
