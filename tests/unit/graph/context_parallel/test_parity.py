@@ -164,9 +164,11 @@ def test_other_models_equal_one_process(family: str, attention: str, padded: boo
     assert_parity_on_tokens(*case(family, attention, 0.0, padded), 2)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_keys_of_heads_that_no_ranks_share_pass_around_a_ring(padded: bool) -> None:
-    model, columns = case("few heads", "sdpa", 0.0, padded)
+@pytest.mark.parametrize("kind", ["causal", "padded", "packed"])
+def test_keys_of_heads_that_no_ranks_share_pass_around_a_ring(kind: str) -> None:
+    model, columns = case("few heads", "sdpa", 0.0, kind == "padded")
+    if kind == "packed":
+        columns = case("packed", "sdpa", 0.0, False)[1]
     with mock.patch.object(ring, "attend_block", wraps=ring.attend_block) as blocks:
         assert_parity_on_tokens(model, columns, 2)
     assert blocks.called
