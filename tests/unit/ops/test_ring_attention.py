@@ -18,6 +18,12 @@ def documents(tokens: int) -> torch.Tensor:
     return (places[:, None] >= places) & (begins[:, None] == begins)
 
 
+def padded(tokens: int) -> torch.Tensor:
+    """Under causality, with two tokens in front that nothing reads and that read nothing."""
+    places = torch.arange(tokens)
+    return (places[:, None] >= places) & (places >= 2)
+
+
 def distances(tokens: int) -> torch.Tensor:
     """What is added to scores, for each of three heads."""
     places = torch.arange(tokens)
@@ -32,6 +38,7 @@ def distances(tokens: int) -> torch.Tensor:
         (3, True, None, 1, 8),  # which an odd number has not
         (4, False, None, 3, 6),
         (4, False, documents, 1, 8),
+        (4, False, padded, 3, 8),
         (3, False, distances, 3, 8),
     ],
 )

@@ -190,10 +190,12 @@ def ring_attention(
         else:
             made.add(rows, *block)
     assert made is not None
-    out = made.out.to(query.dtype)
+    out, normaliser = made.out.to(query.dtype), made.normaliser
+    if mask is not None:  # a query that sees no key has no gradient: exp(−∞ − 0)
+        normaliser = normaliser.masked_fill(normaliser == -torch.inf, 0.0)
     if is_balanced:
         (out,) = place.exchange((out,), _zigzag, _contiguous)
-    return out, made.normaliser
+    return out, normaliser
 
 
 @one_operator
