@@ -74,30 +74,30 @@ class Ring(NamedTuple):
         return (everything, early, False) if source < rank else (late, everything, False)
 
 
-def _bytes_of(*tensors: Any) -> int:
-    return sum(int(tensor.num_bytes) for tensor in tensors)
-
-
-def _sent(there: Sequence[Any], passed: Sequence[Any], back: Sequence[Any], ring: Ring) -> Sent:
-    """Collectives of a pass: what ranks exchange, pass around, and give back."""
-    around = ("all_gather", ring.degree * _bytes_of(*passed), ring.axis)
-    if not ring.is_balanced(there[0].shape[-2]):
-        return (around,)
-    ends = (("all_to_all", ring.degree * _bytes_of(*own), ring.axis) for own in (there, back))
-    first, last = ends
-    return first, around, last
+def _exchanged(ring: Ring, tensors: Sequence[Any], num_bytes: int = 0) -> Sent:
+    """An all-to-all of some tensors of each rank, or of so many bytes."""
+    own = num_bytes or sum(int(tensor.num_bytes) for tensor in tensors)
+    return (("all_to_all", ring.degree * own, ring.axis),)
 
 
 def _sent_there(query: Any, key: Any, value: Any, *rest: Any) -> Sent:
-    return _sent((query, key, value), (key, value), (query,), Ring.last_of(rest))
+    ring = Ring.last_of(rest)
+    around = _exchanged(ring, (key, value)) * (ring.degree - 1)
+    if not ring.is_balanced(query.shape[-2]):
+        return around
+    of_result = int(query.num_bytes) * value.shape[-1] // query.shape[-1]
+    return _exchanged(ring, (query, key, value)) + around + _exchanged(ring, (), of_result)
 
 
 def _sent_back(gradient: Any, query: Any, key: Any, value: Any, *rest: Any) -> Sent:
-    ring, own = Ring.last_of(rest), (query, key, value)
-    in_float32 = max(4 // key.dtype.itemsize, 1)
-    size = ring.degree * in_float32 * _bytes_of(key, value)
-    exchanged = _sent((gradient, *own, gradient), (key, value), own, ring)
-    return *exchanged, ("reduce_scatter", size, ring.axis)
+    ring = Ring.last_of(rest)
+    size = sum(int(one.num_bytes) * max(4 // one.dtype.itemsize, 1) for one in (key, value))
+    around = _exchanged(ring, (key, value)) * (ring.degree - 1)
+    around += _exchanged(ring, (), size) * ring.degree  # sums in float32, back to their owners
+    if not ring.is_balanced(query.shape[-2]):
+        return around
+    own = (query, key, value)
+    return _exchanged(ring, (gradient, *own, gradient)) + around + _exchanged(ring, own)
 
 
 @sends(inside=_sent_there)
