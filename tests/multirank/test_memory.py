@@ -84,4 +84,10 @@ def test_shared_optimizers_and_masters_take_what_was_foreseen(pool, tmp_path, de
         for zero in (1, 2, 3)
     ]
     jobs += [MemoryJob("gpt2", 0.1, options={"zero": 2}), MemoryJob("gpt2", dtype=torch.bfloat16)]
+    if degrees[2] > 1:  # gradients that wait for others of their segment
+        jobs += [
+            MemoryJob(family, 0.1, schedule=name, num_microbatches=4, options={"zero": 3})
+            for family in ("gpt2", "llama")
+            for name in ("zero_bubble_h1", "zero_bubble_v", "dualpipe_v")
+        ]
     assert_close(pool.run(measure, math.prod(degrees), degrees, jobs, tmp_path))

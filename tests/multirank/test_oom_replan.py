@@ -215,6 +215,10 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
     # Buffers of gathers and of sums of gradients, before either has begun.
     faults += [Fault(BUFFER, (rank,), n, options=options) for rank, n in ((0, 2), (1, 20), (3, 21))]
     faults += [Fault(CALL, (0,), 5, schedule="early_recompute", options=options)]
+    # Gradients that a backward has left for later are reduced later, too.
+    split: dict[str, Any] = {"schedule": "zero_bubble_h1", "options": options}
+    faults += [Fault(CALL, (2,), 5, **split), Fault(PROPAGATE, (1,), 3, **split)]
+    faults += [Fault(BUFFER, (rank,), n, **split) for rank, n in ((0, 20), (1, 24), (3, 33))]
     check(pool, (2, 1, 2), faults, tmp_path)
 
 
@@ -223,6 +227,7 @@ def test_shares_of_parameters_are_gathered_to_the_end(pool, tmp_path):
 def test_shares_of_parameters_are_gathered_beside_sums_over_tp(pool, tmp_path):
     options = (("zero", 3), ("sub_pipelining", "off"))
     faults = [Fault(SUM, (1,), 5, options=options), Fault(BUFFER, (2,), 40, options=options)]
+    faults += [Fault(SUM, (1,), n, schedule="zero_bubble_h1", options=options) for n in (6, 11)]
     check(pool, (2, 2, 1), faults, tmp_path)
 
 

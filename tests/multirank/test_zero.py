@@ -32,7 +32,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def make(layout: Layout, dtype: torch.dtype, **options: Any) -> Any:
     dp, _, _ = layout
-    model = Classifier().to(dtype)
+    model = options.pop("model", Classifier)().to(dtype)
     example = share(0, dtype)
     return merak.parallelize(
         model, example, optimizer=adamw, num_microbatches=4 // dp, feature_dict=FEATURES,

@@ -6,16 +6,27 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import merak
 from merak.core.errors import ScheduleError
 from tests.multirank.ranks import RankPool
+from tests.multirank.test_parallelize import Classifier
 from tests.multirank.test_zero import make, share
 from tests.multirank.training import Layout
 from tests.tiers import slow
 from tests.unit.graph.tensor_parallel_cases import assert_gradients_equal
 
 STEPS = 3
+
+
+class WeightNormed(Classifier):
+    """Of whose weights some are computed, as their gradients are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in (self.narrow, self.again):
+            nn.utils.parametrizations.weight_norm(block[2])
 
 
 def train(layout: Layout, name: str, settings: list[dict[str, Any]]) -> list[Any]:
@@ -42,13 +53,22 @@ def train(layout: Layout, name: str, settings: list[dict[str, Any]]) -> list[Any
 @pytest.mark.nccl_rules
 @pytest.mark.parametrize("layout", [(2, 1, 2), slow((2, 2, 1))])
 def test_shares_of_parameters_train_as_whole_ones(pool: RankPool, layout: Layout) -> None:
-    settings = [{}, {"zero": 3}, {"zero": 3, "recompute": "full"}]
+    settings: list[dict[str, Any]] = [{}, {"zero": 3}, {"zero": 3, "recompute": "full"}]
+    if layout[2] > 1:  # gradients of weights are made later, and some wait for them
+        settings += [{"zero": 3, "schedule": "zero_bubble_h1"}]
+        settings += [{"zero": zero, "schedule": "zero_bubble_v"} for zero in (0, 3)]
+        normed = {"schedule": "zero_bubble_h1", "model": WeightNormed}
+        settings += [{**normed, "zero": zero} for zero in (0, 3)]
     for rank in pool.run(train, 4, layout, "float32", settings):
-        (losses, expected, whole), *shared = rank
-        for found, parameters, kept in shared:
-            assert found == pytest.approx(losses, rel=1e-5)
+        for options, (losses, parameters, kept) in zip(settings, rank, strict=True):
+            # Of the same stages, whole.
+            expected_losses, expected, whole = next(
+                r for r in rank if r[1].keys() == parameters.keys()
+            )
+            assert losses == pytest.approx(expected_losses, rel=1e-5)
             assert_gradients_equal(parameters, expected)  # the parameters, to its tolerance
-            assert whole > 0 and kept == 0  # also of what several segments read
+            # Also of what several segments read.
+            assert whole > 0 and kept == (0 if options.get("zero") == 3 else whole)
 
 
 @pytest.mark.slow
@@ -75,11 +95,6 @@ def refused(name: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        (
-            "float32",
-            {"schedule": "zero_bubble_h1"},
-            "computes gradients of weights later; use zero",
-        ),
         ("float32", {"sub_pipelining": "on"}, "runs sub-microbatches of several; use zero=2"),
         ("bfloat16", {}, "set master_weights=True and leave gradient_sums='float32'"),
     ],

@@ -25,6 +25,8 @@ from merak.engine.tensors_by_name import (
 )
 from merak.engine.weight_versions import Weights
 from merak.graph.program.program import Program, SegmentProgram, StageProgram, SubPipelinedRun
+from merak.plan.memory.unshards import unshards_of
+from merak.schedule.ir import Kind
 
 
 @dataclass(slots=True)
@@ -157,11 +159,9 @@ class Stage:
         gradients: TensorDict,
         segment_done: Callable[[SegmentProgram], None],
         leaf_gradients: GiveLeafGradients = no_leaf_gradients,
+        defers: bool = False,
     ) -> TensorDict:
         """Run all segments' backwards on one microbatch.
-
-        Where the schedule splits backwards, the gradients of GEMMs' weights are left in
-        `weight_gradients`.
 
         Args:
             number: the microbatch's number in the step.
@@ -169,6 +169,7 @@ class Stage:
             gradients: of the values of `sent`, and of the loss where it is made here.
             segment_done: called after each segment's backward, last segment first.
             leaf_gradients: gives what enters a segment's backward of parameters that several read.
+            defers: leave gradients of weights that nobody waits for to `weight_gradient`.
 
         Returns:
             The gradients of the values of `received` that carry one.
@@ -177,7 +178,7 @@ class Stage:
         saved = self._saved.pop(number)
         ctx = self._context(self.weights.for_microbatch(number), microbatch)
         ctx = replace(ctx, leaf_gradients=leaf_gradients)
-        self.weight_gradients.start(number)
+        self.weight_gradients.start(number, defers)
         self._prefetch(saved)
         for run in reversed(program.runs):
             self._prefetch(saved[:-1])
@@ -185,6 +186,18 @@ class Stage:
             self._segment_ended()
         wanted = microbatch.program.gradients_of(program.received)
         return {name: _gradient(name, gradients, microbatch, self.device) for name in wanted}
+
+    def weight_gradient(self, number: int, program: StageProgram) -> None:
+        """Compute the gradients of weights that the backward of a microbatch has left for later.
+
+        Args:
+            number: the microbatch's number in the step.
+            program: of the stage, for the microbatch.
+        """
+        for own in unshards_of(Kind.WEIGHT_GRADIENT, program, recomputes=False):
+            self.weight_gradients.run(number, own.segment.segment.index)
+            if self.fsdp is not None:
+                self.fsdp.reduce(own.segment.segment.parameters)
 
     def prefetch(self, number: int) -> None:
         """Prefetch the activations that the next microbatch's backward reads first."""

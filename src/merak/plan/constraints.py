@@ -117,16 +117,6 @@ def _zero_groups(own: Reductions) -> str | None:
     return None
 
 
-def _split_backwards_with_zero_3(own: Reductions) -> str | None:
-    if own.zero == 3 and own.schedule.splits_backwards:
-        return (
-            f"zero=3 frees a segment's parameters when its backward ends, but schedule="
-            f"{own.name!r} computes gradients of weights later; use zero=2, or a schedule "
-            "such as '1f1b'."
-        )
-    return None
-
-
 def _sub_microbatches_with_zero_3(own: Reductions) -> str | None:
     return sub_pipelining_problem(own.zero) if own.sub_pipelined else None
 
@@ -226,7 +216,6 @@ def _delayed_updates(own: Reductions) -> str | None:
 _RULES: tuple[Callable[[Reductions], str | None], ...] = (
     _copies_with_zero,
     _zero_groups,
-    _split_backwards_with_zero_3,
     _sub_microbatches_with_zero_3,
     _dropped_layers_with_zero_3,
     _compression,

@@ -61,8 +61,6 @@ def plans_from_costs(forecast: Forecast, times: Times) -> StepPlans:
 
 def _made(forecast: Forecast, chosen: Mapping[str, Any]) -> StepPlans:
     options = forecast.options
-    if options.zero == 3:  # which needs whole backwards
-        chosen = {**chosen, "split": False}
     chosen = {**chosen, **(options.schedule_options or {})}
     return StepPlans(options.schedule, forecast.mesh.pp, options.num_microbatches, chosen=chosen)
 

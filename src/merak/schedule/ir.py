@@ -38,6 +38,9 @@ _ENDS = GRADIENT_KINDS | {Kind.FORWARD}
 FINAL_KINDS = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 """Kinds that yield the gradient of a stage's weights, and so release its activations."""
 
+BACKWARD_KINDS = GRADIENT_KINDS | FINAL_KINDS
+"""Kinds that go through a stage's segments from the last to the first."""
+
 _ACTION_TEXT = re.compile(r"(?:(\d+))?([FRBIW])(\d+)")
 
 

@@ -83,7 +83,3 @@ def test_it_keeps_to_the_memory(times: Path) -> None:
     assert peak(narrow) <= budget
     # What fits is not undone by a longer step than need be: all that is not kept is recomputed.
     assert narrow.layout.schedule != free.layout.schedule
-
-
-def test_shares_of_parameters_get_whole_backwards(times: Path) -> None:
-    assert not forecast(times, zero=3).layout.schedule.splits_backwards

@@ -227,7 +227,7 @@ class _Passes:
             saved, values = self.forward(True)
             gradients = {name: torch.ones_like(values[name]) for name in self.carried}
             if self.deferred is not None:
-                self.deferred.start(0)
+                self.deferred.start(0, defers=True)
             return saved, gradients
 
         def backward(started: tuple[run_segment.Saved, TensorDict]) -> None:
@@ -246,5 +246,5 @@ class _Passes:
             return deferred
 
         return self.watch.after(fresh, backward), self.watch.after(
-            deferring, lambda own: own.run(0)
+            deferring, lambda own: own.run(0, self.program.segment.index)
         )

@@ -33,6 +33,9 @@ class ShardedParameters(Protocol):
     def end(self, names: Sequence[str]) -> None:
         """Free the parameters of a segment that has ended."""
 
+    def reduce(self, names: Sequence[str]) -> None:
+        """Reduce the gradients that its backward has left for later."""
+
 
 class OperatorObserver(Protocol):
     """Observer of every operator of a step, such as `NonFiniteFinder`."""

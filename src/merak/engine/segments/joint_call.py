@@ -271,7 +271,11 @@ def _give(
             *made[num:],
             *map(ctx.weights.__getitem__, map(names.__getitem__, parts.weight_parameters)),
         ]
-        ctx.weight_gradients.add(partial(run_part, parts.weights, arguments))
+        # What it reads of gathered parameters is freed behind this backward.
+        at_once = ctx.fsdp is not None and any(n < len(names) for n in parts.weight_reads)
+        ctx.weight_gradients.add(
+            run.segment.index, partial(run_part, parts.weights, arguments), at_once
+        )
 
 
 def _later(

@@ -131,6 +131,8 @@ def backward(
             _propagate(run, saved, gradients, own)
         elif (call := joint_call.begin_backward(run, saved, gradients, own)) is not None:
             call.end(run_part(call.part, call.given))
+        if ctx.weight_gradients is not None:
+            ctx.weight_gradients.segment_ended()
         if ctx.fsdp is not None:
             ctx.fsdp.end(run.segment.parameters)
     segment_done(run)

@@ -97,6 +97,8 @@ def backward(
 
     def half_done(segment: SubPipelinedSegment) -> None:
         if id(segment) in done:
+            if ctx.weight_gradients is not None:
+                ctx.weight_gradients.segment_ended()
             segment_done(segment.whole)
         done.add(id(segment))
 

@@ -27,8 +27,8 @@ from merak.engine.zero.fsdp import FsdpParameters
 from merak.graph.ir.ir import Kind as ValueKind
 from merak.graph.program.program import Program, SegmentProgram
 from merak.graph.trace.branches.flags import is_condition
-from merak.plan.memory.unshards import needs_parameters
-from merak.schedule.ir import Action, Kind, Schedule
+from merak.plan.memory.unshards import SegmentUnshard, unshards_of
+from merak.schedule.ir import BACKWARD_KINDS, GRADIENT_KINDS, Action, Kind, Schedule
 from merak.schedule.steps import Payload, Receive
 
 SegmentDone = Callable[[SegmentProgram], None]
@@ -97,7 +97,7 @@ class DrainStep:
             self._discard(Payload.ACTIVATION, stage - 1, number)
         elif goes_back:
             self._discard(Payload.GRADIENT, stage + 1, number)
-        if self._fake_stages is not None:
+        if self._fake_stages is not None and action.kind is not Kind.WEIGHT_GRADIENT:
             self._fake_stages.perform(action, segment_done, num_done)
         else:
             self._join_collectives(action, segment_done)
@@ -109,14 +109,16 @@ class DrainStep:
 
     def _join_collectives(self, action: Action, segment_done: SegmentDone) -> None:
         """Join the replicas' collectives, segment by segment, and report every backward."""
-        goes_back = action.kind in GRADIENT_KINDS
+        program = self._program(action.microbatch).stages[action.stage]
         recomputes = self._schedule.recompute[action.stage]
-        segments = self._program(action.microbatch).stages[action.stage].segments
-        for segment in reversed(segments) if goes_back else segments:
-            if self._fsdp is not None and needs_parameters(segment, action.kind, recomputes):
-                self._fsdp.begin(segment.segment.parameters)
-                self._fsdp.end(segment.segment.parameters)
-            if goes_back:
+        unshards = {
+            own.segment.segment.index: own for own in unshards_of(action.kind, program, recomputes)
+        }
+        goes_back = action.kind in BACKWARD_KINDS
+        for segment in reversed(program.segments) if goes_back else program.segments:
+            if self._fsdp is not None and segment.segment.index in unshards:
+                self._fsdp.join(unshards[segment.segment.index])
+            if action.kind in GRADIENT_KINDS:
                 segment_done(segment)
 
     def _program(self, number: int) -> Program:
@@ -134,9 +136,6 @@ class DrainStep:
             for name, meta in metas.items()
         }
         self._exchange.give(payload, action.stage, action.microbatch, zeros)
-
-
-GRADIENT_KINDS = frozenset((Kind.BACKWARD, Kind.INPUT_GRADIENT))
 
 
 class DrainedParameters:
@@ -157,6 +156,15 @@ class DrainedParameters:
             with _disable_current_modes():
                 self._fsdp.begin(names, drained=True)
 
+    def join(self, unshard: SegmentUnshard) -> None:
+        """Join all collectives of an unshard."""
+        names = unshard.segment.segment.parameters
+        if unshard.gathers:
+            self.begin(names)
+            self.end(names)
+        else:
+            self.reduce(names)
+
     def weights(self, names: Sequence[str], others: ParamLeaves) -> ParamLeaves:
         """Fake parameters, of which none is sharded."""
         return others
@@ -166,6 +174,10 @@ class DrainedParameters:
         if self.participates:
             with _disable_current_modes():
                 self._fsdp.end(names, drained=True)
+
+    def reduce(self, names: Sequence[str]) -> None:
+        """Join the reduce-scatters of gradients that were left for later, with zeros."""
+        self._fsdp.reduce(names, drained=True)
 
 
 class FakeStages:
@@ -226,7 +238,8 @@ class FakeStages:
                 loss = microbatch.program.loss
                 if loss in program.results.values():
                     gradients |= self._values([str(loss)], microbatch)
-                stage.backward(number, microbatch, gradients, done)
+                defers = action.kind is Kind.INPUT_GRADIENT
+                stage.backward(number, microbatch, gradients, done, defers=defers)
 
     def _values(self, names: Iterable[str], microbatch: Microbatch) -> TensorDict:
         return {name: self._fake(microbatch.program.values[name]) for name in names}

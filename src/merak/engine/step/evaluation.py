@@ -15,6 +15,7 @@ from merak.engine.step.schedule_run import ScheduleRun
 from merak.engine.step.step_checks import microbatch_counts
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
+from merak.plan.memory.unshards import SegmentUnshard
 from merak.plan.step_plans import StepPlan
 from merak.schedule.builders.forward_only import forward_only
 from merak.schedule.ir import Action
@@ -146,7 +147,7 @@ def _evaluate_at_once(
     microbatch: Callable[[int], Microbatch],
 ) -> list[TensorDict]:
     """Evaluate this replica's microbatches while others run theirs; as `evaluate`."""
-    rest: list[tuple[str, ...]] = []
+    rest: list[SegmentUnshard] = []
     assert state.fsdp is not None
     if most:
         # Of what others have alone, all is known that matters: they are microbatches as well.
@@ -155,15 +156,15 @@ def _evaluate_at_once(
         order = list(EvaluationRun(state, padded, microbatch).unshards())
         state.fsdp.start(order)
         own = len(list(EvaluationRun(state, programs, microbatch).unshards())) if programs else 0
-        rest = [names for names, _ in order[own:]]
+        rest = order[own:]
     outputs: list[TensorDict] = []
     if programs:
         run = EvaluationRun(state, programs, microbatch)
         run.run_plan()
         outputs = run.outputs
-    for names in rest:
-        state.fsdp.begin(names)
-        state.fsdp.end(names)
+    for unshard in rest:
+        state.fsdp.begin(unshard.segment.segment.parameters)
+        state.fsdp.end(unshard.segment.segment.parameters)
     return outputs
 
 

@@ -8,7 +8,7 @@ from merak.engine.stage import Microbatch
 from merak.engine.state import EngineState
 from merak.engine.tensors_by_name import TensorDict
 from merak.graph.program.program import Program
-from merak.plan.memory.unshards import unshards_of
+from merak.plan.memory.unshards import SegmentUnshard, unshards_of
 from merak.plan.step_plans import StepPlan
 from merak.schedule.interpreter import StepInterpreter
 from merak.schedule.ir import Action
@@ -34,13 +34,11 @@ class ScheduleRun(StepInterpreter):
         """Run this rank's steps of the plan, in order."""
         self.run_steps(self._plan.steps[self.rank])
 
-    def unshards(self) -> Iterator[tuple[tuple[str, ...], bool]]:
+    def unshards(self) -> Iterator[SegmentUnshard]:
         """The order in which the run gathers FSDP parameters; see `unshards_of`."""
         for action in self.schedule.actions[self.rank]:
             program = self._programs[action.microbatch].stages[action.stage]
-            recomputes = self.schedule.recompute[action.stage]
-            for segment, reduces in unshards_of(action.kind, program, recomputes):
-                yield segment.segment.parameters, reduces
+            yield from unshards_of(action.kind, program, self.schedule.recompute[action.stage])
 
     def send(self, step: Send) -> None:
         """Start to send what the action before has computed."""

@@ -207,20 +207,14 @@ class TrainingStep(ScheduleRun):
     def backward(self, action: Action) -> None:
         """Run a stage backward: all of it, or for an input gradient without what a W is left."""
         stage, number = self._state.stages[action.stage], action.microbatch
-        is_whole = action.kind is Kind.BACKWARD
-
-        def segment_done(segment: SegmentProgram) -> None:
-            if is_whole:
-                stage.weight_gradients.run(number)
-            self._segment_done(action, segment)
-
         pipe = self.schedule.microbatch_pipes[number]
         made = stage.backward(
             number,
             self._microbatches[number],
             self._gradients(action),
-            segment_done,
+            partial(self._segment_done, action),
             partial(self._state.tied.begin, pipe, number),
+            defers=action.kind is Kind.INPUT_GRADIENT,
         )
         if action.stage > 0:
             self._state.stage_io.give(Payload.GRADIENT, action.stage, number, made)
@@ -229,7 +223,8 @@ class TrainingStep(ScheduleRun):
 
     def weight_gradient(self, action: Action) -> None:
         """Compute the gradients of weights that the backward has left out."""
-        self._state.stages[action.stage].weight_gradients.run(action.microbatch)
+        stage, number = self._state.stages[action.stage], action.microbatch
+        stage.weight_gradient(number, self._programs[number].stages[action.stage])
 
     def _gradients(self, action: Action) -> TensorDict:
         """What a backward reads: the next stage's gradients, waited for, and the loss's own."""

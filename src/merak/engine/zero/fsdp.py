@@ -33,6 +33,7 @@ from merak.engine.comm.row_shards import (
 from merak.engine.tensors_by_name import ParamLeaves
 from merak.engine.zero.unshard_order import Unshard, UnshardOrder
 from merak.graph.weights.absent import OF_REPLICAS, AbsentTensor, swap
+from merak.plan.memory.unshards import SegmentUnshard
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class FsdpGroup:
         group: the replicas.
         masters: whether shards of parameters of low precision are float32 masters of them.
         collectives: of the replicas.
+        is_tied: whether the gradients are collected from several segments.
 
     Attributes:
         shards: this replica's rows of the parameters, as precise as the optimizer steps them.
@@ -73,8 +75,9 @@ class FsdpGroup:
         group: dist.ProcessGroup,
         masters: bool,
         collectives: ReplicaCollectives,
+        is_tied: bool,
     ) -> None:
-        self.group = group
+        self.group, self.is_tied = group, is_tied
         self._collectives = collectives
         self._degree, self._index = dist.get_world_size(group), dist.get_rank(group)
         whole = list(parameters.values())
@@ -247,9 +250,10 @@ class FsdpParameters:
         self.optimizer_tensors: dict[str, nn.Parameter] = {}
         self.leaves: dict[str, ShardLeaf] = {}
         every = collectives or ReplicaCollectives()
-        for names in _group_by_readers(segments, parameters, replicas):
+        for names in _group_by_readers(segments, parameters, replicas, self._shared):
             own = {name: parameters[name] for name in names}
-            self._add(own, FsdpGroup(own, replicas(names[0]), masters, every))
+            is_tied = names[0] in self._shared
+            self._add(own, FsdpGroup(own, replicas(names[0]), masters, every, is_tied))
 
     def _add(self, own: Mapping[str, nn.Parameter], group: FsdpGroup) -> None:
         for name, parameter in own.items():
@@ -278,13 +282,14 @@ class FsdpParameters:
         """The rows of a parameter that this replica holds."""
         return self._groups[name].rows(name)
 
-    def start(self, unshards: Iterable[tuple[Sequence[str], bool]]) -> None:
-        """Set the order of a step or an evaluation that begins.
+    def start(self, unshards: Iterable[SegmentUnshard]) -> None:
+        """Set the order of a step or an evaluation that begins."""
+        self.order.start(map(self._unshard, unshards))
 
-        Args:
-            unshards: names of the parameters of each, and whether their gradients are reduced.
-        """
-        self.order.start(Unshard(self._groups_of(names), back) for names, back in unshards)
+    def _unshard(self, own: SegmentUnshard) -> Unshard:
+        groups = self._groups_of(own.segment.segment.parameters)
+        reduced = [group for group in groups if group.trains and own.reduces(group.is_tied)]
+        return Unshard(groups if own.gathers else (), tuple(reduced))
 
     def begin(self, names: Sequence[str], drained: bool = False) -> None:
         """Gather the parameters of a segment that begins; see `UnshardOrder.begin`."""
@@ -293,6 +298,11 @@ class FsdpParameters:
     def end(self, names: Sequence[str], drained: bool = False) -> None:
         """Free the parameters of a segment that has ended; see `UnshardOrder.end`."""
         self.order.end(self._groups_of(names), drained)
+
+    def reduce(self, names: Sequence[str], drained: bool = False) -> None:
+        """Reduce what a backward has left for later; see `UnshardOrder.reduce`."""
+        left = [group for group in self._groups_of(names) if group.trains and not group.is_tied]
+        self.order.reduce(tuple(left), drained)
 
     def abort_step(self) -> None:
         """Abort the step: from the marked action on, only the collectives take part."""
@@ -354,8 +364,12 @@ def _group_by_readers(
     segments: Iterable[Sequence[str]],
     parameters: Mapping[str, nn.Parameter],
     replicas: Callable[[str], dist.ProcessGroup],
+    tied: Collection[str],
 ) -> list[list[str]]:
-    """Names of each group: of one type, read by the same segments, sharded by the same ranks."""
+    """Names of each group: of one type, read by the same segments, sharded by the same ranks.
+
+    Tied parameters, which other ranks may read as well, have groups of their own.
+    """
     readers: dict[str, list[int]] = {}
     for number, names in enumerate(segments):
         for name in dict.fromkeys(names):
@@ -363,8 +377,8 @@ def _group_by_readers(
     groups: dict[object, list[str]] = {}
     for name, numbers in readers.items():
         parameter = parameters[name]
-        key = (tuple(numbers), parameter.dtype, parameter.requires_grad, id(replicas(name)))
-        groups.setdefault(key, []).append(name)
+        kind = (parameter.dtype, parameter.requires_grad, id(replicas(name)))
+        groups.setdefault((tuple(numbers), name in tied, *kind), []).append(name)
     return list(groups.values())
 
 

@@ -3,8 +3,9 @@
 A step is a list of unshards, as the schedule orders them: for a segment's forward, recomputation,
 or backward, which includes a recomputation just before it. The parameters of the next one are
 prefetched while this one computes. A backward ends with the start of the reduce-scatter of its
-gradients. So the order of all collectives is known beforehand and is the same on all replicas, and
-a rank that aborts a step takes part in the remaining ones.
+gradients; where it leaves some for later, the reduce-scatter starts when these are there, too. So
+the order of all collectives is known beforehand and is the same on all replicas, and a rank that
+aborts a step takes part in the remaining ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 import torch.distributed as dist
@@ -24,7 +26,6 @@ from merak.engine.health.status import Progress
 class Group(Protocol):
     """Parameters that one all-gather unshards, as `fsdp.FsdpGroup` is one."""
 
-    trains: bool
     group: dist.ProcessGroup
 
     def begin_gather(self) -> None:
@@ -51,12 +52,13 @@ class Unshard:
     """An unshard: the time for which a segment's parameters are gathered.
 
     Args:
-        groups: the parameters that it reads, as far as they are sharded.
-        is_backward: whether its gradients are reduced at the end.
+        groups: the parameters that it reads, as far as they are sharded; none where it makes
+            gradients that a backward has left for later.
+        reduced: those whose gradients are reduced at its end.
     """
 
     groups: tuple[Group, ...]
-    is_backward: bool
+    reduced: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,27 +88,27 @@ class UnshardOrder:
 
     def start(self, unshards: Iterable[Unshard]) -> None:
         """Set the unshards of a step or an evaluation that begins."""
-        self._unshards = [unshard for unshard in unshards if unshard.groups]
+        self._unshards = [own for own in unshards if own.groups or own.reduced]
         self._next = self._mark = self._num_begun = 0
         self._collectives, self._due = [], []
         for number, unshard in enumerate(self._unshards):
             first = () if number else unshard.groups
             self._plan([*first, *self._prefetched(number)], is_reduction=False)
             ready = len(self._collectives)
-            self._plan(_reduced(unshard), is_reduction=True)
+            self._plan(unshard.reduced, is_reduction=True)
             self._due.append((ready, len(self._collectives)))
 
     def _plan(self, groups: Iterable[Group], is_reduction: bool) -> None:
         self._collectives += [_Collective(group, is_reduction) for group in groups]
 
     def _prefetched(self, number: int) -> list[Group]:
-        """The groups to prefetch for the next unshard, beside this one's own."""
+        """The groups to prefetch for the next unshard that reads any, beside this one's own."""
         own = self._unshards[number].groups
-        return [group for group in self._following(number) if group not in own]
+        return [group for group in self._following(number) if own and group not in own]
 
     def _following(self, number: int) -> tuple[Group, ...]:
-        last = number + 1 == len(self._unshards)
-        return () if last else self._unshards[number + 1].groups
+        behind = islice(self._unshards, number + 1, None)
+        return next((unshard.groups for unshard in behind if unshard.groups), ())
 
     def begin(self, groups: tuple[Group, ...], drained: bool = False) -> None:
         """Gather the groups of the next unshard, and prefetch the one after.
@@ -136,19 +138,35 @@ class UnshardOrder:
         if not groups:
             return
         number = self._next - 1
+        self._reduce(number, drained)
+        following = self._following(number)
+        for group in () if drained else groups:
+            if group not in following:
+                group.reshard()
+
+    def reduce(self, groups: tuple[Group, ...], drained: bool = False) -> None:
+        """Reduce gradients that a backward has left for later, and that are there now.
+
+        Arguments are those of `begin`.
+        """
+        if not groups:
+            return
+        number = self._next
+        assert self._unshards[number] == Unshard((), groups), "a segment runs out of order"
+        self._next += 1
+        self._reduce(number, drained)
+
+    def _reduce(self, number: int, drained: bool) -> None:
+        """Begin the reductions at the end of an unshard."""
         if drained:
             self._join_due(self._due[number][1])
             return
-        reduced = _reduced(self._unshards[number])
+        reduced = self._unshards[number].reduced
         if reduced:
             self.take_reductions()
         for group in reduced:
             self._begin(group.begin_reduction)
             self._open.append(group)
-        following = self._following(number)
-        for group in groups:
-            if group not in following:
-                group.reshard()
 
     def take_reductions(self) -> None:
         """Wait for the reductions that have begun."""
@@ -178,8 +196,3 @@ class UnshardOrder:
         while self._num_begun < num_due:
             found = self._collectives[self._num_begun]
             self._begin(partial(found.group.join, found.is_reduction))
-
-
-def _reduced(unshard: Unshard) -> list[Group]:
-    """The groups whose gradients are reduced at the end of an unshard."""
-    return [group for group in unshard.groups if unshard.is_backward and group.trains]

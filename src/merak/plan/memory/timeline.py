@@ -6,7 +6,7 @@ released by the same steps.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 from merak.graph.program.program import SegmentProgram
@@ -267,7 +267,7 @@ class MemoryTimeline(StepInterpreter):
                 if record.is_saved or self._recomputed(segment).whole_in_turns is None:
                     self._recompute_segment(segment, record, action)
                 self._segment_backward(segment, action, gradients, record)
-                self._unshards.end(segment, action, reduces=True)
+                self._unshards.end(segment, action)
                 self.ledger.release_all(_storages(record.values))
             if record.offloaded is not None:
                 self.host.release([record.offloaded])
@@ -284,20 +284,8 @@ class MemoryTimeline(StepInterpreter):
     ) -> None:
         splits = action.kind is Kind.INPUT_GRADIENT
         backward = self._backward_memory(segment, splits, recomputes=not record.is_saved)
-        names = self._trained[segment.segment.index]
-        # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
-        is_synchronous = self.ctx.schedule.is_synchronous
-        is_first = not is_synchronous or self._gradients.are_new(names)
-        taken = backward.first_bytes if is_first else backward.later_bytes
-        self.ledger.record_peak(action, taken, action.stage)
-        is_quiet = not is_first and self._gradients.adds_in_place(names, action)
-        for name in () if is_quiet else names:
-            self._gradients.add(name, segment, action)
-            if not is_synchronous:
-                leaf = ("leaf", action.stage, action.microbatch, name)
-                self.ledger.hold(
-                    leaf, self._gradients.bytes[name], Category.TEMPORARY, action.stage
-                )
+        later = self._unshards.reduced_later(segment, action)
+        self._gain(segment, action, backward, later)
         for name in segment.segment.inputs:
             if self.ctx.program.values[name].requires_grad and name not in gradients:
                 count = 1 + (name in self.ctx.memory[segment.segment.index].read_whole)
@@ -306,17 +294,53 @@ class MemoryTimeline(StepInterpreter):
             key = gradients.pop(name, None)
             if key is not None:
                 self.ledger.release(key)
-        if splits:
-            key = (action.stage, action.microbatch, segment.segment.index)
-            names = sorted(backward.held_values)
-            held = {name: record.values.get(name) for name in names}
-            back = names if record.offloaded is not None else []
-            num_bytes = sum(self.ctx.program.values[name].num_bytes for name in back)
-            deferred: Hashable = ("deferred", *key)
-            self.ledger.hold(deferred, backward.held_bytes + num_bytes, stage=action.stage)
-            self._deferred[key] = [deferred, *dict.fromkeys(_storages(held))]
-            for shared in self._deferred[key][1:]:
-                self.ledger.share(shared)
+        if later and backward.reads_parameters:  # made at once, while they are there
+            taken = backward.held_bytes + backward.first_weights_bytes
+            self.ledger.record_peak(action, taken, action.stage)
+            self._unshards.leave(later)
+        elif splits:
+            self._defer(segment, action, backward, record)
+
+    def _gain(
+        self,
+        segment: SegmentProgram,
+        action: Action,
+        backward: BackwardMemory,
+        later: Collection[str],
+    ) -> None:
+        """Hold the gradients of parameters that a backward makes, those of `later` whole."""
+        names = [name for name in self._trained[segment.segment.index] if name not in later]
+        left = [name for name in later if not _is_deferred(name, segment, backward)]
+        # Asynchronous schedules give every microbatch leaves of its own, and so new gradients.
+        is_synchronous = self.ctx.schedule.is_synchronous
+        is_new = self._gradients.are_new(names) or self._unshards.are_new(left)
+        is_first = not is_synchronous or is_new
+        taken = backward.first_bytes if is_first else backward.later_bytes
+        self.ledger.record_peak(action, taken, action.stage)
+        self._unshards.leave(left)
+        is_quiet = not is_first and self._gradients.adds_in_place(names, action)
+        for name in () if is_quiet else names:
+            self._gradients.add(name, segment, action)
+            if not is_synchronous:
+                leaf = ("leaf", action.stage, action.microbatch, name)
+                self.ledger.hold(
+                    leaf, self._gradients.bytes[name], Category.TEMPORARY, action.stage
+                )
+
+    def _defer(
+        self, segment: SegmentProgram, action: Action, backward: BackwardMemory, record: _Record
+    ) -> None:
+        """Hold what gradients of weights are made of later."""
+        key = (action.stage, action.microbatch, segment.segment.index)
+        names = sorted(backward.held_values)
+        held = {name: record.values.get(name) for name in names}
+        back = names if record.offloaded is not None else []
+        num_bytes = sum(self.ctx.program.values[name].num_bytes for name in back)
+        deferred: Hashable = ("deferred", *key)
+        self.ledger.hold(deferred, backward.held_bytes + num_bytes, stage=action.stage)
+        self._deferred[key] = [deferred, *dict.fromkeys(_storages(held))]
+        for shared in self._deferred[key][1:]:
+            self.ledger.share(shared)
 
     def _backward_memory(
         self, segment: SegmentProgram, splits: bool, recomputes: bool
@@ -342,16 +366,24 @@ class MemoryTimeline(StepInterpreter):
 
     def weight_gradient(self, action: Action) -> None:
         """Add the deferred gradients of weights."""
-        segments = self.ctx.program.stages[action.stage].segments
-        names = [name for own in segments for name in self._trained[own.segment.index]]
-        for segment in reversed([s for s in segments if s.trains]):
+        stage, number = action.stage, action.microbatch
+        segments = [s for s in self.ctx.program.stages[stage].segments if s.trains]
+        later = {s.segment.index: self._unshards.reduced_later(s, action) for s in segments}
+        for segment in reversed(segments):
             index = segment.segment.index
-            taken = self.ctx.memory[index].split.weights_bytes
-            self.ledger.record_peak(action, taken, action.stage)
-            self.ledger.release_all(self._deferred.pop((action.stage, action.microbatch, index)))
-        for name in names:
-            if self._gradients.tied(name, action) is None:
-                self._gradients.reduce(name, action)
+            if (deferred := self._deferred.pop((stage, number, index), None)) is not None:
+                own = self.ctx.memory[index].split
+                taken = own.first_weights_bytes if later[index] else own.weights_bytes
+                self.ledger.record_peak(action, taken, stage)
+                self.ledger.release_all(deferred)
+            for name in later[index]:
+                self._gradients.add(name, segment, action)
+            self._unshards.reduce(segment, action)
+        for segment in segments:
+            index = segment.segment.index
+            for name in self._trained[index]:
+                if name not in later[index] and self._gradients.tied(name, action) is None:
+                    self._gradients.reduce(name, action)
 
     def complete(self, action: Action) -> None:
         """Release what a stage holds for a microbatch until its gradients are complete."""
@@ -371,3 +403,8 @@ class MemoryTimeline(StepInterpreter):
 
 def _storages(values: Keys) -> list[Hashable]:
     return [key for key in values.values() if key is not None]
+
+
+def _is_deferred(name: str, segment: SegmentProgram, backward: BackwardMemory) -> bool:
+    """Whether a backward leaves the gradient of a parameter for later."""
+    return segment.segment.parameters.index(name) in backward.deferred

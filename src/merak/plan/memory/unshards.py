@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 
 from merak.graph.program.program import SegmentProgram, StageProgram
 from merak.plan.memory.communication_limits import level_bytes
 from merak.plan.memory.context import MemoryContext
 from merak.plan.memory.ledger import Category, Ledger
-from merak.schedule.ir import Action, Kind
+from merak.schedule.ir import BACKWARD_KINDS, FINAL_KINDS, Action, Kind
 
 
-def unshards_of(
-    kind: Kind, program: StageProgram, recomputes: bool
-) -> list[tuple[SegmentProgram, bool]]:
-    """The unshards of an action: whose parameters, and whether gradients are reduced.
+@dataclass(frozen=True, slots=True)
+class SegmentUnshard:
+    """What an action does with the parameters of a segment.
+
+    Args:
+        segment: whose parameters they are.
+        kind: of the action.
+    """
+
+    segment: SegmentProgram
+    kind: Kind
+
+    @property
+    def gathers(self) -> bool:
+        """Whether they are gathered: gradients that are left for later read none."""
+        return self.kind is not Kind.WEIGHT_GRADIENT
+
+    def reduces(self, is_tied: bool) -> bool:
+        """Whether gradients are reduced when it ends.
+
+        Args:
+            is_tied: of parameters that several segments read: their sums go on to other ranks at
+                once, and nothing of them is left for later.
+        """
+        if self.kind in FINAL_KINDS:
+            return self.gathers or not is_tied
+        return self.kind is Kind.INPUT_GRADIENT and is_tied
+
+
+def unshards_of(kind: Kind, program: StageProgram, recomputes: bool) -> list[SegmentUnshard]:
+    """The unshards of an action, in order.
 
     Args:
         kind: of the action.
         program: of its stage, for its microbatch.
         recomputes: whether the stage recomputes the activations that its program does not save.
     """
-    is_backward = kind is Kind.BACKWARD
-    segments = reversed(program.segments) if is_backward else program.segments
+    segments = reversed(program.segments) if kind in BACKWARD_KINDS else program.segments
     return [
-        (segment, is_backward)
+        SegmentUnshard(segment, kind)
         for segment in segments
         if needs_parameters(segment, kind, recomputes)
     ]
 
 
 def needs_parameters(segment: SegmentProgram, kind: Kind, recomputes: bool) -> bool:
-    """Whether a segment reads its parameters in an action; arguments as of `unshards_of`."""
+    """Whether an action needs the parameters of a segment, or leaves gradients of them.
+
+    Arguments are those of `unshards_of`.
+    """
     if kind is Kind.RECOMPUTE:
         return segment.trains and recomputes and not segment.saved
     return segment.trains or kind is Kind.FORWARD
@@ -66,13 +95,14 @@ class UnshardMemory:
         self._degrees = {name: ctx.zero.degree_of(name) for name in sharded}
         self._trained = {name for name, meta in sharded.items() if meta.requires_grad}
         schedule = ctx.schedule
+        self._tied = {name for name, _ in ctx.tied}
         self._order = [
             found
             for action in (schedule.actions[ctx.rank] if sharded else ())
-            for segment, _ in unshards_of(
+            for unshard in unshards_of(
                 action.kind, ctx.program.stages[action.stage], schedule.recompute[action.stage]
             )
-            if (found := self._names(segment))
+            if unshard.gathers and (found := self._names(unshard.segment))
         ]
         self._next = 0
         self._reduced: set[str] = set()
@@ -108,32 +138,55 @@ class UnshardMemory:
         for name in names:
             self._hold(("arriving", name), self._arriving[name])
 
-    def end(self, segment: SegmentProgram, action: Action, reduces: bool = False) -> None:
+    def end(self, segment: SegmentProgram, action: Action) -> None:
         """Release the parameters of an unshard, and hold the gradients that it reduces.
 
         Args:
             segment: whose parameters they are.
             action: which it is part of.
-            reduces: whether it has computed gradients.
         """
         names = self._names(segment)
         if not names:
             return
-        if reduces:
-            self._reduce([name for name in names if name in self._trained], action)
+        self.reduce(segment, action)
         following = self._order[self._next] if self._next < len(self._order) else ()
         for name in names:
             if name not in following:
                 self._ledger.release(("gathered", name))
 
-    def _reduce(self, names: list[str], action: Action) -> None:
+    def reduced_later(self, segment: SegmentProgram, action: Action) -> list[str]:
+        """Parameters whose gradients a backward does not reduce, but what it leaves for later."""
+        if action.kind is Kind.BACKWARD:
+            return []
+        return [n for n in self._names(segment) if n in self._trained and n not in self._tied]
+
+    def are_new(self, names: Iterable[str]) -> bool:
+        """Whether one of these has no whole gradient yet."""
+        return not all(self._ledger.has(("left", name)) for name in names)
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Hold whole gradients until they are reduced."""
+        for name in names:
+            if not self._ledger.has(("left", name)):
+                self._ledger.hold(("left", name), self._whole[name], Category.GRADIENTS)
+
+    def reduce(self, segment: SegmentProgram, action: Action) -> None:
+        """Hold the gradients that an unshard reduces at its end; arguments as of `end`."""
+        unshard = SegmentUnshard(segment, action.kind)
+        trained = [name for name in self._names(segment) if name in self._trained]
+        names = [name for name in trained if unshard.reduces(name in self._tied)]
+        if not names:
+            return
         if self._ledger.has("reduction"):
             self._ledger.release("reduction")
         packed = sum(self._degrees[n] * self._shards[n] for n in names)
         # The first shard of a gradient stays: it is among the gradients.
         received = sum(self._shards[n] for n in names if n in self._reduced)
         self._reduced.update(names)
-        self._ledger.record_peak(action, sum(self._whole[n] for n in names) + packed + received)
+        left = [name for name in names if self._ledger.has(("left", name))]
+        whole = sum(self._whole[name] for name in names if name not in left)
+        self._ledger.record_peak(action, whole + packed + received)
+        self._ledger.release_all(("left", name) for name in left)
         self._hold("reduction", packed + received)
 
     def _hold(self, key: Hashable, num_bytes: int) -> None:

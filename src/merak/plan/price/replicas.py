@@ -21,6 +21,7 @@ from merak.graph.expert_parallel.apply import spread_weights
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.groups import Group, group_of, send_link
 from merak.plan.cluster.hierarchy import reduction_seconds, replicas_of_stage
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.cost.overlap import INTERFERENCE
 from merak.plan.gradient_compression import LARGEST, WITH_ERROR_FEEDBACK, compressed_bytes
 from merak.plan.layout import Layout
@@ -39,16 +40,14 @@ class StageExchange:
 
     Args:
         reduction_s: of its gradients, after the last backward, and what they slow it down.
-        forward_s: added to every forward.
-        backward_s: added to every backward.
+        passes: added to every forward, recomputation, backward, I and W.
         gather_s: of updated parameters, which the first forward waits for.
         interference: part of the hidden time that the computation takes longer.
         unhidden_reduction_s: of its gradients after the last backward, where nothing hides them.
     """
 
     reduction_s: float
-    forward_s: float
-    backward_s: float
+    passes: PassSeconds
     gather_s: float
     interference: float = INTERFERENCE
     unhidden_reduction_s: float = 0.0
@@ -113,25 +112,49 @@ def stage_exchange(
         gather_s = exchanges.seconds("all_gather", stage.parameters, held)
         unpacks_s = exchanges.copy_seconds("all_gather", held)
     if zero.parameters:
-        # A segment's reduction is open beside the next one's backward.
-        backward_s = beside_s(times.backward_s, gather_s + reduce_s, slows)
+        # A segment's reduction is open beside the next one's backward, or W.
+        passes = _beside_passes(times, (gather_s, unpacks_s), (reduce_s, packs_s), slows)
         return StageExchange(
             reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
-            forward_s=beside_s(times.forward_s, gather_s, slows) + unpacks_s,
-            backward_s=backward_s + unpacks_s + packs_s,
+            passes=passes,
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
-    every = beside_s(times.backward_s, reduce_s, slows) + packs_s if zero.gradients else 0.0
+    sums = (reduce_s, packs_s) if zero.gradients else (0.0, 0.0)
     last = reduce_s / num_buckets
     once = max(last, beside_s(beside, reduce_s, slows)) + packs_s
     return StageExchange(
         reduction_s=(last if zero.gradients else once) + unpacks_s,
-        forward_s=0.0,
-        backward_s=every,
+        passes=_beside_passes(times, (0.0, 0.0), sums, slows),
         gather_s=gather_s,
         interference=slows,
         unhidden_reduction_s=reduce_s + packs_s + unpacks_s,
+    )
+
+
+def _beside_passes(
+    times: PassSeconds, gather: tuple[float, float], reduction: tuple[float, float], slows: float
+) -> PassSeconds:
+    """Seconds that gathers of parameters and reductions of gradients add to a stage's passes.
+
+    Args:
+        times: of the stage.
+        gather: seconds of the collective, and of the copies out of its buffers.
+        reduction: seconds of the collective, and of the copies into its buffers.
+        slows: interference.
+    """
+    (gather_s, unpacks_s), (reduce_s, packs_s) = gather, reduction
+
+    def added(compute_s: float, collective_s: float, copies_s: float) -> float:
+        return beside_s(compute_s, collective_s, slows) + copies_s
+
+    forward_s = added(times.forward_s, gather_s, unpacks_s)
+    return PassSeconds(
+        forward_s,
+        forward_s,
+        added(times.backward_s, gather_s + reduce_s, unpacks_s + packs_s),
+        added(times.input_gradient_s, gather_s, unpacks_s),
+        added(times.weight_gradient_s, reduce_s, packs_s),
     )
 
 

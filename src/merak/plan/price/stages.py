@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
@@ -162,18 +162,12 @@ def _send_s(link: Link) -> float:
     return link.latency_s + _USUAL_MESSAGE / link.bandwidth_bytes_per_s
 
 
-def slower(times: PassSeconds, forward_s: float, backward_s: float) -> PassSeconds:
-    """Times with seconds added that forwards and backwards wait.
+def slower(times: PassSeconds, *added: PassSeconds) -> PassSeconds:
+    """Times with seconds added, those of a recomputation only where there is one.
 
     Args:
         times: of a stage.
-        forward_s: added to every forward and recomputation.
-        backward_s: added to every backward.
+        added: to each of its passes.
     """
-    return replace(
-        times,
-        forward_s=times.forward_s + forward_s,
-        recompute_s=times.recompute_s + (forward_s if times.recompute_s else 0.0),
-        backward_s=times.backward_s + backward_s,
-        input_gradient_s=times.input_gradient_s + backward_s,
-    )
+    total = PassSeconds(*(sum(own) for own in zip(*map(astuple, (times, *added)), strict=True)))
+    return total if times.recompute_s else replace(total, recompute_s=0.0)

@@ -15,6 +15,7 @@ import torch
 
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import HostUse, fullest_host
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.memory.model import RankMemory
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.partition import MOST_OVER, Partition, move_to_fit
@@ -345,7 +346,7 @@ def _costs(
     hides = workload.kernels.hides_reductions
     reduction_s = [own.reduction_s if hides else own.unhidden_reduction_s for own in exchanges]
     whole = [
-        slower(stage.whole, exchange.forward_s + wait_s, exchange.backward_s + wait_s)
+        slower(stage.whole, exchange.passes, PassSeconds(wait_s, wait_s, wait_s, wait_s, 0.0))
         for stage, exchange, wait_s in zip(
             laid.stages, exchanges, _offload_waits(laid), strict=True
         )

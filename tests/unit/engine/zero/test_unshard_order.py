@@ -26,9 +26,12 @@ class Rank:
 
     Args:
         most: so many begin before memory runs out.
+        splits: whether backwards leave gradients for later, but for the tied one.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 10**6) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, most: int = 10**6, splits: bool = False
+    ) -> None:
         self.most = most
         self.log: list[str] = []
         self.at_computations: list[int] = []
@@ -38,9 +41,15 @@ class Rank:
         self.order = UnshardOrder(Progress(clock_of(CPU), 0))
         self.groups = {name: Fake(name, self, trains=name != "frozen") for name in NAMES}
         forward = [("tied",), ("a", "frozen"), ("b", "tied")]
-        rows = [(names, False) for names in forward]
-        rows += [(names, True) for names in reversed(forward)]
-        self.steps = [Unshard(tuple(self.groups[n] for n in names), back) for names, back in rows]
+        back = list(reversed(forward))
+        at_once = ("tied",) if splits else ("a", "b", "tied")
+        rows = [(names, ()) for names in forward]
+        rows += [(names, tuple(n for n in names if n in at_once)) for names in back]
+        if splits:
+            rows += [((), ("b",)), ((), ("a",))]
+        self.steps = [
+            Unshard(*(tuple(map(self.groups.get, names)) for names in row)) for row in rows
+        ]
 
     def begin(self, what: str) -> None:
         if len(self.log) == self.most:
@@ -56,16 +65,22 @@ class Rank:
             assert all(group.is_whole for group in self.groups_of(unshard))
             self.at_computations.append(len(self.log))
             self.open_then.append([n for n, group in self.groups.items() if group.is_reducing])
-            self.order.end(unshard.groups)
+            self.end(unshard)
             self.num_over += 1
         self.order.take_reductions()
+
+    def end(self, unshard: Unshard, drained: bool = False) -> None:
+        if unshard.groups:
+            self.order.end(unshard.groups, drained)
+        else:
+            self.order.reduce(unshard.reduced, drained)
 
     def abort_step(self) -> None:
         """The rest, from the marked turn on, in name only."""
         self.order.rewind()
         for unshard in self.steps[self.num_over :]:
             self.order.begin(unshard.groups, drained=True)
-            self.order.end(unshard.groups, drained=True)
+            self.end(unshard, drained=True)
 
     def groups_of(self, unshard: Unshard) -> tuple[Any, ...]:
         return unshard.groups
@@ -114,6 +129,8 @@ WHOLE = [
     "sum a", "sum tied",
 ]  # fmt: skip
 
+SPLIT = [*WHOLE[:7], "sum tied", "tied", "sum tied", "sum b", "sum a"]
+
 
 def test_what_comes_next_sets_out_before_a_segment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
@@ -130,12 +147,21 @@ def test_sums_are_open_while_the_next_segment_runs(monkeypatch: pytest.MonkeyPat
     assert rank.open_then == [[], [], [], [], ["b", "tied"], ["a"]]
 
 
+def test_gradients_that_are_left_for_later_are_summed_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, splits=True)
+    rank.run()
+    assert rank.log == SPLIT
+    assert rank.open_then[-2:] == [["tied"], ["b"]]
+    assert not any(group.is_whole or group.is_reducing for group in rank.groups.values())
+
+
+@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("most", range(len(WHOLE)))
 def test_a_rank_that_gives_up_anywhere_owes_the_rest(
-    monkeypatch: pytest.MonkeyPatch, most: int
+    monkeypatch: pytest.MonkeyPatch, most: int, splits: bool
 ) -> None:
-    rank = Rank(monkeypatch, most)
+    rank = Rank(monkeypatch, most, splits)
     with pytest.raises(Short):
         rank.run()
     rank.abort_step()
-    assert rank.log == WHOLE
+    assert rank.log == (SPLIT if splits else WHOLE)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import slower
 from merak.plan.price.step import price, priced_stages
@@ -25,7 +26,8 @@ def test_a_stage_that_is_known_to_be_slower_makes_the_step_longer(llama: Workloa
     estimated = price(llama, cluster(), CANDIDATE)
     stages = dict(enumerate(priced_stages(llama, cluster(), CANDIDATE)))
     assert price(llama, cluster(), CANDIDATE, stages) == estimated
-    whole, compute = (slower(own, 0.5, 1.0) for own in (stages[1].whole, stages[1].compute))
+    added = PassSeconds(0.5, 0.5, 1.0, 1.0, 0.0)
+    whole, compute = (slower(own, added) for own in (stages[1].whole, stages[1].compute))
     known = {1: replace(stages[1], whole=whole, compute=compute)}
     found = price(llama, cluster(), CANDIDATE, known)
     # The last stage is the bottleneck: it runs all eight microbatches one after another.

@@ -25,7 +25,7 @@ from merak.zoo.model_source import ModelSource
 from merak.zoo.workload import example_workload
 
 CLUSTER = parse_cluster("h100:4x1")
-# Backwards stay whole with zero=3, and interleaving is defined for no three microbatches.
+# Interleaving is defined for no three microbatches.
 PINNED = Pinned(tp=1, cp=1, zero=3, microbatch=1, recompute="off")
 
 
@@ -56,8 +56,9 @@ def own_names() -> Iterator[None]:
 def test_an_own_builder_wins_where_it_is_faster_and_is_rejected_where_it_is_none(
     workload: Workload, own_names: None
 ) -> None:
-    for other in ("looped_bfs", "auto"):  # which gathers weights the least; found for the costs
-        registry._BUILDERS.pop(other)
+    for other in registry.names():  # of which some gather weights less often, or fill idle time
+        if other not in (USUAL, "gpipe", "interleaved_1f1b"):
+            registry._BUILDERS.pop(other)
     before = search(workload, CLUSTER, PINNED)
     registry.register("whole_v", whole_v)
     found = search(workload, CLUSTER, PINNED)
@@ -78,7 +79,7 @@ def test_an_own_builder_that_is_not_to_be_searched_is_not(
     registry.register("whole_v", whole_v, searched=())
     registry.register("stale", stale)
     space = space_of(job_of(workload, CLUSTER, PINNED), PINNED)
-    assert {own.schedule for own in space.candidates} == {USUAL}
+    assert {own.schedule for own in space.candidates}.isdisjoint({"whole_v", "stale"})
     reasons = {own.what: own.why for own in space.rejected.values()}
     assert "several versions of the weights" in reasons["stale"]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merak.core.gradients import LOW_PRECISION
 from merak.core.storages import MIN_OFFLOADED_BYTES
-from merak.graph.ir.ir import Segment
+from merak.graph.ir.ir import Kind, Segment
 from merak.graph.joint.all_reduces import all_in_turns, start_early, with_recomputation
 from merak.graph.joint.clean import clean, is_contiguous, is_view
 from merak.graph.joint.derive import JointGraph, Layout, derive
@@ -337,4 +337,9 @@ class _Lifetimes:
             sum(own.values()),
             frozenset(roots[storage] for storage in held if storage in roots),
             self.taken_bytes(parts.weights),
+            self.taken_bytes(parts.weights, is_first=True),
+            frozenset(parts.weight_parameters),
+            any(
+                self._joint.arguments[n].meta["kind"] is Kind.PARAMETER for n in parts.weight_reads
+            ),
         )

@@ -34,6 +34,10 @@ class BackwardMemory:
             outputs of the segment.
         held_values: inputs and outputs that are held for them.
         weights_bytes: peak of these gradients beyond the bytes held at their start.
+        first_weights_bytes: the same where they are new, and not added to those of earlier
+            microbatches.
+        deferred: numbers of the parameters whose gradients these are.
+        reads_parameters: whether they are made of parameters, too.
     """
 
     first_bytes: int
@@ -41,6 +45,9 @@ class BackwardMemory:
     held_bytes: int = 0
     held_values: frozenset[str] = frozenset()
     weights_bytes: int = 0
+    first_weights_bytes: int = 0
+    deferred: frozenset[int] = frozenset()
+    reads_parameters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
