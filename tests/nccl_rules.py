@@ -81,6 +81,10 @@ class _Operation:
         self.done.set()
         self.end.set_result(None)
 
+    def let_go(self) -> None:
+        """Forget the tensors, though the group's thread knows the operation until its next one."""
+        self.start, self.results, self.writes, self.reads = list, [], [], []
+
 
 class _Work(dist.Work):
     """The handle of an operation, whose results are there once it was waited for."""
@@ -111,14 +115,17 @@ class _Work(dist.Work):
                     raise RuleError(f"a tensor of {operation.name} was changed before it was sent")
             for tensor, result in zip(operation.writes, operation.results, strict=True):
                 tensor.detach().copy_(result)
+        operation.let_go()
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the results, whose callbacks find them written."""
 
+        writes = self._operation.writes
+
         def settled(_: torch.futures.Future[None]) -> list[torch.Tensor]:
             self.wait()
-            return self._operation.writes
+            return writes
 
         return self._operation.end.then(settled)
 
