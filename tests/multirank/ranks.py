@@ -32,7 +32,7 @@ class RankError(Exception):
 PRELOADED = (
     "merak.trainer", "merak.check", "torch._dynamo", "torch.distributed", "torch.export._trace",
     "tests.multirank.compare", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
+    "transformers.models.llama.modeling_llama", "tests.multirank.imported",
 )  # fmt: skip
 """What ranks import: once, in a process that they are forked from, which never computes."""
 
