@@ -141,19 +141,20 @@ def resumed(layout: Layout, settings: list[Setting], folder: Path) -> list[list[
     """Per setting, whether a job goes on the same from a checkpoint, with and without host."""
     dp, tp, pp = layout
     merak.init(dp=dp, tp=tp, pp=pp, device="cpu")
+    file = {"offload_optimizer": str(folder / "states")}
+    late = file | {"delay_optimizer_update": True}
+    ways = (({}, {}), ({}, AWAY), (AWAY, AWAY), (AWAY, {}), (AWAY, file), (file, file), (late, {}))
     found = []
     for number, setting in enumerate(settings):
-        seen = []
-        file = {"offload_optimizer": str(folder / "states")}
-        ways: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {}), (AWAY, AWAY), (AWAY, {})]
-        late = file | {"delay_optimizer_update": True}
-        for saving, loading in (*ways, ({}, AWAY), (file, file), (AWAY, file), (late, {})):
-            own = folder / f"{number}-{len(seen)}"
-            parallel, batch = make(setting, saving)
-            parallel.step(batch)
-            parallel.save_checkpoint(str(own))
+        seen, saved = [], {}
+        for saving, loading in ways:
+            own = f"{folder}/{number}-{len(saved)}"
+            if (known := str(saving)) not in saved:
+                parallel, batch = make(setting, saving)
+                parallel.step(batch)
+                parallel.save_checkpoint(saved.setdefault(known, own))
             again, batch = make(setting, loading)
-            again.load_checkpoint(str(own))
+            again.load_checkpoint(saved[known])
             seen.append([again.step(batch), again.step(batch), *parameters(again)])
         first, *others = seen
         found.append([all(map(torch.equal, first, other)) for other in others])
