@@ -86,7 +86,7 @@ def frozen_tie() -> nn.Module:
     """A GPT-2 whose tied embedding is frozen."""
     model = gpt2()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("h.3" in name)
+        parameter.requires_grad_("h.1" in name)
     return model
 
 

@@ -16,7 +16,7 @@ DROPPING = [
         num_samples=46,  # the epoch's last step has fewer and smaller microbatches
         dropout=0.2,
         empty=True,
-        padded=family == "bert",
+        padded=family == "deep bert",
         arguments={"max_grad_norm": 0.1, "max_steps": 4},
     )
     for family in FAMILIES
@@ -52,7 +52,7 @@ def test_layouts_agree_with_dropout_from_empty_weights(
 
 @pytest.mark.slow
 def test_dropout_drops(pool: RankPool, one_rank: list[Outcome], cache: str) -> None:
-    still = [Setup("bert", num_samples=46, empty=True, arguments=DROPPING[2].arguments)]
+    still = [Setup("deep bert", num_samples=46, empty=True, arguments=DROPPING[2].arguments)]
     ((without,),) = pool.run(train_merak, 1, (1, 1, 1), still, cache)
     assert without.losses[0] != pytest.approx(one_rank[2].losses[0], rel=1e-4)
     assert torch.equal(

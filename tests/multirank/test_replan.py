@@ -152,7 +152,7 @@ def test_other_samples_in_a_step_are_warned_of(pool, tmp_path: Path) -> None:
 
 LAYOUTS = (
     Candidate(tp=2, microbatch=2, num_microbatches=4, recompute="full"),
-    Candidate(pp=2, microbatch=1, num_microbatches=8, schedule="zero_bubble_h1", partition=(8, 2)),
+    Candidate(pp=2, microbatch=1, num_microbatches=8, schedule="zero_bubble_h1", partition=(4, 2)),
 )
 
 

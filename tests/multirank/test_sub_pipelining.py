@@ -164,7 +164,7 @@ def test_sub_microbatches_give_what_the_microbatch_gives(pool, tmp_path, family)
     ranks = pool.run(gradients, 4, family, ["1f1b", "gpipe"], (2, 2), 4, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
     halved = {name for rank in ranks for name in rank["1f1b", True][2]}
-    blocks = 4 * 2  # attention and feed-forward of four layers, and more
+    blocks = 2 * 2  # attention and feed-forward of two layers, and more
     assert len(halved) >= blocks
 
 
@@ -182,7 +182,7 @@ def test_every_schedule_runs_unequal_sub_microbatches(pool, tmp_path):
 def test_unequal_sub_microbatches_draw_and_mask_as_the_microbatch(pool, tmp_path):
     ranks = pool.run(gradients, 4, "bert", ["1f1b", "gpipe"], (2, 2), 3, tmp_path)
     compare(ranks, ["1f1b", "gpipe"])
-    assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 4 * 2
+    assert len({name for rank in ranks for name in rank["1f1b", True][2]}) >= 2 * 2
 
 
 @pytest.mark.parametrize(("family", "blocks"), [slow("t5", 2 * 2 + 2 * 3), slow("opt", 2 * 2)])

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,26 +84,26 @@ def loss_of_logits(
     return total / (num_items_in_batch if num_items_in_batch is not None else SEQUENCE)
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, vocab_size=VOCABULARY, n_positions=16,
+        n_layer=layers, n_embd=32, n_head=4, vocab_size=VOCABULARY, n_positions=16,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         bos_token_id=0, eos_token_id=0, use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(dropout: float = 0.0) -> nn.Module:
+def llama(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=8,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=VOCABULARY, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
-def bert(dropout: float = 0.0) -> nn.Module:
+def bert(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     config = transformers.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         vocab_size=VOCABULARY, max_position_embeddings=16, hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )  # fmt: skip
@@ -114,8 +115,12 @@ MODELS: Mapping[str, Callable[[float], nn.Module]] = {
     "llama": llama,
     "bert": bert,
     "plain": Uneven,
+    "deep gpt2": partial(gpt2, layers=4),
+    "deep llama": partial(llama, layers=4),
+    "deep bert": partial(bert, layers=4),
 }
-FAMILIES = tuple(MODELS)
+FAMILIES = ("deep gpt2", "deep llama", "deep bert", "plain")
+"""Those that are compared in every layout; stages have blocks between their first and last."""
 PLAIN_FEATURES = {"up": "column", "down": "row"}
 
 
