@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 import merak
+from tests.multirank.logged import Outcome, logs_of
 
 OTHERS = ("so say we", "or not at all", "never ever")
 TEXTS = ("the quick brown fox", "jumps over", "a lazy dog sleeps now", "hello world again", "so on")
@@ -37,14 +38,6 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     saved_in: str = ""
     evaluates: bool = False
-
-
-@dataclass
-class Outcome:
-    """What a training has logged, and the model's parameters behind it, on rank 0."""
-
-    logs: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -217,12 +210,3 @@ def train_alone(case: Case, words: str, dp: int = 1) -> Outcome:
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return Outcome(logs_of(trainer), trainer.model.state_dict())
-
-
-def logs_of(trainer: Any) -> list[dict[str, float]]:
-    """What is logged of each step and evaluation, but for times."""
-    times = ("_runtime", "_per_second", "total_flos")
-    return [
-        {name: value for name, value in log.items() if not name.endswith(times)}
-        for log in trainer.state.log_history
-    ]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.multirank.logged import expect_equal
 from tests.multirank.ranks import RankPool
-from tests.multirank.sentence_jobs import Case, Outcome, save_words, train, train_alone
+from tests.multirank.sentence_jobs import Case, save_words, train, train_alone
 from tests.multirank.training import alone
 from tests.tiers import slow
 
@@ -41,15 +42,6 @@ ALL = [
     ),
     Case("GlobalOrthogonalRegularizationLoss"),
 ]
-
-
-def expect_equal(found: Outcome, expected: Outcome) -> None:
-    for one, other in zip(found.logs, expected.logs, strict=True):
-        assert one.keys() == other.keys()
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def expect_folder(folder: Path, note: str, weights: dict[str, torch.Tensor]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.multirank.logged import expect_equal
 from tests.multirank.ranks import RankPool
 from tests.multirank.training import alone
-from tests.multirank.trl_jobs import Case, Outcome, train, train_alone
+from tests.multirank.trl_jobs import Case, train, train_alone
 from tests.tiers import slow
 
 pytest.importorskip("trl")
@@ -34,19 +34,6 @@ UNPAIRED = Case(
 )
 ALL = [PADDED, PACKED, PREFERS, PRECOMPUTED, BESIDE, SYNCED, REWARDS]
 ALL_JUDGED = [JUDGED, JUDGED_ADAPTERS, JUDGED_BEFORE, UNPAIRED]
-
-
-def expect_equal(found: Outcome, expected: Outcome) -> None:
-    assert len(found.logs) == len(expected.logs)
-    for one, other in zip(found.logs, expected.logs, strict=True):
-        if other.get("rewards/margins") == 0.0:  # of equal models, where rounding decides
-            for log in (one, other):
-                log.pop("rewards/accuracies", None)
-        assert one.keys() == other.keys()
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import merak
+from tests.multirank.logged import Outcome, logs_of
 
 TEXTS = ("the quick brown fox", "jumps over", "a lazy dog sleeps now", "hello world again", "so on")
 
@@ -32,14 +33,6 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     reference: bool = False
-
-
-@dataclass
-class Outcome:
-    """What a training has logged, and the model's parameters behind it, on rank 0."""
-
-    logs: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -177,12 +170,3 @@ def train_alone(case: Case) -> Outcome:
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     return Outcome(logs_of(trainer), trainer.model.state_dict())
-
-
-def logs_of(trainer: Any) -> list[dict[str, float]]:
-    """What is logged of each step and evaluation, but for times."""
-    times = ("_runtime", "_per_second", "total_flos")
-    return [
-        {name: value for name, value in log.items() if not name.endswith(times)}
-        for log in trainer.state.log_history
-    ]
