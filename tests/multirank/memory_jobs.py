@@ -25,17 +25,17 @@ VOCABULARY, SEQUENCE, BATCH = 64, 24, 2
 SMALL = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def gpt2(dropout: float) -> nn.Module:
+def gpt2(dropout: float, layers: int = 3) -> nn.Module:
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     config = transformers.GPT2Config(
-        n_layer=3, n_embd=32, n_head=4, n_positions=32, **drops, **SMALL
+        n_layer=layers, n_embd=32, n_head=4, n_positions=32, **drops, **SMALL
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(dropout: float) -> nn.Module:
+def llama(dropout: float, layers: int = 3) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, attention_dropout=dropout, **SMALL,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
@@ -91,7 +91,7 @@ def opaque_llama(dropout: float) -> nn.Module:
     return model
 
 
-MODELS: Mapping[str, Callable[[float], nn.Module]] = {
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "gpt2": gpt2,
     "llama": llama,
     "bert": bert,

@@ -58,7 +58,7 @@ def make(setting: Setting, extra: dict[str, Any]) -> tuple[Any, dict[str, torch.
     is_asynchronous = options.get("schedule") == "pipedream"
     family = "llama" if is_asynchronous else "gpt2"
     torch.manual_seed(0)
-    model = MODELS[family](0.1).to(getattr(torch, name))
+    model = MODELS[family](0.1, layers=2).to(getattr(torch, name))
     batch = {n: torch.cat([c] * 2) for n, c in batch_of(family).items()}
     parallel = merak.parallelize(
         model,
@@ -179,7 +179,7 @@ def host_bytes(settings: list[Setting]) -> list[tuple[int, int]]:
         options = EngineOptions(
             num_microbatches=2, optimizer=OPTIMIZERS[setting[2]], **setting[0], **AWAY
         )
-        model = MODELS["gpt2"](0.1).to(getattr(torch, setting[1]))
+        model = MODELS["gpt2"](0.1, layers=2).to(getattr(torch, setting[1]))
         sample = signature({n: c.chunk(2)[0] for n, c in batch.items()}).columns
         forecast = forecast_of(GraphSource(model), sample, mesh, options)
         (rank,) = forecast.ranks(forecast.layout.schedule)
