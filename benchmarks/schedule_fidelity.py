@@ -89,7 +89,6 @@ class Sleeping:
         self._seconds = seconds
         self._progress = progress
         self._kept: set[int] = set()
-        self.weight_gradients = SleepingWeights(stage.weight_gradients, self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
@@ -105,17 +104,15 @@ class Sleeping:
         with self.lasting():
             self._stage.recompute(number, microbatch)
 
-    def backward(self, number: int, *others: Any) -> Any:
+    def backward(self, number: int, *others: Any, **named: Any) -> Any:
         is_kept = number in self._kept
         self._kept.discard(number)
         with self.lasting(0.0 if is_kept else self._seconds[Kind.RECOMPUTE]):
-            return self._stage.backward(number, *others)
+            return self._stage.backward(number, *others, **named)
 
-    @property
-    def is_backward(self) -> bool:
-        """Whether the action is a whole backward, with the gradients of weights inside."""
-        action = self._progress.status.action
-        return action is not None and action.kind is Kind.BACKWARD
+    def weight_gradient(self, number: int, program: Any) -> None:
+        with self.lasting():
+            self._stage.weight_gradient(number, program)
 
     @contextmanager
     def lasting(self, more_s: float = 0.0) -> Iterator[None]:
@@ -125,24 +122,6 @@ class Sleeping:
         end = time.perf_counter() + self._seconds[action.kind] + more_s
         yield
         time.sleep(max(0.0, end - time.perf_counter()))
-
-
-class SleepingWeights:
-    """The weight gradients of a sleeping stage, which last as long as a W."""
-
-    def __init__(self, waiting: Any, stage: Sleeping) -> None:
-        self._waiting = waiting
-        self._stage = stage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._waiting, name)
-
-    def run(self, microbatch: int) -> None:
-        if self._stage.is_backward:
-            self._waiting.run(microbatch)
-            return
-        with self._stage.lasting():
-            self._waiting.run(microbatch)
 
 
 def durations(forward_s: float) -> dict[Kind, float]:
