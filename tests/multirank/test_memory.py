@@ -71,6 +71,10 @@ def test_schedules_take_what_was_foreseen(pool, tmp_path):
         MemoryJob("gpt2", 0.1, schedule=name, num_microbatches=4, options=once)
         for name in ("1f1b", "chimera", "gems")
     ]
+    jobs += [
+        MemoryJob("gpt2", schedule=name, num_microbatches=4, options={"zero": 1})
+        for name in ("chimera", "gems")
+    ]
     jobs += [MemoryJob("gpt2", 0.1, num_microbatches=12)]  # gradients of the tied table do not heap
     assert_close(pool.run(measure, 2, (1, 1, 2), jobs, tmp_path))
 

@@ -13,6 +13,7 @@ from torch import nn
 import merak
 from merak.checkpoint.saver import save_state
 from merak.checkpoint.state import RankState, load_state
+from merak.core.errors import ScheduleError
 from tests.multirank.ranks import RankPool
 from tests.multirank.test_parallelize import BATCH, Classifier, batch_of
 from tests.multirank.training import Layout
@@ -35,8 +36,8 @@ def make(layout: Layout, dtype: torch.dtype, **options: Any) -> Any:
     model = options.pop("model", Classifier)().to(dtype)
     example = share(0, dtype)
     return merak.parallelize(
-        model, example, optimizer=adamw, num_microbatches=4 // dp, feature_dict=FEATURES,
-        max_grad_norm=0.2, **options,
+        model, example, num_microbatches=4 // dp, feature_dict=FEATURES, max_grad_norm=0.2,
+        **{"optimizer": adamw, **options},
     )  # fmt: skip
 
 
@@ -45,6 +46,14 @@ def share(step: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     size = BATCH // mesh.dp
     batch = {n: t.split(size)[mesh.dp_rank] for n, t in batch_of(step, "loss").items()}
     return {**batch, "x": batch["x"].to(dtype)}
+
+
+class Untied(Classifier):
+    """Without a weight that two blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again[0].weight = nn.Parameter(0.1 * torch.randn(64, 16))
 
 
 def train(layout: Layout, name: str, schedule: str, settings: list[dict[str, Any]]) -> list[Any]:
@@ -95,6 +104,57 @@ def test_shared_steps_equal_whole_ones_in_half_the_bytes(
             # Rows that do not divide make a share a row larger.
             assert 0.4 * whole["state"] <= spent["state"] <= 0.6 * whole["state"]
             assert spent["gradients"] <= 0.6 * whole["gradients"]
+
+
+@pytest.mark.nccl_rules
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [((2, 1, 2), "chimera"), slow((1, 1, 2), "gems"), slow((1, 1, 4), "chimera")],
+)
+def test_copies_of_a_stage_share_its_optimizer(
+    pool: RankPool, layout: Layout, schedule: str
+) -> None:
+    dp, tp, pp = layout
+    model = Classifier if pp == 2 else Untied
+    settings = [{"zero": zero, "model": model} for zero in (0, 1)]
+    for (losses, expected, whole), (found, parameters, spent) in pool.run(
+        train, dp * tp * pp, layout, "float32", schedule, settings
+    ):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert_gradients_equal(parameters, expected)  # the parameters, to its tolerance
+        assert spent["state"] <= (0.5 / dp + 0.1) * whole["state"]
+
+
+def adafactor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 4])
+def test_copies_share_an_optimizer_that_reads_whole_tensors(pool: RankPool, pp: int) -> None:
+    own = {"model": Untied, "optimizer": adafactor}
+    settings = [{"zero": zero, **own} for zero in (0, 1)]
+    for (losses, expected, _), (found, parameters, _) in pool.run(
+        train, pp, (1, 1, pp), "float32", "chimera", settings
+    ):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert_gradients_equal(parameters, expected)
+
+
+def refused(options: dict[str, Any]) -> str:
+    merak.init(pp=4, device="cpu")
+    with pytest.raises(ScheduleError) as caught:
+        make((1, 1, 4), torch.float32, schedule="chimera", **options)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_copies_that_share_weights_with_others_do_not_share_an_optimizer(pool: RankPool) -> None:
+    for said in pool.run(refused, 4, {"zero": 1}):
+        assert "zero=1 shards the optimizer over the copies of a stage, but 'wide.0.weight'" in said
+        assert "on pp ranks (0, 3) and (1, 2)" in said
+    for said in pool.run(refused, 4, {"zero": 2}):
+        assert "which have microbatches of their own; use zero=1" in said
 
 
 def test_masters_take_steps_that_bfloat16_would_lose(pool: RankPool) -> None:
@@ -159,6 +219,14 @@ def test_masters_and_shares_resume_in_another_layout(pool: RankPool, tmp_path: A
     again = pool.run(resume, 4, (2, 1, 2), folder, {"zero": 2}, 2)
     assert after[0][0] == pytest.approx(before[0][0][2:], rel=1e-3)
     assert again[0][0] == pytest.approx(before[0][0][2:], rel=1e-3)
+    # Both copies of a stage have rows, and save them.
+    copies = {"zero": 1, "schedule": "chimera"}
+    also = pool.run(resume, 2, (1, 1, 2), folder, copies, 2)
+    assert also[0][0] == pytest.approx(before[0][0][2:], rel=1e-3)
+    of_copies = str(tmp_path / "copies")
+    first = pool.run(resume, 2, (1, 1, 2), of_copies, copies, 0)
+    rest = pool.run(resume, 2, (1, 1, 2), of_copies, {}, 2)
+    assert rest[0][0] == pytest.approx(first[0][0][2:], rel=1e-3)
     # Masters keep what bfloat16 parameters would round away.
     for _, masters in after:
         assert all(m.dtype == torch.float32 for m in masters.values())

@@ -72,6 +72,7 @@ class _Job:
         oom_guard: what this rank does where memory runs out inside a step.
         collectives: of the replicas.
         sharing: the replicas that shard between them; None for all.
+        of_stages: the replicas of each of this rank's stages, and their copies.
         route: of tensors between pp ranks.
     """
 
@@ -85,6 +86,7 @@ class _Job:
     oom_guard: OomGuard
     collectives: ReplicaCollectives
     sharing: dist.ProcessGroup | None
+    of_stages: Mapping[int, dist.ProcessGroup | None]
     route: Route
 
     @property
@@ -101,7 +103,13 @@ class _Job:
     def groups(self) -> ReplicaGroups:
         """The replicas that hold the same parameters of this rank's."""
         group = self.mesh.group
-        return ReplicaGroups(self.sharing or group(REPLICAS), group(EXPERT_REPLICAS), self.experts)
+        everyone = self.sharing or group(REPLICAS)
+        of_copies: dict[str, dist.ProcessGroup] = {}
+        for stage, program in self.programs.base.stages.items():
+            copies = self.of_stages[stage]
+            if self.layout.schedule.num_copies > 1 and copies is not None:
+                of_copies |= {n: copies for s in program.segments for n in s.segment.parameters}
+        return ReplicaGroups(everyone, group(EXPERT_REPLICAS), self.experts, of_copies)
 
     @property
     def model(self) -> nn.Module:
@@ -142,7 +150,6 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
     optimizer_params = _optimizer_params(job, fsdp, all_gather)
     stages = _stages(job, fsdp, all_gather)
     transfers = _transfers(job)
-    groups = replica_groups(job.mesh, job.layout.schedule)
     return EngineState(
         mesh=job.mesh,
         model=job.model,
@@ -154,7 +161,7 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
         densified=job.programs.densified,
         shared=job.tied,
         buffers=job.programs.buffers,
-        replica_buffers=_replica_buffers(job, groups),
+        replica_buffers=_replica_buffers(job),
         kept_buffers=_kept_buffers(job),
         base=job.programs.base,
         program_for=job.programs,
@@ -162,7 +169,7 @@ def _state(job: _Job, save_fewer: SaveFewer | None) -> EngineState:
         microbatches=MicrobatchFactory(job.mesh, job.programs.buffers, job.options.seed),
         transfers=transfers,
         stage_io=StageIO(transfers, job.mesh),
-        reducer=_reducer(job, _gradient_groups(job, groups), optimizer_params),
+        reducer=_reducer(job, optimizer_params),
         tied=_tied_gradients(job, stages, optimizer_params, fsdp),
         optimizer_params=optimizer_params,
         fsdp=fsdp,
@@ -196,6 +203,7 @@ def _job(
         Progress(clock_of(mesh.device), options.recorded_steps),
         OomGuard(is_armed=can_abort),
         *_collectives(mesh, layout, options),
+        replica_groups(mesh, layout.schedule),
         Route(mesh.device),
     )
 
@@ -264,19 +272,17 @@ def _transfers(job: _Job) -> Transfers:
     return transfers
 
 
-def _replica_buffers(job: _Job, groups: Mapping[int, dist.ProcessGroup | None]) -> ReplicaBuffers:
-    written = stage_buffers(job.layout, job.mesh, groups) if job.options.trains else []
+def _replica_buffers(job: _Job) -> ReplicaBuffers:
+    written = stage_buffers(job.layout, job.mesh, job.of_stages) if job.options.trains else []
     replica_buffers = ReplicaBuffers(written, job.programs.buffers, job.progress)
     replica_buffers.start()
     return replica_buffers
 
 
-def _gradient_groups(
-    job: _Job, groups: Mapping[int, dist.ProcessGroup | None]
-) -> Mapping[int, dist.ProcessGroup | None]:
+def _gradient_groups(job: _Job) -> Mapping[int, dist.ProcessGroup | None]:
     """The ranks that reduce the gradients of each stage; under Local SGD those of one replica."""
     if not job.options.local_steps or job.mesh.dp == 1:
-        return groups
+        return job.of_stages
     return replica_groups(job.mesh, job.layout.schedule, "cp")
 
 
@@ -289,11 +295,7 @@ def _local_steps(job: _Job, optimizer_params: OptimizerParams) -> LocalSteps | N
     return LocalSteps(tensors, buckets, job.mesh, job.progress, job.options)
 
 
-def _reducer(
-    job: _Job,
-    groups: Mapping[int, dist.ProcessGroup | None],
-    optimizer_params: OptimizerParams,
-) -> GradientReducers:
+def _reducer(job: _Job, optimizer_params: OptimizerParams) -> GradientReducers:
     def over(
         groups: Mapping[int, dist.ProcessGroup | None], left_out: Collection[str]
     ) -> GradientReducer:
@@ -312,7 +314,7 @@ def _reducer(
         return GradientReducer(reduced, job.progress, tensors, *others)
 
     experts = job.experts
-    reducers = [over(groups, experts)]
+    reducers = [over(_gradient_groups(job), experts)]
     if job.mesh.spreads_experts:
         own = replica_groups(job.mesh, job.layout.schedule, EXPERT_REPLICAS)
         reducers.append(over(own, job.parameters.keys() - experts))
@@ -367,7 +369,7 @@ def _kept_buffers(job: _Job) -> frozenset[str]:
 def _param_all_gather(job: _Job) -> ParamAllGather | None:
     """The all-gather of updated rows (ZeRO-1 and 2), in buckets in the order of the forward."""
     groups, parameters = job.groups, job.parameters
-    if not job.options.zero or groups.everyone is None:
+    if not job.options.zero or not groups.is_shared_out:
         return None
     read = [n for stage in job.stages for s in stage.segments for n in s.segment.parameters]
     in_order = [n for n in dict.fromkeys([*read, *parameters]) if not parameters[n].is_meta]
@@ -375,7 +377,7 @@ def _param_all_gather(job: _Job) -> ParamAllGather | None:
     places = {name: place for place, name in enumerate(in_order)}
     buckets = [
         ({names[id(parameter)]: parameter for parameter in bucket}, group)
-        for group in dict.fromkeys((groups.everyone, groups.same_experts))
+        for group in dict.fromkeys(map(groups.of, in_order))
         if group is not None
         for bucket in fill_buckets(
             (parameters[n] for n in in_order if groups.of(n) is group), job.options.bucket_bytes

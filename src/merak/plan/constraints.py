@@ -83,12 +83,31 @@ def problem_of(own: Reductions) -> str | None:
 
 
 def _copies_with_zero(own: Reductions) -> str | None:
-    if own.zero and (not own.schedule.is_synchronous or own.schedule.num_copies > 1):
+    if not own.zero or (own.schedule.is_synchronous and own.schedule.num_copies == 1):
+        return None
+    named = f"schedule={own.name!r}"
+    if not own.schedule.is_synchronous:
         return (
-            f"zero={own.zero} shards the optimizer over the replicas of a stage, but "
-            f"schedule={own.name!r} keeps several copies or versions of its weights; use "
-            "zero=0, or a schedule such as '1f1b'."
+            f"zero={own.zero} shards the optimizer over the replicas of a stage, but {named} keeps "
+            "several versions of its weights; use zero=0, or a schedule such as '1f1b'."
         )
+    if own.zero > 1:
+        return (
+            f"zero={own.zero} shards gradients or parameters between microbatches, but {named} has "
+            "several copies of a stage, which have microbatches of their own; use zero=1, or a "
+            "schedule such as '1f1b'."
+        )
+    others = {
+        f"ep={own.ep}": own.ep > 1,
+        f"zero_group_size={own.zero_group_size}": own.zero_group_size,
+        f"hierarchical_reductions={own.hierarchy!r}": own.hierarchy != "off",
+    }
+    for other, is_given in others.items():
+        if is_given:
+            return (
+                f"zero=1 shards the optimizer over all copies of a stage of {named}, but {other} "
+                "reduces over some of them; use zero=0, or leave the other out."
+            )
     return None
 
 
@@ -459,7 +478,42 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     return ""
 
 
-def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
+def refuse_layout(layout: Layout, zero: int, mesh: Mesh) -> None:
+    """Refuse a layout of a model's parameters that gradients cannot be reduced in.
+
+    Args:
+        layout: the model, laid out.
+        zero: the ZeRO stage.
+        mesh: the degrees.
+
+    Raises:
+        ScheduleError: with the first reason.
+    """
+    _refuse_tied_copies(layout, zero)
+    _refuse_optional_layers(layout, zero, mesh)
+
+
+def _refuse_tied_copies(layout: Layout, zero: int) -> None:
+    """Refuse ZeRO where copies of a stage share a parameter with other copies of another one."""
+    schedule = layout.schedule
+    if not zero or schedule.num_copies == 1:
+        return
+    readers: dict[str, set[tuple[int, ...]]] = {}
+    for stage, own in enumerate(layout.partition.stages):
+        for segment in layout.graph.segments[own.start : own.stop]:
+            for name in segment.parameters:
+                readers.setdefault(name, set()).add(schedule.ranks_of(stage))
+    for name, ranks in readers.items():
+        if len(ranks) > 1:
+            raise ScheduleError(
+                f"zero={zero} shards the optimizer over the copies of a stage, but {name!r} is "
+                f"read on pp ranks {' and '.join(map(str, sorted(ranks)))}, each of which have "
+                f"copies of a stage of schedule={schedule.name!r}; use zero=0, or a schedule such "
+                "as '1f1b'."
+            )
+
+
+def _refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     """Refuse optional layers, which a step may skip, where every gradient is expected.
 
     Args:

@@ -464,14 +464,15 @@ class ZeroOptions(Protocol):
         """Replicas that shard between them; 0 for all."""
 
 
-def zero_degree(own: ZeroOptions, replicas: int) -> int:
+def zero_degree(own: ZeroOptions, replicas: int, copies: int = 1) -> int:
     """The number of replicas that shard between them; 1 where each has all.
 
     Args:
         own: the choices.
         replicas: dp × cp.
+        copies: of a stage, that of the schedule.
     """
-    return min(own.zero_group_size or replicas, replicas) if own.zero else 1
+    return min(own.zero_group_size or replicas * copies, replicas * copies) if own.zero else 1
 
 
 _FIELDS = {own.name: own for own in fields(ParallelOptions)}

@@ -20,7 +20,8 @@ def gradient_norm(state: EngineState) -> torch.Tensor:
         state: of this rank's engine, whose step is over.
     """
     mesh, params, shards = state.mesh, state.optimizer_params, state.base.shards
-    counted = {n: item for n, item in params.items.items() if n in state.owned}
+    own = {*state.owned, *params.of_copies}
+    counted = {name: item for name, item in params.items.items() if name in own}
     axes: tuple[str, ...] = ("pp", REPLICAS) if params.is_sharded else ("pp",)
     differs = not (params.is_sharded and mesh.spreads_experts)  # experts differ over replicas too
     if differs:

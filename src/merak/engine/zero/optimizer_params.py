@@ -15,7 +15,7 @@ Source: arXiv:1710.03740 (mixed precision), section 3.1; arXiv:1910.02054 (ZeRO)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -173,7 +173,12 @@ class OptimizerParams:
     @property
     def is_sharded(self) -> bool:
         """Whether each replica's optimizer has a shard of the parameters."""
-        return self._groups.everyone is not None
+        return self._groups.is_shared_out
+
+    @property
+    def of_copies(self) -> Collection[str]:
+        """Names of the parameters of which the copies of a stage have different shards."""
+        return self._groups.of_copies.keys()
 
     @property
     def sharing(self) -> dist.ProcessGroup | None:

@@ -320,7 +320,7 @@ class Forecast:
             averages=self.options.local_steps > 0,
             outer_copies=self.options.outer_copies,
             zero=ZeroSharding(
-                degree=zero_degree(self.options, mesh.replicas),
+                degree=zero_degree(self.options, mesh.replicas, self.layout.schedule.num_copies),
                 gradients=self.options.zero >= 2 and mesh.replicas > 1,
                 master_weights=self.options.master_weights,
                 float32_gradients=self.options.float32_gradients,

@@ -17,7 +17,7 @@ from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.hierarchy import on_nodes
-from merak.plan.constraints import refuse_optional_layers, refuse_reductions
+from merak.plan.constraints import refuse_layout, refuse_reductions
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float8_products import refuse_float8
 from merak.plan.layout import check_stages
@@ -77,7 +77,7 @@ def arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> Arran
     placed = on_nodes(forecast.mesh, cluster) if levels else forecast.mesh
     refuse_reductions(forecast.layout.schedule, forecast.options, placed)
     if workload.drops_layers(candidate.microbatch):
-        refuse_optional_layers(forecast.layout, candidate.zero, forecast.mesh)
+        refuse_layout(forecast.layout, candidate.zero, forecast.mesh)
     return Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 

@@ -65,7 +65,7 @@ def zero_sharding(candidate: Candidate, workload: Workload, float32: bool) -> Ze
     return ZeroSharding(
         experts=spread_weights(workload.graph(candidate.microbatch)) if spreads else frozenset(),
         expert_replicas=candidate.replicas // candidate.ep if spreads else 1,
-        degree=zero_degree(candidate, candidate.replicas),
+        degree=zero_degree(candidate, candidate.replicas, candidate.traits.num_copies),
         gradients=candidate.zero >= 2 and candidate.replicas > 1,
         master_weights=workload.common.master_weights,
         float32_gradients=float32,

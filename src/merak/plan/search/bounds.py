@@ -165,7 +165,8 @@ class _Shares:
 
     def held(self, candidate: Candidate) -> float:
         """Bytes that a replica of a candidate holds of it."""
-        replicas, zero = zero_degree(candidate, candidate.replicas), candidate.zero
+        copies, zero = candidate.traits.num_copies, candidate.zero
+        replicas = zero_degree(candidate, candidate.replicas, copies)
         same = replicas // candidate.ep if candidate.form.spreads_experts else replicas
         away = is_away(candidate.offload_optimizer)
         return self.shared.held(replicas, zero, away) + self.experts.held(same, zero, away)

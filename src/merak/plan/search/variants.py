@@ -141,8 +141,8 @@ class _Variants:
                 partition=self.pinned.partition,
             )
             with suppress(ScheduleError):  # which the price says again
-                if variant.traits.num_copies > 1:  # ZeRO does not know
-                    variant = replace(variant, zero=self.pinned.zero or 0)
+                if variant.traits.num_copies > 1 and self.pinned.zero is None:
+                    variant = replace(variant, zero=min(variant.zero, 1))
             price = self.add(variant, own, "schedule")
             is_misfit = price is not None and _fitting(price) is None
             if is_misfit and self.pinned.recompute is None:
