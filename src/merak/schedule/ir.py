@@ -174,9 +174,8 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages whose weights a rank holds, ascending."""
-        return tuple(
-            s for s in range(self.num_stages) if any(pipe[s] == rank for pipe in self.pipes)
-        )
+        held = {s for pipe in self.pipes for s, own in enumerate(pipe) if own == rank}
+        return tuple(sorted(held))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold a stage's weights, ascending: its replicas."""

@@ -140,7 +140,7 @@ class Forecast:
         free = saved | self.untrained
         return recomputing(schedule, recomputing_stages(self.layout.partition, free))
 
-    @property
+    @cached_property
     def untrained(self) -> frozenset[int]:
         """Segments without a backward, which save nothing and are never recomputed."""
         graph = self.layout.graph

@@ -63,11 +63,19 @@ class Ledger:
     label: Callable[[Action], str] = str
     by_category: Counter[Category] = field(default_factory=Counter)
     total_bytes: int = 0
-    peak: Peak | None = None
     # Per stage: bytes that its microbatches hold now, and have held at most.
     by_stage: Counter[int] = field(default_factory=Counter)
     stage_peaks: Counter[int] = field(default_factory=Counter)
     _held: dict[Hashable, _Held] = field(default_factory=dict)
+    _peak: tuple[str | Action, int, dict[Category, int]] | None = None
+
+    @property
+    def peak(self) -> Peak | None:
+        """The peak so far; None before the first."""
+        if self._peak is None:
+            return None
+        at, total, by_category = self._peak
+        return Peak(at if isinstance(at, str) else self.label(at), total, by_category)
 
     def hold(
         self,
@@ -114,12 +122,11 @@ class Ledger:
         if stage is not None:
             level = self.by_stage[stage] + taken_bytes
             self.stage_peaks[stage] = max(self.stage_peaks[stage], level)
-        if self.peak is None or total > self.peak.total_bytes:
+        if self._peak is None or total > self._peak[1]:
             by_category = dict(self.by_category)
             temporary = by_category.get(Category.TEMPORARY, 0)
             by_category[Category.TEMPORARY] = temporary + taken_bytes
-            label = at if isinstance(at, str) else self.label(at)
-            self.peak = Peak(label, total, by_category)
+            self._peak = at, total, by_category
 
     def set_category(self, category: Category, num_bytes: int) -> None:
         """Set the bytes of a category, whatever its storages are."""

@@ -113,6 +113,8 @@ class UnshardMemory:
             ledger.hold("levels of gathers", levels, Category.COMMUNICATION)
 
     def _names(self, segment: SegmentProgram) -> tuple[str, ...]:
+        if not self._whole:
+            return ()
         names = dict.fromkeys(segment.segment.parameters)
         return tuple(name for name in names if name in self._whole)
 

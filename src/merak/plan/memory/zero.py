@@ -49,7 +49,9 @@ class ZeroSharding:
 
     def optimizer_tensors(self, metas: Mapping[str, TensorMeta]) -> dict[str, TensorMeta]:
         """Tensors that the optimizer steps, on the first replica, which has the largest shards."""
-        return {name: self._rows(meta, self.degree_of(name)) for name, meta in metas.items()}
+        kinds = {name: (meta, self.degree_of(name)) for name, meta in metas.items()}
+        rows = {kind: self._rows(*kind) for kind in set(kinds.values())}  # many are alike
+        return {name: rows[kind] for name, kind in kinds.items()}
 
     def gradient_bytes(self, metas: Mapping[str, TensorMeta]) -> dict[str, int]:
         """Bytes of the unsharded gradients of some parameters."""
@@ -65,7 +67,8 @@ class ZeroSharding:
             is_low = meta.dtype in _LOW_PRECISION and self.float32_gradients
             return replace(meta, dtype=torch.float32) if is_low else meta
 
-        return {name: accumulated(meta) for name, meta in metas.items()}
+        kinds = {meta: accumulated(meta) for meta in set(metas.values())}
+        return {name: kinds[meta] for name, meta in metas.items()}
 
     def master_bytes(self, parameter: TensorMeta, stepped: TensorMeta) -> int:
         """Bytes of a parameter's float32 master on a replica."""
