@@ -143,7 +143,13 @@ def rank_job(options: argparse.Namespace) -> None:
         model = ProfiledModel(
             workload_of(source), partial(batch_of, source), sorted(sizes), sorted(degrees)
         )
-        profile = measure_profile(mesh, model, sizes=options.sizes, round_s=options.round_ms / 1e3)
+        profile = measure_profile(
+            mesh,
+            model,
+            sizes=options.sizes,
+            round_s=options.round_ms / 1e3,
+            compute=partial(time.sleep, 1e-3) if options.million_ms else None,
+        )
         if mesh.rank == 0:
             save_profile(Path(options.folder, "profile.json"), profile)
     else:

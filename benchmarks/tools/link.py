@@ -33,8 +33,14 @@ def slow_link(rate: str | None) -> Iterator[Any]:
         network.close()
 
 
-def sent_bytes() -> int:
-    """Bytes that this host has sent, by the counters of all its links but the loopback."""
+def passed_bytes() -> tuple[int, int]:
+    """Bytes that this host has received and sent, by all its links but the loopback."""
     lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()[2:]
     fields = [line.replace(":", " ").split() for line in lines]
-    return sum(int(own[9]) for own in fields if own[0] != "lo")
+    links = [own for own in fields if own[0] != "lo"]
+    return sum(int(own[1]) for own in links), sum(int(own[9]) for own in links)
+
+
+def sent_bytes() -> int:
+    """Bytes that this host has sent, by all its links but the loopback."""
+    return passed_bytes()[1]

@@ -727,8 +727,7 @@ class OwnDegrees:
             others_s.append(whole.price.optimizer_s + whole.price.tied_s)
         links, sent = zip(*self._transfers(samples, parts, sizes)) if len(parts) > 1 else ((), ())
         times = [
-            slower(stage.whole, own.forward_s, own.backward_s)
-            for stage, own in zip(stages, exchanges, strict=True)
+            slower(stage.whole, own.passes) for stage, own in zip(stages, exchanges, strict=True)
         ]
         costs = costs_of(times, links, sent, [own.reduction_s for own in exchanges])
         late_s = exposed_gather_s(stages, exchanges) + max(others_s)

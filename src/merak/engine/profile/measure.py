@@ -46,6 +46,7 @@ def measure_profile(
     *,
     sizes: Sequence[int] = SIZES,
     round_s: float = 0.02,
+    compute: Callable[[], object] | None = None,
 ) -> Profile:
     """Measure devices, links and segments; all ranks call it together.
 
@@ -57,23 +58,29 @@ def measure_profile(
         model: whose segments are measured; None for none.
         sizes: bytes of messages and collectives.
         round_s: seconds of a round of calls.
+        compute: some computation, beside which collectives are measured; None for a product.
 
     Raises:
         PlanError: a device that cannot be measured.
         TraceError: a model that cannot be traced.
     """
     with own_random_state(mesh.device):
-        return _measure(mesh, model, sizes, round_s)
+        own = _product(mesh.device) if compute is None else compute
+        return _measure(mesh, model, sizes, round_s, own)
 
 
 def _measure(
-    mesh: Mesh, model: ProfiledModel | None, sizes: Sequence[int], round_s: float
+    mesh: Mesh,
+    model: ProfiledModel | None,
+    sizes: Sequence[int],
+    round_s: float,
+    compute: Callable[[], object],
 ) -> Profile:
     watch = Stopwatch(mesh.device, round_s)
     with announced("measuring the device"):
         device = measure_device(watch)
     with announced("measuring the links"):
-        links = measure_links(mesh, watch, _product(mesh.device), sizes)
+        links = measure_links(mesh, watch, compute, sizes)
     segments: list[SegmentRow] = []
     if model is not None:
         with announced("measuring the segments"):

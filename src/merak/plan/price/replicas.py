@@ -8,9 +8,11 @@ computation slows it down: its kernels take some of the device's units and of it
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -29,6 +31,7 @@ from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES, ParallelOptions, zero_degree
 from merak.plan.price.candidate import Candidate
 from merak.plan.price.stages import Stage
+from merak.plan.price.unshards import Unshard, unshard_waits
 from merak.plan.price.workload import Workload
 from merak.plan.tied_parameters import find_holders
 from merak.schedule.ir import Schedule
@@ -42,6 +45,7 @@ class StageExchange:
         reduction_s: of its gradients, after the last backward, and what they slow it down.
         passes: added to every forward, recomputation, backward, I and W.
         gather_s: of updated parameters, which the first forward waits for.
+        num_gathers: collectives that they are gathered by, one after another.
         interference: part of the hidden time that the computation takes longer.
         unhidden_reduction_s: of its gradients after the last backward, where nothing hides them.
     """
@@ -49,6 +53,7 @@ class StageExchange:
     reduction_s: float
     passes: PassSeconds
     gather_s: float
+    num_gathers: int = 1
     interference: float = INTERFERENCE
     unhidden_reduction_s: float = 0.0
 
@@ -97,65 +102,89 @@ def stage_exchange(
     exchanges = _Exchanges(stage, copies, cluster, candidate, zero, workload)
     trained = exchanges.trained
     kind, sent = _reduction(trained, candidate, zero, workload.common)
-    reduced = _buckets(trained, sent, workload.common.bucket_bytes)
     slows = interference_of(exchanges.everyone)
     reduce_s = exchanges.seconds(kind, trained, sent)
-    num_buckets = max(1, len(reduced))
-    times = stage.whole
     packs_s = exchanges.copy_seconds(kind, sent)
-    beside = times.backward_s * (1 - 1 / num_buckets)
-    if workload.common.gradient_compression in WITH_ERROR_FEEDBACK:
-        beside = 0.0  # which reduces after the backward pass
-    gather_s = unpacks_s = 0.0
-    if zero.is_sharded:
-        held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
-        gather_s = exchanges.seconds("all_gather", stage.parameters, held)
-        unpacks_s = exchanges.copy_seconds("all_gather", held)
+    held = {name: meta.num_bytes for name, meta in stage.parameters.items()}
+    unpacks_s = exchanges.copy_seconds("all_gather", held) if zero.is_sharded else 0.0
     if zero.parameters:
-        # A segment's reduction is open beside the next one's backward, or W.
-        passes = _beside_passes(times, (gather_s, unpacks_s), (reduce_s, packs_s), slows)
+        unshards = _unshards(stage, exchanges, kind, sent, held)
+        beside = partial(beside_s, interference=slows)
+        passes, once_s = unshard_waits(unshards, schedule, number, beside)
+        copies_s = PassSeconds(unpacks_s, unpacks_s, unpacks_s + packs_s, unpacks_s, packs_s)
         return StageExchange(
-            reduction_s=beside_s(0.0, reduce_s / num_buckets, slows),
-            passes=passes,
+            reduction_s=once_s,
+            passes=_together(copies_s, passes),
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
-    sums = (reduce_s, packs_s) if zero.gradients else (0.0, 0.0)
-    last = reduce_s / num_buckets
-    once = max(last, beside_s(beside, reduce_s, slows)) + packs_s
+    times, full = stage.whole, workload.common.bucket_bytes
+    num_reductions = max(1, len(_buckets(trained, sent, full)))
+    hides_s = times.weight_gradient_s if schedule.splits_backwards else times.backward_s
+    computes_s = times.backward_s * (1 - 1 / num_reductions)
+    if workload.common.gradient_compression in WITH_ERROR_FEEDBACK:
+        computes_s = 0.0  # which reduces after the backward pass
+    # What is open when a backward ends is hidden by the next one, and by nothing behind the last.
+    once_s = max(reduce_s / num_reductions, beside_s(computes_s, reduce_s, slows)) + packs_s
+    every_s = beside_s(hides_s, reduce_s, slows) + packs_s if zero.gradients else 0.0
+    is_gathered = zero.is_sharded
     return StageExchange(
-        reduction_s=(last if zero.gradients else once) + unpacks_s,
-        passes=_beside_passes(times, (0.0, 0.0), sums, slows),
-        gather_s=gather_s,
+        reduction_s=max(0.0, once_s - every_s) + unpacks_s,
+        passes=PassSeconds(0.0, 0.0, every_s, 0.0, every_s),
+        gather_s=exchanges.seconds("all_gather", stage.parameters, held) if is_gathered else 0.0,
+        num_gathers=max(1, len(_buckets(stage.parameters, held, full))),
         interference=slows,
         unhidden_reduction_s=reduce_s + packs_s + unpacks_s,
     )
 
 
-def _beside_passes(
-    times: PassSeconds, gather: tuple[float, float], reduction: tuple[float, float], slows: float
-) -> PassSeconds:
-    """Seconds that gathers of parameters and reductions of gradients add to a stage's passes.
+def _unshards(
+    stage: Stage,
+    exchanges: _Exchanges,
+    kind: str,
+    sent: Mapping[str, int],
+    held: Mapping[str, int],
+) -> list[Unshard]:
+    """The segments of a stage whose parameters are gathered, with what each takes.
+
+    What lies between two of them is computed beside the collectives of the first. Parameters that
+    several read are exchanged with the first, as far as the price knows.
 
     Args:
-        times: of the stage.
-        gather: seconds of the collective, and of the copies out of its buffers.
-        reduction: seconds of the collective, and of the copies into its buffers.
-        slows: interference.
+        stage: the segments.
+        exchanges: between its replicas.
+        kind: of the collective of gradients.
+        sent: bytes of every gradient that is sent.
+        held: bytes of every parameter.
     """
-    (gather_s, unpacks_s), (reduce_s, packs_s) = gather, reduction
+    forwards_s = sum(own.forward_s for own in stage.segments) or 1.0
+    backwards_s = sum(own.backward_s for own in stage.segments) or 1.0
+    whole = stage.whole
+    found, known = list[Unshard](), set[str]()
+    for own in stage.segments:
+        names = [name for name in dict.fromkeys(own.parameters) if name not in known]
+        known.update(names)
+        metas = {name: stage.parameters[name] for name in names}
+        trained = {name: meta for name, meta in metas.items() if name in sent}
+        forward, backward = own.forward_s / forwards_s, own.backward_s / backwards_s
+        times = PassSeconds(
+            forward * whole.forward_s,
+            own.recompute_s * whole.forward_s / forwards_s,
+            backward * whole.backward_s,
+            backward * whole.input_gradient_s,
+            backward * whole.weight_gradient_s,
+        )
+        if found and not names:
+            before = found.pop()
+            found.append(replace(before, times=_together(before.times, times)))
+            continue
+        gather_s = exchanges.seconds("all_gather", metas, held)
+        found.append(Unshard(times, gather_s, exchanges.seconds(kind, trained, sent)))
+    return found
 
-    def added(compute_s: float, collective_s: float, copies_s: float) -> float:
-        return beside_s(compute_s, collective_s, slows) + copies_s
 
-    forward_s = added(times.forward_s, gather_s, unpacks_s)
-    return PassSeconds(
-        forward_s,
-        forward_s,
-        added(times.backward_s, gather_s + reduce_s, unpacks_s + packs_s),
-        added(times.input_gradient_s, gather_s, unpacks_s),
-        added(times.weight_gradient_s, reduce_s, packs_s),
-    )
+def _together(own: PassSeconds, other: PassSeconds) -> PassSeconds:
+    return PassSeconds(*map(sum, zip(astuple(own), astuple(other), strict=True)))
 
 
 def zero_groups(cluster: Cluster, candidate: Candidate) -> tuple[Group, Group] | None:
@@ -220,7 +249,8 @@ class _Exchanges:
     ) -> None:
         self._hierarchy = workload.common.hierarchical_reductions
         self._levels = zero_groups(cluster, candidate)
-        self._bucket_bytes = workload.common.bucket_bytes
+        # What ZeRO 3 shards goes a segment at a time.
+        self._bucket_bytes = sys.maxsize if zero.parameters else workload.common.bucket_bytes
         self.trained = {n: meta for n, meta in stage.parameters.items() if meta.requires_grad}
         # Under Local SGD, context parallel ranks alone reduce gradients.
         axis = "cp" if workload.common.local_steps else REPLICAS
@@ -325,13 +355,17 @@ def interference_of(group: Group) -> float:
 def exposed_gather_s(stages: Sequence[Stage], exchanges: Sequence[StageExchange]) -> float:
     """Seconds that a step waits for updated parameters.
 
-    A stage's forward waits for those of its own; earlier stages compute meanwhile.
+    A stage's forward waits for those of its own; earlier stages compute meanwhile. What it reads
+    first comes with the first collective, which nothing of its own forward hides.
     """
     before, worst = 0.0, 0.0
     for stage, exchange in zip(stages, exchanges, strict=True):
-        before += stage.whole.forward_s
+        first = 1 / exchange.num_gathers
         if exchange.gather_s:
-            worst = max(worst, beside_s(before, exchange.gather_s, exchange.interference))
+            beside = before + stage.whole.forward_s * (1 - first)
+            waits_s = beside_s(beside, exchange.gather_s, exchange.interference)
+            worst = max(worst, first * exchange.gather_s - before, waits_s)
+        before += stage.whole.forward_s
     return worst
 
 

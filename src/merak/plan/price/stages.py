@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 
 from merak.core.tensor_meta import TensorMeta
@@ -21,6 +21,23 @@ from merak.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, slots=True)
+class StageSegment:
+    """A segment of a stage.
+
+    Args:
+        parameters: their names.
+        forward_s: of its forward.
+        recompute_s: of its recomputation.
+        backward_s: of its backward.
+    """
+
+    parameters: tuple[str, ...]
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """A stage: its times, and the parameters that it holds.
 
@@ -28,11 +45,13 @@ class Stage:
         whole: its actions with collectives over tp and cp.
         compute: the same without them.
         parameters: by name, the rank's shards.
+        segments: each by itself.
     """
 
     whole: PassSeconds
     compute: PassSeconds
     parameters: Mapping[str, TensorMeta]
+    segments: tuple[StageSegment, ...]
 
 
 def price_stages(
@@ -62,28 +81,34 @@ def price_stages(
 def _stage(
     graph: ModelGraph,
     prices: Sequence[SegmentPrice],
-    numbers: Iterable[int],
+    numbers: Sequence[int],
     policy: ActivationPolicy,
     memory: Mapping[int, SegmentMemory],
     split: bool,
 ) -> Stage:
     passes: dict[str, list[Pass]] = {own.name: [] for own in fields(PassSeconds)}
     parameters: dict[str, TensorMeta] = {}
+    segments: list[StageSegment] = []
     for index in numbers:
         price, segment = prices[index], graph.segments[index]
         passes["forward_s"].append(price.forward)
         passes["backward_s"].append(price.backward)
         passes["input_gradient_s"].append(price.input_gradient)
         passes["weight_gradient_s"].append(price.weight_gradient)
+        recompute_s = 0.0
         if index not in policy.saved:
             ops = policy.selective.get(index)
             most = memory[index].recomputed
             again = most if ops is None else ops.memory.recomputed
             passes["recompute_s"].append(price.recompute(again, most))
+            recompute_s = passes["recompute_s"][-1].seconds
+        names = tuple(segment.parameters)
+        segments.append(StageSegment(names, price.forward_s, recompute_s, price.backward_s))
         parameters |= dict(zip(segment.parameters, price.parameters.values(), strict=True))
     times = {name: _seconds(found, split) for name, found in passes.items()}
     whole = PassSeconds(**{name: own for name, (own, _) in times.items()})
-    return Stage(whole, PassSeconds(**{name: own for name, (_, own) in times.items()}), parameters)
+    compute = PassSeconds(**{name: own for name, (_, own) in times.items()})
+    return Stage(whole, compute, parameters, tuple(segments))
 
 
 def _seconds(passes: Sequence[Pass], split: bool) -> tuple[float, float]:

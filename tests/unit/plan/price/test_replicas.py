@@ -15,10 +15,20 @@ from merak.engine.comm.gradient_buckets import fill_buckets
 from merak.plan.cluster.collectives import collective_seconds
 from merak.plan.cluster.groups import group_of
 from merak.plan.cluster.parse import parse_cluster
+from merak.plan.cost.calibration import PassSeconds
 from merak.plan.memory.zero import ZeroSharding
 from merak.plan.options import BUCKET_BYTES, ParallelOptions
 from merak.plan.price.candidate import Candidate
-from merak.plan.price.replicas import _buckets, _Exchanges, zero_groups
+from merak.plan.price.replicas import (
+    StageExchange,
+    _buckets,
+    _Exchanges,
+    beside_s,
+    exposed_gather_s,
+    stage_exchange,
+    zero_groups,
+)
+from merak.schedule import registry
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -77,3 +87,52 @@ def test_groups_that_shard_are_priced_by_the_links_of_both_collectives() -> None
         + collective_seconds("all_reduce", num_bytes // 8, between)
     )
     assert (gather[2], reduce[2]) == (gather[0], reduce[0])
+
+
+def _exchange(zero: int, bucket_bytes: int) -> StageExchange:
+    """What a stage of eight equal parameters exchanges, whose backward takes 4 ms."""
+    candidate = Candidate(dp=2, zero=zero, num_microbatches=4)
+    metas = {str(number): TensorMeta((2**18,), torch.float32, True) for number in range(8)}
+    stage: Any = SimpleNamespace(parameters=metas, whole=PassSeconds(2e-3, 0.0, 4e-3, 2e-3, 2e-3))
+    kernels = SimpleNamespace(copies_buckets=False)
+    common = ParallelOptions(bucket_bytes=bucket_bytes)
+    workload: Any = SimpleNamespace(common=common, kernels=kernels)
+    sharding = ZeroSharding(degree=2 if zero else 1, gradients=zero == 2)
+    schedule = registry.build("1f1b", 1, 4)
+    cluster = parse_cluster("rtx3090:2")
+    return stage_exchange(stage, 0, cluster, candidate, schedule, sharding, workload)
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**20, 2**25])
+def test_behind_the_last_backward_zero_1_and_2_wait_for_the_same(bucket_bytes: int) -> None:
+    """Zero 2 also reduces behind each one before it, which the next one hides."""
+    first, second = _exchange(1, bucket_bytes), _exchange(2, bucket_bytes)
+    assert (first.passes.backward_s, first.num_gathers) == (
+        0.0,
+        2**25 // 4 // min(bucket_bytes, 2**23),
+    )
+    assert second.passes.backward_s > 0.0
+    assert first.reduction_s == pytest.approx(second.passes.backward_s + second.reduction_s)
+
+
+def test_one_bucket_is_hidden_by_the_next_backward_and_not_by_its_own() -> None:
+    one, many = _exchange(2, 2**25), _exchange(2, 2**20)
+    assert one.passes.backward_s == beside_s(4e-3, one.unhidden_reduction_s)
+    assert one.passes.backward_s + one.reduction_s == one.unhidden_reduction_s
+    assert many.passes.backward_s + many.reduction_s < many.unhidden_reduction_s
+
+
+def test_what_a_forward_reads_first_comes_with_the_first_gather() -> None:
+    stages: Any = [SimpleNamespace(whole=SimpleNamespace(forward_s=3.0)) for _ in range(2)]
+
+    nothing = PassSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
+
+    def exposed_s(*num_gathers: int) -> float:
+        exchanges = [
+            StageExchange(0.0, 0.0, 0.0, 2.0, num, interference=0.0) for num in num_gathers
+        ]
+        return exposed_gather_s(stages[: len(num_gathers)], exchanges)
+
+    assert exposed_s(1) == 2.0  # the whole one
+    assert exposed_s(4) == 0.5  # a quarter
+    assert exposed_s(4, 1) == 0.5  # hidden by the stage before
