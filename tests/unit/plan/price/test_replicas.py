@@ -124,13 +124,10 @@ def test_one_bucket_is_hidden_by_the_next_backward_and_not_by_its_own() -> None:
 
 def test_what_a_forward_reads_first_comes_with_the_first_gather() -> None:
     stages: Any = [SimpleNamespace(whole=SimpleNamespace(forward_s=3.0)) for _ in range(2)]
-
     nothing = PassSeconds(0.0, 0.0, 0.0, 0.0, 0.0)
 
     def exposed_s(*num_gathers: int) -> float:
-        exchanges = [
-            StageExchange(0.0, 0.0, 0.0, 2.0, num, interference=0.0) for num in num_gathers
-        ]
+        exchanges = [StageExchange(0.0, nothing, 2.0, num, interference=0.0) for num in num_gathers]
         return exposed_gather_s(stages[: len(num_gathers)], exchanges)
 
     assert exposed_s(1) == 2.0  # the whole one
