@@ -182,7 +182,7 @@ def test_the_page_shows_stages_and_moments(capsys):
         (("--device", "abacus"), "--device abacus is not known"),
         (("--schedule", "2f2b"), "no schedule '2f2b'"),
         (("--zero", "4"), "--zero 4 is not a choice"),
-        (("--zero", "1", "--schedule", "gems", "--pp", "2"), "schedule='gems' keeps several"),
+        (("--zero", "2", "--schedule", "gems", "--pp", "2"), "schedule='gems' has several copies"),
         (("--dtype", "int4"), "--dtype int4 is no type of parameters; use one of float32, bf"),
         (("--autocast", "float32"), "--autocast float32 is none; use bf16, fp16 or off"),
     ],
