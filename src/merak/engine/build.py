@@ -39,8 +39,9 @@ from merak.plan.constraints import (
     refuse_compressed_sparse,
     refuse_gradient_hooks,
     refuse_later_hooks,
-    refuse_layout,
+    refuse_optional_layers,
     refuse_reductions,
+    refuse_tied_copies,
     refuse_tied_stages,
     sub_pipelining_problem,
 )
@@ -153,7 +154,8 @@ def _build(source: GraphSource, forecast: Forecast, mesh: Mesh, options: EngineO
     check_programs(programs.base, layout, mesh)
     if not layout.schedule.is_synchronous:
         refuse_tied_stages(layout, programs.owners)
-    refuse_layout(layout, options.zero, mesh)
+    refuse_tied_copies(layout, options.zero)
+    refuse_optional_layers(layout, options.zero, mesh)
     refuse_compressed_sparse(options.gradient_compression, find_sparse(layout.graph))
     is_sharded = options.zero == 3 and mesh.replicas > 1
     delays = options.delay_optimizer_update

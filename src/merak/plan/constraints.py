@@ -478,23 +478,16 @@ def _why_unhooked(name: str, layout: Layout, options: EngineOptions) -> str:
     return ""
 
 
-def refuse_layout(layout: Layout, zero: int, mesh: Mesh) -> None:
-    """Refuse a layout of a model's parameters that gradients cannot be reduced in.
+def refuse_tied_copies(layout: Layout, zero: int) -> None:
+    """Refuse ZeRO where a parameter is read on copies of one stage and on others of another.
 
     Args:
         layout: the model, laid out.
         zero: the ZeRO stage.
-        mesh: the degrees.
 
     Raises:
-        ScheduleError: with the first reason.
+        ScheduleError: with the parameter and the pp ranks.
     """
-    _refuse_tied_copies(layout, zero)
-    _refuse_optional_layers(layout, zero, mesh)
-
-
-def _refuse_tied_copies(layout: Layout, zero: int) -> None:
-    """Refuse ZeRO where copies of a stage share a parameter with other copies of another one."""
     schedule = layout.schedule
     if not zero or schedule.num_copies == 1:
         return
@@ -513,7 +506,7 @@ def _refuse_tied_copies(layout: Layout, zero: int) -> None:
             )
 
 
-def _refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
+def refuse_optional_layers(layout: Layout, zero: int, mesh: Mesh) -> None:
     """Refuse optional layers, which a step may skip, where every gradient is expected.
 
     Args:

@@ -11,7 +11,12 @@ from merak.graph.tensor_parallel.apply import tensor_parallel
 from merak.graph.tensor_parallel.features import given_plan
 from merak.plan.activation_policy import ActivationPolicy
 from merak.plan.activations.forecast import Forecast
-from merak.plan.constraints import problem_of, reductions_of, refuse_layout
+from merak.plan.constraints import (
+    problem_of,
+    reductions_of,
+    refuse_optional_layers,
+    refuse_tied_copies,
+)
 
 _MOST_DOUBLINGS = 3
 """A tensor parallel degree is looked for up to eight times the present one."""
@@ -61,7 +66,8 @@ def _higher_zero(forecast: Forecast) -> Iterator[tuple[int, Forecast]]:
         if problem_of(reductions_of(layout.schedule, replace(options, zero=zero), mesh)):
             return
         try:
-            refuse_layout(layout, zero, mesh)
+            refuse_tied_copies(layout, zero)
+            refuse_optional_layers(layout, zero, mesh)
         except MerakError:
             return
         if zero == 3 and low and not options.master_weights:

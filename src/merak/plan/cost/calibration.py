@@ -79,6 +79,11 @@ class PassSeconds:
         """The seconds of passes that take so many times as long."""
         return PassSeconds(*(factor * seconds for seconds in astuple(self)))
 
+    def plus(self, *others: PassSeconds) -> PassSeconds:
+        """The seconds of passes together with those of others."""
+        every = map(astuple, (self, *others))
+        return PassSeconds(*(sum(seconds) for seconds in zip(*every, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:

@@ -17,7 +17,7 @@ from merak.plan.balance import balance, balance_uneven
 from merak.plan.cluster.cluster import Cluster
 from merak.plan.cluster.fit import usable_by_pp_rank
 from merak.plan.cluster.hierarchy import on_nodes
-from merak.plan.constraints import refuse_layout, refuse_reductions
+from merak.plan.constraints import refuse_optional_layers, refuse_reductions, refuse_tied_copies
 from merak.plan.cost.device import DeviceProfile
 from merak.plan.cost.float8_products import refuse_float8
 from merak.plan.layout import check_stages
@@ -76,8 +76,9 @@ def arrange(workload: Workload, cluster: Cluster, candidate: Candidate) -> Arran
     levels = forecast.options.hierarchical_reductions != "off"
     placed = on_nodes(forecast.mesh, cluster) if levels else forecast.mesh
     refuse_reductions(forecast.layout.schedule, forecast.options, placed)
+    refuse_tied_copies(forecast.layout, candidate.zero)
     if workload.drops_layers(candidate.microbatch):
-        refuse_layout(forecast.layout, candidate.zero, forecast.mesh)
+        refuse_optional_layers(forecast.layout, candidate.zero, forecast.mesh)
     return Arranged(_with_policy(forecast, segments[0], devices[0], fills), devices, segments)
 
 

@@ -11,7 +11,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -114,7 +114,7 @@ def stage_exchange(
         copies_s = PassSeconds(unpacks_s, unpacks_s, unpacks_s + packs_s, unpacks_s, packs_s)
         return StageExchange(
             reduction_s=once_s,
-            passes=_together(copies_s, passes),
+            passes=passes.plus(copies_s),
             gather_s=0.0,
             unhidden_reduction_s=reduce_s,
         )
@@ -176,15 +176,11 @@ def _unshards(
         )
         if found and not names:
             before = found.pop()
-            found.append(replace(before, times=_together(before.times, times)))
+            found.append(replace(before, times=before.times.plus(times)))
             continue
         gather_s = exchanges.seconds("all_gather", metas, held)
         found.append(Unshard(times, gather_s, exchanges.seconds(kind, trained, sent)))
     return found
-
-
-def _together(own: PassSeconds, other: PassSeconds) -> PassSeconds:
-    return PassSeconds(*map(sum, zip(astuple(own), astuple(other), strict=True)))
 
 
 def zero_groups(cluster: Cluster, candidate: Candidate) -> tuple[Group, Group] | None:

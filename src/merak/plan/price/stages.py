@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from merak.core.tensor_meta import TensorMeta
 from merak.graph.ir.ir import ModelGraph
@@ -194,5 +194,5 @@ def slower(times: PassSeconds, *added: PassSeconds) -> PassSeconds:
         times: of a stage.
         added: to each of its passes.
     """
-    total = PassSeconds(*(sum(own) for own in zip(*map(astuple, (times, *added)), strict=True)))
+    total = times.plus(*added)
     return total if times.recompute_s else replace(total, recompute_s=0.0)

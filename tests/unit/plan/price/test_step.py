@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from merak.core.errors import PlanError, ScheduleError
 from merak.plan.cluster.cluster import Cluster, Link, Nodes
@@ -291,3 +298,17 @@ def test_a_delayed_update_runs_beside_all_of_the_next_step(
     assert more.host.gradients == 2 * less.host.gradients and more.peak == less.peak
     with pytest.raises(ScheduleError, match="steps on the device; add offload_optimizer='cpu'"):
         price(delayed, cluster(), replace(own, offload_optimizer=None))
+
+
+def test_zero_1_leaves_out_copies_that_share_a_parameter_with_others() -> None:
+    """ALBERT's one block is read by every stage, and each pair of ranks has copies of its own."""
+    config = AlbertConfig(
+        vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=4,
+        num_attention_heads=4, intermediate_size=32,
+    )  # fmt: skip
+    source = ModelSource(AlbertForMaskedLM, config, None)
+    albert = example_workload(source, global_batch=8, sequence=16, optimizer=adam)
+    own = Candidate(pp=4, microbatch=1, num_microbatches=8, schedule="chimera")
+    assert price(albert, cluster(), own).step_s > 0.0
+    with pytest.raises(ScheduleError, match=r"read on pp ranks \(0, 3\) and \(1, 2\)"):
+        price(albert, cluster(), replace(own, zero=1))
